@@ -1,0 +1,1 @@
+complete --command ssdctl --no-files --arguments "(env _SSDCTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args _TYPER_COMPLETE_ARGS=(commandline -cp) ssdctl)" --condition "env _SSDCTL_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args _TYPER_COMPLETE_ARGS=(commandline -cp) ssdctl"

@@ -1,0 +1,36 @@
+"""Box formats and overlap. Coordinates are fractions of the picture unless said otherwise.
+
+Shapes: B batch, G ground-truth boxes, N default boxes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def box_cxcywh_to_ltrb(boxes: Tensor) -> Tensor:
+    """(..., 4) centre and size -> left, top, right, bottom."""
+    centre, size = boxes[..., :2], boxes[..., 2:]
+    return torch.cat([centre - size / 2, centre + size / 2], dim=-1)
+
+
+def box_ltrb_to_cxcywh(boxes: Tensor) -> Tensor:
+    """(..., 4) left, top, right, bottom -> centre and size."""
+    low, high = boxes[..., :2], boxes[..., 2:]
+    return torch.cat([(low + high) / 2, high - low], dim=-1)
+
+
+def pairwise_iou(a: Tensor, b: Tensor) -> Tensor:
+    """Intersection over union of (..., G, 4) and (N, 4) ltrb boxes -> (..., G, N).
+
+    Two boxes without area have an IoU of 0, not NaN.
+    """
+    a = a.unsqueeze(-2)
+    width = torch.minimum(a[..., 2], b[:, 2]) - torch.maximum(a[..., 0], b[:, 0])
+    height = torch.minimum(a[..., 3], b[:, 3]) - torch.maximum(a[..., 1], b[:, 1])
+    overlap = width.clamp(min=0) * height.clamp(min=0)
+    area_a = (a[..., 2] - a[..., 0]) * (a[..., 3] - a[..., 1])
+    area_b = (b[:, 2] - b[:, 0]) * (b[:, 3] - b[:, 1])
+    union = area_a + area_b - overlap
+    return overlap / union.clamp(min=torch.finfo(union.dtype).tiny)

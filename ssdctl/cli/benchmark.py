@@ -1,0 +1,87 @@
+"""`ssdctl benchmark`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssdctl.cli.command import Call, command
+from ssdctl.cli.main import app
+
+if TYPE_CHECKING:
+    from ssdctl.benchmark import Figures
+    from ssdctl.data.store import Split
+
+group = typer.Typer(no_args_is_help=True, help="Measure this machine: input, training, evaluation.")
+app.add_typer(group, name="benchmark", rich_help_panel="This machine")
+
+Seconds = Annotated[
+    float, typer.Option("--seconds", help="Length of each measurement", metavar="S", min=0.1)
+]
+
+
+@command(
+    group,
+    "data",
+    settings=["data.*", "train.workers", "train.augment", "train.seed"],
+    examples=["ssdctl benchmark data", "ssdctl benchmark data --data /data/coco --workers 8"],
+)
+def data(call: Call, seconds: Seconds = 5.0) -> None:
+    """Measure the input: images per second of the host stage, and of the full chain on the CPU."""
+    from ssdctl.benchmark import benchmark_data
+
+    with _splits(call) as splits:
+        _show(call, benchmark_data(splits["train"], call.config, seconds))
+
+
+@command(
+    group,
+    "train",
+    settings=["data.*", "model.*", "train.batch_size", "train.precision", "train.device"],
+    examples=["ssdctl benchmark train --bs 8 --fp32", "ssdctl benchmark train --backbone resnet50"],
+)
+def train(call: Call, seconds: Seconds = 20.0) -> None:
+    """Measure training: images per second, step time, arithmetic rate and share of the peak."""
+    from ssdctl.benchmark import benchmark_train
+
+    with _splits(call) as splits:
+        _show(call, benchmark_train(splits["train"], call.config, seconds))
+
+
+@command(
+    group,
+    "evaluate",
+    settings=["data.*", "model.backbone", "evaluate.*"],
+    examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
+)
+def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
+    """Measure evaluation: box decoding with NMS, detection as a whole, COCO scoring."""
+    from ssdctl.benchmark import benchmark_evaluate
+
+    with _splits(call) as splits:
+        _show(call, benchmark_evaluate(splits["val"], call.config, seconds))
+
+
+@contextlib.contextmanager
+def _splits(call: Call) -> Iterator[dict[str, Split]]:
+    """The dataset that the config names, else one that is generated for the occasion."""
+    from ssdctl.benchmark import make_shapes
+    from ssdctl.data.dataset import dataset_folders
+    from ssdctl.data.prepare import open_dataset
+
+    if call.config.data.root is not None:
+        root, folder = dataset_folders(call.config.data)
+        yield open_dataset(root, folder, say=call.console.say, progress=call.console.progress)
+        return
+    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as folder_name:
+        call.console.say("no --data: measuring on generated shapes")
+        yield make_shapes(Path(folder_name))
+
+
+def _show(call: Call, figures: Figures) -> None:
+    call.console.result(figures, "\n".join(f"{name:<26}{v}" for name, v in figures.items()))

@@ -1,0 +1,210 @@
+"""How a command gets its options: from the settings of the schema, so nothing is said twice.
+
+    @command(app, "train", panel="Train", settings=["data.*", "train.*"], examples=[...])
+    def train(call: Call, dry_run: Annotated[bool, typer.Option(...)] = False) -> None:
+        call.config.train.lr ...
+
+The options of the settings and the common ones (--config, --set, --json, -q, -v) are added to the
+function's own; the function gets the resolved config. Expected failures become one message and
+their exit code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from ssdctl.cli.console import Console
+from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
+from ssdctl.config.schema import Config
+from ssdctl.config.settings import Setting, select
+from ssdctl.errors import Interrupted, SsdctlError
+
+COMMON = "Common"
+
+
+class Call(NamedTuple):
+    """One call of a command: its config, the way to talk, and what the user gave."""
+
+    resolved: Resolved
+    console: Console
+    config_file: str | None
+    assignments: list[str]
+    overrides: list[Override]
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    *,
+    panel: str | None = None,
+    settings: Sequence[str] = (),
+    examples: Sequence[str] = (),
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command.
+
+    Args:
+        app: The application or group.
+        name: The command's name.
+        panel: The heading under which `ssdctl --help` lists it.
+        settings: The settings that are its options (`train.*`, `data.root`).
+        examples: Command lines for `--help`.
+    """
+    chosen = select(*settings) if settings else []
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            console = Console(
+                as_json=given.pop("as_json"),
+                quiet=given.pop("quiet"),
+                verbose=given.pop("verbose"),
+            )
+            with_exit_codes(console, lambda: function(_call(console, chosen, given), **given))
+
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__name__ = function.__name__
+        app.command(
+            name,
+            help=inspect.getdoc(function),
+            epilog=_epilog(examples),
+            rich_help_panel=panel,
+            context_settings={"help_option_names": ["-h", "--help"]},
+        )(run)
+        return function
+
+    return register
+
+
+def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
+    """Run a command's work; turn expected failures into one message and their exit code."""
+    try:
+        work()
+    except SsdctlError as error:
+        if console.verbose:
+            traceback.print_exc()
+        console.error(error)
+        raise SystemExit(error.exit_code) from None
+    except KeyboardInterrupt:
+        console.error(Interrupted("interrupted"))
+        raise SystemExit(Interrupted.exit_code) from None
+
+
+def _call(console: Console, chosen: Sequence[Setting], given: dict[str, Any]) -> Call:
+    """Take the settings' values out of `given` and resolve the config."""
+    file = given.pop("config_file")
+    assignments = given.pop("assignments") or []
+    overrides = []
+    for setting in chosen:
+        for flag, parameter, constant in _options(setting):
+            value = given.pop(parameter)
+            if value is None or (value is False and constant is not None):
+                continue
+            if setting.is_flag and value is False:
+                flag = setting.flags[1]
+            overrides.append(Override(setting.path, constant or value, flag))
+    typed = [parse_assignment(text) for text in assignments]
+    resolved = resolve(file=file, overrides=[*typed, *overrides])
+    return Call(resolved, console, file, assignments, overrides)
+
+
+def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
+    """The options of a setting: (flag, parameter name, the constant that the flag stands for)."""
+    base = setting.path.replace(".", "__")
+    if setting.choice_flags:
+        return [(f, base + "__" + f.strip("-"), f.strip("-")) for f in setting.flags]
+    return [(setting.flags[0], base, None)]
+
+
+def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
+    found = []
+    for setting in settings:
+        for flag, name, constant in _options(setting):
+            if constant:
+                text = f"{constant} arithmetic"
+                option = typer.Option(
+                    flag, help=text, rich_help_panel=setting.panel, show_default=False
+                )
+                found.append(_parameter(name, bool, option, default=False))
+                continue
+            flags = "/".join(setting.flags) if setting.is_flag else flag
+            choices = setting.choices
+            option = typer.Option(
+                flags,
+                help=_escaped(setting.help + _default_note(setting)),
+                metavar=f"[{'|'.join(choices)}]" if choices else setting.metavar,
+                rich_help_panel=setting.panel,
+                show_default=False,
+                autocompletion=completer(choices) if choices else None,
+            )
+            kind = bool if setting.is_flag else str
+            found.append(_parameter(name, kind | None, option, default=None))
+    return found
+
+
+def _common_parameters() -> list[inspect.Parameter]:
+    def option(*flags: str, help: str, **more: Any) -> Any:
+        return typer.Option(*flags, help=help, rich_help_panel=COMMON, show_default=False, **more)
+
+    config = option(
+        "--config", help="Config file (default: ssdctl.toml here, if any)", metavar="FILE"
+    )
+    assign = option("--set", help="Set any key of the config", metavar="KEY=VALUE")
+    return [
+        _parameter("config_file", str | None, config, default=None),
+        _parameter("assignments", list[str] | None, assign, default=None),
+        _parameter("as_json", bool, option("--json", help="Print the result as JSON"), False),
+        _parameter("quiet", bool, option("-q", "--quiet", help="Warnings and errors alone"), False),
+        _parameter("verbose", bool, option("-v", "--verbose", help="Tracebacks too"), False),
+    ]
+
+
+def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _default_note(setting: Setting) -> str:
+    if "[default" in setting.help:
+        return ""
+    if setting.is_recipe:
+        return " [default: the preset's]"
+    if setting.default is None or setting.default is False:
+        return ""
+    default = setting.default
+    if setting.is_flag:
+        default = setting.flags[0]
+    return f" [default: {default}]"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[")  # typer reads rich markup
+
+
+def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [c for c in choices if c.startswith(incomplete)]
+
+
+def _epilog(examples: Sequence[str]) -> str | None:
+    if not examples:
+        return None
+    return "\n\n".join(["[bold]Examples[/bold]", *(_escaped(f"$ {line}") for line in examples)])
+
+
+def exit_as_bug() -> None:
+    """Show the traceback of what nobody expected, and exit 1."""
+    traceback.print_exc()
+    print("This is a bug in ssdctl: please report it with the lines above.", file=sys.stderr)  # noqa: T201
+    raise SystemExit(1)

@@ -1,0 +1,88 @@
+"""The one sink: results to stdout (human or JSON), everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+    from ssdctl.errors import SsdctlError
+
+T = TypeVar("T")
+
+
+class Console:
+    """Where a command's words go.
+
+    Args:
+        as_json: stdout carries one JSON object and nothing else.
+        quiet: stderr carries warnings and errors alone.
+        verbose: Errors come with their traceback.
+    """
+
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.verbose = verbose
+
+    @property
+    def live(self) -> bool:
+        """Whether a display that redraws itself makes sense."""
+        return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
+
+    def say(self, text: str) -> None:
+        """Tell what happens."""
+        if not self.quiet:
+            self._write(text, sys.stderr)
+
+    def warn(self, text: str) -> None:
+        """Tell what the user should look at; said even with -q."""
+        self._write(text, sys.stderr, label="warning", style="yellow")
+
+    def error(self, error: SsdctlError) -> None:
+        """The one message of an expected failure."""
+        self._write(str(error), sys.stderr, label="error", style="red")
+        if error.hint:
+            self._write(error.hint, sys.stderr, label="hint", style="cyan")
+
+    def result(self, data: Any, human: Callable[[], Any] | str | None = None) -> None:
+        """The command's answer: `data` as JSON with --json, else `human` (text or a rich table)."""
+        if self.as_json:
+            self._write(json.dumps(data, ensure_ascii=False, allow_nan=False), sys.stdout)
+        elif isinstance(human, str):
+            self._write(human, sys.stdout)
+        elif human is not None:
+            _rich(sys.stdout).print(human())
+
+    def progress(
+        self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
+    ) -> Iterator[T]:
+        """Pass `items` through, with a bar on a terminal."""
+        if not self.live:
+            yield from items
+            return
+        from tqdm import tqdm
+
+        yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
+
+    def _write(self, text: str, stream: IO[str], label: str = "", style: str = "") -> None:
+        if label:
+            if stream.isatty() and not os.environ.get("NO_COLOR"):
+                code = {"red": 31, "yellow": 33, "cyan": 36}[style]
+                label = f"\033[1;{code}m{label}:\033[0m "
+            else:
+                label += ": "
+        print(label + text, file=stream, flush=True)
+
+
+def _rich(stream: IO[str]) -> RichConsole:
+    from rich.console import Console as RichConsole
+
+    return RichConsole(file=stream, highlight=False, markup=False, emoji=False)

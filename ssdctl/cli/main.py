@@ -1,0 +1,101 @@
+"""`ssdctl`: the commands, in the order in which a user meets them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ssdctl import __version__
+from ssdctl.cli.command import exit_as_bug
+from ssdctl.config.settings import all_settings
+
+COMMANDS = (
+    "demo",
+    "download",
+    "prepare",
+    "fetch_weights",
+    "train",
+    "launch",
+    "evaluate",
+    "predict",
+    "export",
+    "report",
+    "doctor",
+    "config",
+    "benchmark",
+)
+
+app = typer.Typer(
+    name="ssdctl",
+    help="Train, evaluate and ship SSD300 detectors, from a laptop to a Gaudi pod.",
+    epilog="New here? `ssdctl demo` shows the whole way in minutes, without network.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ssdctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit"
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def _register() -> None:
+    """Import the commands, which add themselves to `app`, in the order of `ssdctl --help`."""
+    import importlib
+
+    for name in COMMANDS:
+        importlib.import_module(f"ssdctl.cli.{name}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; every way out is an exit code of the contract."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    _register()
+    refuse_old_options(arguments)
+    try:
+        typer.main.get_command(app).main(args=arguments, prog_name="ssdctl")
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(0) from None
+    except Exception:
+        exit_as_bug()
+
+
+def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> None:
+    """Run one command inside another; a failure exits with its code."""
+    root = typer.main.get_command(app)
+    with contextlib.redirect_stdout(sys.stderr if stdout_to_stderr else sys.stdout):
+        root.main(args=list(arguments), prog_name="ssdctl", standalone_mode=False)
+
+
+def refuse_old_options(arguments: Sequence[str]) -> None:
+    """Exit 2 on an option of the replaced systems, naming ours."""
+    ours = {old: setting for setting in all_settings().values() for old in setting.replaces}
+    for argument in arguments:
+        if argument == "--":
+            return
+        old = argument.partition("=")[0]
+        if old in ours:
+            new = " / ".join(ours[old].flags)
+            typer.echo(f"error: {old} is now {new}: {ours[old].help}", err=True)
+            raise SystemExit(2)

@@ -1,0 +1,41 @@
+"""`ssdctl report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssdctl.cli.command import Call, command
+from ssdctl.cli.main import app
+
+
+@command(
+    app,
+    "report",
+    panel="Results",
+    examples=["ssdctl report runs/stable-r34", "ssdctl report runs/a runs/b --out both.html"],
+)
+def report(
+    call: Call,
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run folders", show_default=False)
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="FILE.html",
+            help="Page to write (default: report.html in the first run)",
+        ),
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page: curves, AP, sample detections, config, environment."""
+    from ssdctl.report.page import write_report
+    from ssdctl.report.rundata import read_run
+
+    read = [read_run(Path(run)) for run in runs]
+    target = Path(out) if out else Path(runs[0]) / "report.html"
+    write_report(read, target)
+    call.console.result({"file": str(target)}, f"report: {target}")

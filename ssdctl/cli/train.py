@@ -1,0 +1,102 @@
+"""`ssdctl train`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssdctl.cli.command import Call, command
+from ssdctl.cli.main import app
+from ssdctl.errors import Stopped
+from ssdctl.train import signals
+from ssdctl.train.ranks import find_ranks
+
+if TYPE_CHECKING:
+    from ssdctl.train.schedule import Plan
+
+
+@command(
+    app,
+    "train",
+    panel="Train",
+    settings=["data.*", "model.*", "train.*"],
+    examples=[
+        "ssdctl train --data /data/coco --out runs/first",
+        "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
+        "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a quick look",
+        "ssdctl train --dry-run --json   # the plan: steps, warm-up, learning rate",
+    ],
+)
+def train(
+    call: Call,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written")
+    ] = False,
+) -> None:
+    """Train SSD300, or go on with a run that was stopped.
+
+    The same command again resumes from the newest intact checkpoint in the run folder. SIGTERM
+    and Ctrl-C save and exit 75; a second Ctrl-C exits at once.
+    """
+    if dry_run:
+        _show_plan(call)
+        return
+    signals.install()  # before torch is imported, which takes seconds
+    is_first = find_ranks().is_first
+    call.console.quiet = call.console.quiet or not is_first  # one voice for all ranks
+    try:
+        from ssdctl.cli.progress import TrainingDisplay
+        from ssdctl.data.dataset import dataset_folders
+        from ssdctl.train.loop import run_training
+        from ssdctl.train.setup import run_folder
+
+        root, _ = dataset_folders(call.config.data)
+        # The run remembers where its data lies, so that `evaluate CKPT` works from anywhere.
+        resolved = call.resolved.with_value("data.root", str(root.absolute()))
+        call.console.say(f"dataset {root}, run folder {run_folder(call.config)}")
+        with TrainingDisplay(call.console) as display:
+            summary = run_training(
+                resolved,
+                say=display.say,
+                emit=display.show,
+                progress=call.console.progress,
+            )
+    except Stopped as stop:
+        if is_first:
+            raise
+        raise SystemExit(stop.exit_code) from None
+    finally:
+        signals.restore()
+    if not is_first:
+        return
+    ap = "not evaluated" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
+    call.console.result(
+        summary._asdict(),
+        f"{summary.out}: {summary.step} steps in {summary.total_s:.0f} s, "
+        f"{summary.images_per_second:.1f} img/s, {ap}",
+    )
+
+
+def _show_plan(call: Call) -> None:
+    from ssdctl.data.dataset import dataset_folders
+    from ssdctl.data.prepare import count_trainable
+    from ssdctl.train.schedule import make_plan
+
+    images = count_trainable(*dataset_folders(call.config.data))
+    limit = call.config.train.limit_train
+    plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
+    call.console.result(plan.as_json(), _described(plan))
+
+
+def _described(plan: Plan) -> str:
+    rows = {
+        "images": f"{plan.images:,}",
+        "global batch": f"{plan.global_batch_size}",
+        "steps per epoch": f"{plan.steps_per_epoch:,}",
+        "total steps": f"{plan.total_steps:,} ({plan.epoch(plan.total_steps):.1f} epochs)",
+        "warm-up steps": f"{plan.warmup_steps:,}",
+        "peak learning rate": f"{plan.peak_lr:g}",
+        "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
+    }
+    return "\n".join(f"{name:<20}{value}" for name, value in rows.items())

@@ -1,0 +1,32 @@
+"""The typed config that every command shares.
+
+schema.py says which settings there are, settings.py lists them one by one (for options, help and
+docs), resolve.py layers their sources, render.py writes a config down.
+"""
+
+from ssdctl.config.resolve import Resolved, resolve
+from ssdctl.config.schema import (
+    Config,
+    DataConfig,
+    DownloadConfig,
+    EvaluateConfig,
+    LaunchConfig,
+    ModelConfig,
+    PredictConfig,
+    PrepareConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "DownloadConfig",
+    "EvaluateConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "PredictConfig",
+    "PrepareConfig",
+    "Resolved",
+    "TrainConfig",
+    "resolve",
+]

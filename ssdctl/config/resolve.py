@@ -1,0 +1,221 @@
+"""Layer the sources of a config: defaults < preset < file < environment < command line.
+
+    resolve(overrides=[Override("train.lr", "1e-3", "--lr")]) -> Resolved(config, sources)
+
+Every value is checked where it comes from, so a message can name the file and line, the variable
+or the option. Values are text or TOML values; nothing is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ssdctl.config.schema import Config, conflicts
+from ssdctl.config.settings import Setting, all_settings, plain_type
+from ssdctl.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEFAULT_FILE = "ssdctl.toml"
+PRESET_DIR = Path(__file__).parent / "presets"
+PREFIX = "SSDCTL_"
+
+
+class Override(NamedTuple):
+    """One value from one place. `source` names the place as the user would."""
+
+    path: str
+    value: Any
+    source: str
+
+
+class Resolved(NamedTuple):
+    """A whole config, and where each value came from (`default`, `preset X`, `FILE:LINE`, ...)."""
+
+    config: Config
+    sources: dict[str, str]
+
+    def with_value(self, path: str, value: Any) -> Resolved:
+        """The same with one value replaced by what it came down to; its source stays."""
+        section, _, name = path.partition(".")
+        table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
+        return self._replace(config=msgspec.structs.replace(self.config, **{section: table}))
+
+
+def resolve(
+    *,
+    file: str | None = None,
+    overrides: Iterable[Override] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Resolved:
+    """The config that every command works with.
+
+    Args:
+        file: `--config`; without it `ssdctl.toml` in the working directory, if there is one.
+        overrides: The command line's values, in order; the last one wins.
+        environment: The process's environment where not given.
+
+    Raises:
+        UsageError: An unknown key, a value of the wrong type or out of bounds, a broken file.
+    """
+    layers = [*_from_file(file), *_from_environment(environment or os.environ), *overrides]
+    checked = [Override(o.path, _converted(o), o.source) for o in layers]
+
+    chosen = [o.value for o in checked if o.path == "train.preset"]
+    preset = chosen[-1] if chosen else all_settings()["train.preset"].default
+
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for setting in all_settings().values():
+        if not setting.is_recipe:
+            values[setting.path] = setting.default
+            sources[setting.path] = "default"
+    for path, value, source in [*preset_overrides(preset), *checked]:
+        values[path] = value
+        sources[path] = source
+
+    sections: dict[str, dict[str, Any]] = {f.name: {} for f in msgspec.structs.fields(Config)}
+    for path, value in values.items():
+        section, _, name = path.partition(".")
+        sections[section][name] = value
+    config = msgspec.convert(sections, Config)
+    for path, problem in conflicts(config):
+        raise UsageError(f"{sources[path]}: {path}: {problem}")
+    return Resolved(config, sources)
+
+
+def preset_overrides(name: str) -> list[Override]:
+    """What a preset sets, checked like any other file."""
+    found = read_toml(PRESET_DIR / f"{name}.toml")
+    return [Override(o.path, _converted(o), f"preset {name}") for o in found]
+
+
+def read_toml(path: Path) -> list[Override]:
+    """A config file's values, each with its line.
+
+    Raises:
+        UsageError: The file is absent, unreadable or no TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such config file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    lines = _lines_of_keys(text)
+    return [
+        Override(key, value, f"{path}:{lines[key]}" if key in lines else str(path))
+        for key, value in _flatten(tables)
+    ]
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tables.items():
+        if isinstance(value, dict) and not prefix:
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """The line of each `section.key`; the parser does not tell it."""
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            table = header[1] + "."
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            found.setdefault(table + key[1], number)
+    return found
+
+
+def _from_file(file: str | None) -> list[Override]:
+    if file is not None:
+        return read_toml(Path(file))
+    return read_toml(Path(DEFAULT_FILE)) if Path(DEFAULT_FILE).is_file() else []
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[Override]:
+    found = []
+    for variable, text in environment.items():
+        if variable.startswith(PREFIX):
+            path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
+            found.append(Override(path, text, variable))
+    return found
+
+
+def parse_assignment(text: str) -> Override:
+    """`--set train.lr=0.001` as an override."""
+    path, equals, value = text.partition("=")
+    if not equals:
+        raise UsageError(f"--set {text}: expected KEY=VALUE, as in --set train.lr=0.001")
+    return Override(path.strip(), value.strip(), "--set")
+
+
+def _converted(override: Override) -> Any:
+    setting = _lookup(override)
+    value = override.value
+    target = plain_type(setting.type)
+    if isinstance(value, str):
+        if typing.get_origin(target) is tuple:
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        elif value == "" and setting.default is None:
+            value = None
+    elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)  # warmup = 3 in a file means "3"
+    try:
+        return msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
+    except msgspec.ValidationError as error:
+        problem = _explained(setting, str(error))
+        key = (
+            ""
+            if override.source.startswith("--") and override.source != "--set"
+            else f" {setting.path}:"
+        )
+        raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
+
+
+def _explained(setting: Setting, problem: str) -> str:
+    if setting.choices:
+        return f"expected one of {', '.join(setting.choices)}"
+    if "regex" in problem:
+        return f"expected a duration ({setting.help})"
+    return problem[0].lower() + problem[1:].replace("`", "")
+
+
+def _lookup(override: Override) -> Setting:
+    settings = all_settings()
+    if override.path in settings:
+        return settings[override.path]
+    raise UsageError(
+        f"{override.source}: unknown key {override.path!r}", hint=nearest_key(override.path)
+    )
+
+
+def nearest_key(path: str) -> str:
+    """A hint that names the setting closest to a mistyped one."""
+    settings = all_settings()
+    by_name = {s.name: s.path for s in settings.values()}
+    by_flag = {f.lstrip("-").replace("-", "_"): s.path for s in settings.values() for f in s.flags}
+    section, _, name = path.rpartition(".")
+    close = [s.path for s in settings.values() if s.section == section and f"--{name}" in s.flags]
+    close = close or difflib.get_close_matches(path, settings, n=1, cutoff=0.6)
+    if not close:
+        near = difflib.get_close_matches(name, [*by_name, *by_flag], n=1, cutoff=0.6)
+        close = [by_name.get(n) or by_flag[n] for n in near]
+    return f"did you mean {close[0]!r}?" if close else "`ssdctl config show` lists every key"

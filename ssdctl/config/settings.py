@@ -1,0 +1,115 @@
+"""The settings of schema.py as a flat list: what options, help, docs and messages are made from."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from ssdctl.config.schema import Config
+
+
+class Setting(NamedTuple):
+    """One setting. `path` is its key in files and `--set`, `flags` its options."""
+
+    path: str
+    type: Any
+    default: Any  # msgspec.NODEFAULT where the preset names it
+    help: str
+    flags: tuple[str, ...]
+    panel: str
+    metavar: str | None
+    choices: tuple[str, ...]
+    choice_flags: bool
+    replaces: tuple[str, ...]
+    maths: bool  # another value changes what a run computes
+
+    @property
+    def section(self) -> str:
+        return self.path.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.partition(".")[2]
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether every preset names it."""
+        return self.default is msgspec.NODEFAULT
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is on or off."""
+        return plain_type(self.type) is bool
+
+    @property
+    def environment(self) -> str:
+        """The variable that sets it."""
+        return f"SSDCTL_{self.section}__{self.name}".upper()
+
+
+def plain_type(annotation: Any) -> Any:
+    """The type behind `Annotated` and `| None`."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        return plain_type(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        members = [a for a in typing.get_args(annotation) if a is not type(None)]
+        if len(members) == 1:
+            return plain_type(members[0])
+    return annotation
+
+
+def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
+    meta = typing.get_args(field.type)[-1]  # nested Annotated types are flattened: ours is last
+    extra = meta.extra
+    kind = plain_type(field.type)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    dashed = field.name.replace("_", "-")
+    if extra["choice_flags"]:
+        flags = tuple(f"--{choice}" for choice in choices if choice != "auto")
+    elif kind is bool:
+        flags = (f"--{dashed}", f"--no-{dashed}")
+    else:
+        flags = (extra["flag"] or f"--{dashed}",)
+    return Setting(
+        path=f"{section}.{field.name}",
+        type=field.type,
+        default=field.default,
+        help=meta.description,
+        flags=flags,
+        panel=extra["panel"],
+        metavar=extra["metavar"],
+        choices=choices,
+        choice_flags=extra["choice_flags"],
+        replaces=extra["replaces"],
+        maths=extra["maths"],
+    )
+
+
+@functools.cache
+def all_settings() -> dict[str, Setting]:
+    """Every setting by its path, in the schema's order."""
+    found = {}
+    for section in msgspec.structs.fields(Config):
+        for field in msgspec.structs.fields(section.type):
+            setting = _setting(section.name, field)
+            found[setting.path] = setting
+    return found
+
+
+def select(*patterns: str) -> list[Setting]:
+    """The settings named `section.name` or, with `section.*`, a whole section."""
+    chosen: dict[str, Setting] = {}
+    for pattern in patterns:
+        section, _, name = pattern.partition(".")
+        matches = {
+            path: setting
+            for path, setting in all_settings().items()
+            if setting.section == section and name in ("*", setting.name)
+        }
+        assert matches, f"no setting matches {pattern}"
+        chosen |= matches
+    return list(chosen.values())

@@ -1,0 +1,260 @@
+"""The embedded dataset: real JPEG files of shapes on textured backgrounds, in COCO's layout.
+
+    ssdctl download --dataset shapes --dest data/shapes
+
+Five classes (their category ids have gaps, as COCO's do), objects of 10 to 50% of the picture's
+shorter side at many aspect ratios and angles, overlaps, a few crowds and empty pictures. Each
+class leans to a hue of its own, but not always. Every picture is a function of (seed, split,
+index) alone.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ssdctl.files import disk_errors, make_dir, write_bytes
+
+Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
+Progress = Callable[..., Iterable[Any]]
+
+
+class ShapeClass(NamedTuple):
+    """A class: its COCO category, and the hue (in turns) to which it leans."""
+
+    category_id: int
+    name: str
+    hue: float
+
+
+CLASSES = (
+    ShapeClass(1, "ball", 0.00),
+    ShapeClass(2, "brick", 0.10),
+    ShapeClass(4, "cone", 0.33),
+    ShapeClass(7, "star", 0.62),
+    ShapeClass(8, "ring", 0.82),
+)
+SIZES = ((400, 300), (300, 400), (360, 360), (448, 320))  # width, height
+EMPTY_SHARE = 0.03  # pictures without an object
+CROWD_SHARE = 0.05  # pictures with a crowd
+STRAY_HUE_SHARE = 0.15  # objects of any hue
+JPEG_QUALITY = 90
+
+
+class Box(NamedTuple):
+    """An object's place in pixels, and the pixels that it covers."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    area: float
+    category_id: int
+    is_crowd: bool
+
+
+def generate(
+    dest: Path,
+    *,
+    num_train: int,
+    num_val: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> None:
+    """Write the dataset to `dest`: images, annotations of both splits.
+
+    The annotation files come last, so a killed generation leaves no dataset that looks whole.
+
+    Args:
+        dest: The dataset folder; COCO's layout is made below it.
+        num_train: Pictures to train on.
+        num_val: Pictures to evaluate on, drawn from other random numbers.
+        seed: The same seed gives the same bytes (with the same numpy and Pillow).
+        progress: Wraps the iteration, as `tqdm` does (`total=`, `label=`, `unit=`).
+
+    Raises:
+        DiskError: The folder cannot be written.
+    """
+    for split, count in (("train", num_train), ("val", num_val)):
+        folder = make_dir(dest / f"{split}2017")
+        names = [f"{i + 1:012d}.jpg" for i in range(count)]
+
+        def draw(
+            index: int, split: str = split, folder: Path = folder, names: list[str] = names
+        ) -> tuple[int, int, list[Box]]:
+            picture, boxes = draw_picture(seed, split, index)
+            with disk_errors(folder, "writing"):  # published by the annotations, so no fsync each
+                (folder / names[index]).write_bytes(_jpeg(picture))
+            return picture.shape[1], picture.shape[0], boxes
+
+        with ThreadPoolExecutor() as pool:
+            drawn: Iterable[tuple[int, int, list[Box]]] = pool.map(draw, range(count))
+            if progress is not None:
+                drawn = progress(drawn, total=count, label=f"drawing {split}", unit="img")
+            document = _document(names, list(drawn))
+        write_bytes(
+            dest / "annotations" / f"instances_{split}2017.json", msgspec.json.encode(document)
+        )
+
+
+def draw_picture(seed: int, split: str, index: int) -> tuple[NDArray[np.uint8], list[Box]]:
+    """One picture (height x width x 3) and its objects, the back ones first."""
+    rng = np.random.default_rng([seed, {"train": 0, "val": 1}[split], index])
+    width, height = SIZES[rng.integers(len(SIZES))]
+    canvas = _background(rng, width, height)
+    boxes: list[Box] = []
+    if rng.random() >= EMPTY_SHARE:
+        if rng.random() < CROWD_SHARE:
+            boxes.append(_draw_crowd(rng, canvas))
+        short = min(width, height)
+        for _ in range(rng.integers(3, 11)):
+            size = short * math.exp(rng.uniform(math.log(0.1), math.log(0.5)))
+            box = _draw_object(rng, canvas, size, boxes)
+            if box is not None:
+                boxes.append(box)
+    canvas += 4 * rng.standard_normal(canvas.shape, dtype=np.float32)  # the sensor's noise
+    return canvas.clip(0, 255).astype(np.uint8), boxes
+
+
+def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
+    """Clouds of two muted colours with stripes or checks over them."""
+    ends = _rgb(rng.random(2), rng.uniform(0.05, 0.35, 2), rng.uniform(0.25, 0.9, 2))
+    cells = rng.integers(3, 12)
+    noise = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
+    clouds = np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC))[..., None]
+    canvas = ends[0] * clouds + ends[1] * (1 - clouds)
+    y, x = np.mgrid[:height, :width].astype(np.float32)
+    angle, period = rng.uniform(0, math.pi), rng.uniform(6, 40)
+    wave = np.sin((x * math.cos(angle) + y * math.sin(angle)) * (2 * math.pi / period))
+    if rng.random() < 0.5:
+        across = (y * math.cos(angle) - x * math.sin(angle)) * (2 * math.pi / period)
+        wave = wave * np.sin(across)
+    canvas += rng.uniform(0, 25) * wave[..., None]
+    return canvas.astype(np.float32)
+
+
+def _draw_object(
+    rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box]
+) -> Box | None:
+    """Draw one object of about `size` pixels where it covers no other one too much."""
+    height, width, _ = canvas.shape
+    kind = CLASSES[rng.integers(len(CLASSES))]
+    stretch = math.exp(rng.uniform(-0.7, 0.7)) if kind.name != "star" else 1.0
+    half_w, half_h = size / 2 * math.sqrt(stretch), size / 2 / math.sqrt(stretch)
+    angle = rng.uniform(0, 2 * math.pi) if kind.name in ("star", "cone") else rng.normal(0, 0.15)
+    reach = math.ceil(math.hypot(half_w, half_h)) + 2
+    y, x = np.mgrid[-reach : reach + 1, -reach : reach + 1].astype(np.float32)
+    u = (x * math.cos(angle) + y * math.sin(angle)) / half_w
+    v = (y * math.cos(angle) - x * math.sin(angle)) / half_h
+    inside = _outline(kind.name, u, v)  # positive inside, in units of the half size
+    alpha = (inside * min(half_w, half_h) + 0.5).clip(0, 1)
+    rows, columns = np.nonzero(alpha.max(1) > 0.5)[0], np.nonzero(alpha.max(0) > 0.5)[0]
+    if not len(rows) or rows.size >= height or columns.size >= width:
+        return None
+    alpha = alpha[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    u, v = (a[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1] for a in (u, v))
+    for _ in range(8):
+        left = int(rng.integers(0, width - alpha.shape[1] + 1))
+        top = int(rng.integers(0, height - alpha.shape[0] + 1))
+        box = Box(
+            left, top, alpha.shape[1], alpha.shape[0], float(alpha.sum()), kind.category_id, False
+        )
+        if all(_covered(box, other) < 0.3 for other in others):
+            break
+    else:
+        return None
+    hue = rng.random() if rng.random() < STRAY_HUE_SHARE else kind.hue + rng.normal(0, 0.04)
+    colour = _rgb(np.array([hue]), rng.uniform(0.55, 1.0, 1), rng.uniform(0.45, 1.0, 1))[0]
+    light = rng.uniform(0, 2 * math.pi)
+    shade = 1 + 0.25 * (u * math.cos(light) + v * math.sin(light))
+    region = canvas[top : top + box.height, left : left + box.width]
+    region += alpha[..., None] * (colour * shade[..., None] - region)
+    return box
+
+
+def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
+    """A swarm too dense to label one by one: one box around it, marked as a crowd."""
+    height, width, _ = canvas.shape
+    side_w, side_h = int(rng.integers(60, width // 3)), int(rng.integers(50, height // 3))
+    left, top = int(rng.integers(0, width - side_w)), int(rng.integers(0, height - side_h))
+    kind = CLASSES[rng.integers(len(CLASSES))]
+    y, x = np.mgrid[:side_h, :side_w].astype(np.float32)
+    region = canvas[top : top + side_h, left : left + side_w]
+    for _ in range(side_w * side_h // 120):
+        radius = rng.uniform(3, 6)
+        u = (x - rng.uniform(radius, side_w - radius)) / radius
+        v = (y - rng.uniform(radius, side_h - radius)) / radius
+        alpha = (_outline(kind.name, u, v) * radius + 0.5).clip(0, 1)[..., None]
+        colour = _rgb(np.array([kind.hue]), np.array([0.9]), rng.uniform(0.5, 1.0, 1))[0]
+        region += alpha * (colour - region)
+    return Box(left, top, side_w, side_h, side_w * side_h / 2, kind.category_id, True)
+
+
+def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
+    """How far a point lies inside the shape of half size 1 (negative: outside)."""
+    radius = np.hypot(u, v)
+    if name == "ball":
+        return 1 - radius
+    if name == "brick":
+        return 1 - np.maximum(np.abs(u), np.abs(v))
+    if name == "ring":
+        return 0.25 - np.abs(radius - 0.75)
+    if name == "cone":  # a triangle: apex at (0, -1), base at v = 1
+        return np.minimum(1 - v, (1 + v) * 0.45 - np.abs(u) * 0.9)
+    edge = 0.72 + 0.28 * np.cos(5 * np.arctan2(v, u))  # a star of five soft points
+    return edge - radius
+
+
+def _covered(box: Box, other: Box) -> float:
+    """The share of the smaller of two boxes that they have in common."""
+    width = min(box.left + box.width, other.left + other.width) - max(box.left, other.left)
+    height = min(box.top + box.height, other.top + other.height) - max(box.top, other.top)
+    smaller = min(box.width * box.height, other.width * other.height)
+    return max(width, 0) * max(height, 0) / smaller
+
+
+def _rgb(hue: NDArray[Any], saturation: NDArray[Any], value: NDArray[Any]) -> NDArray[Any]:
+    """HSV (hue in turns) to RGB of 0 to 255; n -> n x 3."""
+    k = (np.array([5.0, 3.0, 1.0]) + 6 * hue[:, None]) % 6
+    ramp = np.minimum(k, 4 - k).clip(0, 1)
+    return np.asarray(255 * value[:, None] * (1 - saturation[:, None] * ramp))
+
+
+def _jpeg(picture: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY)
+    return buffer.getvalue()
+
+
+def _document(names: list[str], drawn: list[tuple[int, int, list[Box]]]) -> dict[str, Any]:
+    """The annotation file of a split, in COCO's format."""
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, (name, (width, height, boxes)) in enumerate(zip(names, drawn, strict=True), 1):
+        images.append({"id": number, "file_name": name, "width": width, "height": height})
+        for box in boxes:
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": box.category_id,
+                    "bbox": [box.left, box.top, box.width, box.height],
+                    "area": round(box.area, 1),
+                    "iscrowd": int(box.is_crowd),
+                }
+            )
+    return {
+        "info": {"description": "ssdctl's embedded shapes dataset"},
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": c.category_id, "name": c.name} for c in CLASSES],
+    }

@@ -1,0 +1,219 @@
+"""What there is to fetch, pinned: COCO 2017, the backbone weights, and users' own manifests.
+
+Sizes and hashes are those of the publishers' files. Where only the start of a SHA-256 is known
+(torchvision puts its first 8 digits into the file name), that start is the pin and what is checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ssdctl.errors import UsageError
+from ssdctl.files import safe_join
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+# The official host, http://images.cocodataset.org/, has no certificate of its own; this is the
+# same bucket over HTTPS.
+COCO_URL = "https://s3.amazonaws.com/images.cocodataset.org"
+WEIGHTS_URL = "https://download.pytorch.org/models"
+
+
+class PinnedFile(NamedTuple):
+    """A file that is known before it is fetched.
+
+    Attributes:
+        name: Where it goes, relative to the destination; untrusted in a manifest (`safe_join`).
+        url: Where it comes from (http or https).
+        sha256: Its SHA-256 in lower-case hex, or the first digits of it.
+        bytes: Its size; None where unknown, then the server's word is taken and the hash decides.
+        unpack: Whether it is a zip archive whose content is wanted.
+        unpacked_bytes: About what the content takes on the disk.
+        num_files: How many files the archive holds.
+    """
+
+    name: str
+    url: str
+    sha256: str
+    bytes: int | None = None
+    unpack: bool = False
+    unpacked_bytes: int | None = None
+    num_files: int | None = None
+
+    def urls(self, mirror: str | None = None) -> list[str]:
+        """Where to look, in order; the next one counts where the one before has no such file.
+
+        A mirror may hold the files side by side, or keep the layout of the official host.
+
+        Raises:
+            UsageError: The mirror is no http(s) URL.
+        """
+        if mirror is None:
+            return [self.url]
+        base = check_url(mirror, "--mirror").rstrip("/")
+        path = urlsplit(self.url).path.lstrip("/")
+        tails = [self.name, "/".join(path.split("/")[-2:]), path.rpartition("/")[2], path]
+        return list(dict.fromkeys(f"{base}/{tail}" for tail in tails))
+
+
+COCO2017 = {
+    "train": PinnedFile(
+        "train2017.zip",
+        f"{COCO_URL}/zips/train2017.zip",
+        "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
+        19_336_861_798,
+        unpack=True,
+        unpacked_bytes=19_700_000_000,
+        num_files=118_287,
+    ),
+    "val": PinnedFile(
+        "val2017.zip",
+        f"{COCO_URL}/zips/val2017.zip",
+        "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
+        815_585_330,
+        unpack=True,
+        unpacked_bytes=840_000_000,
+        num_files=5_000,
+    ),
+    "annotations": PinnedFile(
+        "annotations_trainval2017.zip",
+        f"{COCO_URL}/annotations/annotations_trainval2017.zip",
+        "113a836d90195ee1f884e704da6304dfaaecff1f023f49b6ca93c4aaae470268",
+        252_907_541,
+        unpack=True,
+        unpacked_bytes=850_000_000,
+    ),
+}
+
+
+class Weights(NamedTuple):
+    """Backbone weights: the file, the alias that tells what it is, and a note for people."""
+
+    file: PinnedFile
+    alias: str | None
+    note: str
+
+    @property
+    def name(self) -> str:
+        """The file's stem, as in `resnet34-333f7ec4`."""
+        return self.file.name.removesuffix(".pth")
+
+
+def _weights(
+    stem: str, alias: str | None, note: str, sha256: str | None = None, num_bytes: int | None = None
+) -> Weights:
+    pin = sha256 or stem.rpartition("-")[2]
+    file = PinnedFile(f"{stem}.pth", f"{WEIGHTS_URL}/{stem}.pth", pin, num_bytes)
+    return Weights(file, alias, note)
+
+
+WEIGHTS = (
+    _weights("resnet18-f37072fd", "resnet18-imagenet-v1", "torchvision V1"),
+    _weights(
+        "resnet34-333f7ec4",
+        None,
+        "torchvision before 0.9; MLPerf and Habana start from it",
+        "333f7ec4c6338da2cbed37f1fc0445f9624f1355633fa1d7eab79a91084c6cef",
+        87_306_240,
+    ),
+    _weights(
+        "resnet34-b627a593",
+        "resnet34-imagenet-v1",
+        "torchvision V1",
+        "b627a593bcbe140c234610266fe4f8ae95ea42fc881d091c9b6052e6b1d0590f",
+    ),
+    _weights("resnet50-19c8e357", None, "torchvision before 0.9; NVIDIA starts from it"),
+    _weights(
+        "resnet50-0676ba61",
+        "resnet50-imagenet-v1",
+        "torchvision V1",
+        "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
+        102_530_333,
+    ),
+    _weights("resnet50-11ad3fa6", "resnet50-imagenet-v2", "torchvision V2"),
+    _weights("resnet101-63fe2227", "resnet101-imagenet-v1", "torchvision V1"),
+    _weights("resnet101-cd907fc2", "resnet101-imagenet-v2", "torchvision V2"),
+    _weights("resnet152-394f9c45", "resnet152-imagenet-v1", "torchvision V1"),
+    _weights("resnet152-f82ba261", "resnet152-imagenet-v2", "torchvision V2"),
+)
+
+
+def weights_named(name: str) -> Weights:
+    """The weights called `name`: a stem, a file name or an alias.
+
+    Raises:
+        UsageError: There are none; the hint names the nearest.
+    """
+    import difflib
+
+    by_name = {w.name: w for w in WEIGHTS} | {w.alias: w for w in WEIGHTS if w.alias}
+    stem = name.removesuffix(".pth")
+    if stem in by_name:
+        return by_name[stem]
+    near = difflib.get_close_matches(stem, by_name, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(
+        f"no backbone weights are called {name!r}",
+        hint=hint + "`ssdctl fetch-weights --list` shows all",
+    )
+
+
+def check_url(url: str, where: str) -> str:
+    """`url` if it is one that can be fetched: http or https, with a host."""
+    try:
+        parts = urlsplit(url)
+        fetchable = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        fetchable = False
+    if not fetchable:
+        raise UsageError(f"{where}: {url!r} is no http:// or https:// URL")
+    return url
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    url: str
+    bytes: Annotated[int, msgspec.Meta(ge=1)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{64}$")]
+    unpack: bool = False
+
+
+class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    file: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
+
+
+def read_manifest(path: Path) -> list[PinnedFile]:
+    """The files of a download manifest (TOML; CONTRACT, Files), in its order.
+
+    Raises:
+        UsageError: It is absent, no TOML, lacks a pin, or names a file twice.
+        IntegrityError: A name would leave the destination.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        entries = msgspec.convert(tables, _Manifest).file
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such manifest") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: not valid TOML: {error}") from None
+    except msgspec.ValidationError as error:
+        hint = "each [[file]] has name, url, bytes, sha256 (64 hex digits), and unpack for zips"
+        raise UsageError(f"{path}: {error}", hint=hint) from None
+    seen: set[Path] = set()
+    for entry in entries:
+        check_url(entry.url, f"{path}: {entry.name}")
+        target = safe_join(Path(), entry.name)
+        if target in seen or target == Path():
+            raise UsageError(f"{path}: {entry.name!r} is no file name of its own")
+        seen.add(target)
+    return [PinnedFile(e.name, e.url, e.sha256.lower(), e.bytes, e.unpack) for e in entries]

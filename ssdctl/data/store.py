@@ -1,0 +1,199 @@
+"""The store that training reads: an index per split, and the packed images if there are any.
+
+    prepared/index-train.arrow          one row an image: id, file, size, boxes, labels
+    prepared/images-train-00000.arrow   JPEG bytes in the index's order (with --pack)
+    prepared/report.json                what prepare dropped or mended
+
+Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
+them. The index is written last; its metadata holds the class table, the shards and a fingerprint
+of the annotations that it was made from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ssdctl.data.coco import ClassName
+from ssdctl.data.dataset import SplitFiles
+from ssdctl.errors import DataError
+
+FORMAT = 1
+METADATA_KEY = b"ssdctl"
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What tells one annotation file from another."""
+
+    bytes: int
+    modified_ns: int
+    sha256: str
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A file of packed images."""
+
+    file: str
+    rows: int
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """What the index knows besides its rows."""
+
+    format: int
+    classes: list[ClassName]
+    fingerprint: Fingerprint
+    shards: list[Shard]  # empty: the images are read from the dataset folder
+    shrink: int | None = None
+
+
+class Split(NamedTuple):
+    """One split, open. Row i is the i-th image of the annotation file.
+
+    `boxes[starts[i]:starts[i + 1]]` are image i's boxes, as left, top, right, bottom in fractions
+    of its width and height; `labels` go with them.
+    """
+
+    classes: list[ClassName]
+    image_ids: NDArray[np.int64]  # N
+    sizes: NDArray[np.int32]  # N x 2: width, height in pixels
+    starts: NDArray[np.int64]  # N + 1
+    boxes: NDArray[np.float32]  # M x 4
+    labels: NDArray[np.int32]  # M
+    trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
+    most_boxes: int  # on one image
+    images: ImageFiles | PackedImages
+    annotations: Path
+
+    def read(self, row: int) -> bytes | memoryview:
+        """The encoded image of a row."""
+        return self.images.read(row)
+
+
+class ImageFiles(NamedTuple):
+    """Images that lie as files in a folder."""
+
+    folder: Path
+    names: list[str]
+
+    def read(self, row: int) -> bytes:
+        path = self.folder / self.names[row]
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+class PackedImages:
+    """Images packed into Arrow files, mapped into memory."""
+
+    def __init__(self, folder: Path, shards: list[Shard]) -> None:
+        tables = [_map(folder / shard.file) for shard in shards]
+        for table, shard in zip(tables, shards, strict=True):
+            if table.num_rows != shard.rows:
+                raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
+        self._chunks = [chunk for table in tables for chunk in table.column("image").chunks]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+
+    def read(self, row: int) -> memoryview:
+        chunk = int(np.searchsorted(self._ends, row, side="right"))
+        start = int(self._ends[chunk - 1]) if chunk else 0
+        return memoryview(self._chunks[chunk][row - start].as_buffer())
+
+
+def index_path(folder: Path, split: str) -> Path:
+    return folder / f"index-{split}.arrow"
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """The fingerprint of an annotation file: reads it whole."""
+    stat = path.stat()
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return Fingerprint(stat.st_size, stat.st_mtime_ns, digest.hexdigest())
+
+
+def is_same(known: Fingerprint, path: Path) -> bool:
+    """Whether the file is still the one with this fingerprint; reads it only where in doubt."""
+    stat = path.stat()
+    if stat.st_size != known.bytes:
+        return False
+    return stat.st_mtime_ns == known.modified_ns or fingerprint(path).sha256 == known.sha256
+
+
+def read_metadata(folder: Path, split: str) -> Metadata | None:
+    """The metadata of a split's index; None where there is none that this version reads."""
+    path = index_path(folder, split)
+    if not path.is_file():
+        return None
+    try:
+        with pa.memory_map(str(path)) as source:
+            raw = pa.ipc.open_file(source).schema.metadata or {}
+        metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
+    except (pa.ArrowInvalid, msgspec.ValidationError):
+        return None
+    return metadata if metadata.format == FORMAT else None
+
+
+def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
+    """Open one split of the store.
+
+    Raises:
+        DataError: There is no index, or it was made from other annotations.
+    """
+    metadata = read_metadata(folder, split)
+    if metadata is None:
+        raise DataError(f"{index_path(folder, split)}: no index; run ssdctl prepare")
+    if not is_same(metadata.fingerprint, files.annotations):
+        raise DataError(
+            f"{files.annotations} changed since {folder} was prepared",
+            hint="run ssdctl prepare again",
+        )
+    table = _map(index_path(folder, split))
+    sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
+    labels = table.column("labels").combine_chunks()
+    starts = labels.offsets.to_numpy().astype(np.int64)
+    counts = np.diff(starts)
+    boxes = table.column("boxes").combine_chunks().flatten().flatten()
+    pixels = boxes.to_numpy(zero_copy_only=False).reshape(-1, 4)
+    scale = np.repeat(np.tile(sizes, 2), counts, axis=0).astype(np.float32)
+    is_usable = table.column("usable").to_numpy()
+    images: ImageFiles | PackedImages
+    if metadata.shards:
+        images = PackedImages(folder, metadata.shards)
+    else:
+        images = ImageFiles(files.images, table.column("file_name").to_pylist())
+    return Split(
+        classes=metadata.classes,
+        image_ids=_numbers(table, "image_id"),
+        sizes=sizes,
+        starts=starts,
+        boxes=pixels / scale,
+        labels=labels.flatten().to_numpy(),
+        trainable=np.nonzero(is_usable & (counts > 0))[0],
+        most_boxes=int(counts.max(initial=0)),
+        images=images,
+        annotations=files.annotations,
+    )
+
+
+def _map(path: Path) -> Any:
+    """A table whose buffers lie in the mapped file."""
+    try:
+        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DataError(
+            f"{path}: no readable part of a store: {error}", hint="run ssdctl prepare --force"
+        ) from None
+
+
+def _numbers(table: Any, column: str) -> NDArray[Any]:
+    return np.asarray(table.column(column).to_numpy())

@@ -1,0 +1,1 @@
+"""From a network and a split to detections, and from detections to COCO AP."""

@@ -1,0 +1,153 @@
+"""The one way to write a file: a temporary beside it, fsync, rename, fsync of the folder.
+
+A reader sees the old file or the new one, never a part. A killed writer leaves a temporary
+(`.NAME.PID.tmp`) that `remove_stale_temporaries` clears at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from ssdctl.errors import DiskError, IntegrityError
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path, doing: str) -> Iterator[None]:
+    """Turn the disk's refusals into a `DiskError` (exit 6) that names the path."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskError(
+                f"no space left while {doing} {where}", hint="free some space, then run it again"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DiskError(
+                f"no permission while {doing} {where}: {error.strerror}",
+                hint="choose a folder you may write to, or change its owner",
+            ) from error
+        if error.errno in (
+            errno.ENOTDIR,
+            errno.ENOENT,
+            errno.EEXIST,
+            errno.EISDIR,
+            errno.EIO,
+            errno.ENAMETOOLONG,
+        ):
+            raise DiskError(f"{error.strerror} while {doing} {where}") from error
+        raise
+
+
+def make_dir(path: Path) -> Path:
+    """Create a folder and its parents; return it."""
+    with disk_errors(path, "creating"):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to that appears at `path` whole, when the block ends without an error."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    with disk_errors(path, "writing"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_dir(path.parent)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Publish `content` at `path` atomically."""
+    with atomic_write(path) as file:
+        file.write(content)
+
+
+def write_text(path: Path, content: str) -> None:
+    """Publish `content` at `path` atomically, as UTF-8."""
+    write_bytes(path, content.encode())
+
+
+def sync_dir(path: Path) -> None:
+    """Make a rename in this folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems refuse to sync a folder
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Publish `source` under a second name: a hard link where possible, else a copy."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    with disk_errors(target, "writing"):
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+        temporary.replace(target)
+        sync_dir(target.parent)
+
+
+def remove_stale_temporaries(folder: Path) -> list[Path]:
+    """Delete the temporaries of writers that died in `folder`; return what went."""
+    removed = []
+    for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        writer = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
+        if writer.isdigit() and not Path(f"/proc/{writer}").exists():
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def safe_join(root: Path, name: str) -> Path:
+    """`root / name` for an untrusted relative name; IntegrityError where it would leave `root`.
+
+    Judged by the name alone, so a symbolic link inside `root` that the user made stays usable.
+    """
+    if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+        raise IntegrityError(f"{name!r} is no plain path below {root}")
+    return root / name
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for its owner.
+
+    The kernel drops the lock with the process that held it, so a dead owner's is never in the way.
+    """
+    with disk_errors(path, "locking"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        file.close()
+
+
+def free_bytes(path: Path) -> int:
+    """Free space on the disk that will hold `path`, which need not exist yet."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free

@@ -1,0 +1,1 @@
+"""Batches: which samples, which crops, which pixels. A batch is a function of (seed, step)."""

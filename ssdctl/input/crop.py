@@ -1,0 +1,125 @@
+"""The crops of SSD training, drawn for a whole batch at once (FACTS 5, MLPerf's).
+
+Pick one of seven modes: the whole picture; a crop whose IoU with every box is over .1, .3, .5, .7
+or .9; any crop. A crop's sides are .3 to 1 of the picture's and its aspect .5 to 2; it must hold
+the centre of a box. One attempt, then a new mode. Boxes whose centre lies inside stay, clipped.
+Shapes: B batch, G boxes (padded).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.input.randomness import uniform
+
+Floats = NDArray[np.float64]
+CROP_STREAM = 2
+MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9)
+NUM_MODES = len(MIN_IOUS) + 2
+WHOLE, FREE = 0, NUM_MODES - 1
+# Each attempt ends with the whole picture with probability 1/7: 300 fail once in 10**20 samples.
+MOST_ATTEMPTS = 300
+
+
+class Crops(NamedTuple):
+    """A batch's crops and what they leave of its boxes."""
+
+    rect: Floats  # B x 4, ltrb in fractions of the picture
+    boxes: NDArray[np.float32]  # B x G x 4, ltrb in fractions of the crop; kept ones first
+    labels: NDArray[np.int64]  # B x G; 0 marks padding
+
+
+def sample_crops(
+    seed: int,
+    epoch: NDArray[np.int64],
+    row: NDArray[np.int64],
+    boxes: Floats,
+    labels: NDArray[np.int64],
+) -> Crops:
+    """Draw the crop of each sample.
+
+    Args:
+        seed: The run's seed.
+        epoch: (B,) the pass in which the sample comes.
+        row: (B,) its image.
+        boxes: (B, G, 4) ltrb in fractions of the picture.
+        labels: (B, G); 0 marks padding.
+    """
+    rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
+    waiting = np.arange(len(row))
+    for attempt in range(MOST_ATTEMPTS):
+        keys = (CROP_STREAM, seed, epoch[waiting, None], row[waiting, None], attempt, np.arange(5))
+        draw = uniform(*keys)
+        mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
+        proposal = _proposal(draw[:, 1:])
+        is_good = _is_valid(proposal, mode, boxes[waiting], labels[waiting] > 0)
+        rect[waiting[is_good]] = proposal[is_good]
+        waiting = waiting[~is_good & (mode != WHOLE)]
+        if not len(waiting):
+            break
+    return crop_boxes(rect, boxes, labels)
+
+
+def whole_images(boxes: Floats, labels: NDArray[np.int64]) -> Crops:
+    """No crop: the pictures and boxes as they are."""
+    rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(boxes), 1))
+    return Crops(rect, boxes.astype(np.float32), labels)
+
+
+def crop_boxes(rect: Floats, boxes: Floats, labels: NDArray[np.int64]) -> Crops:
+    """What crops leave of their boxes: those whose centre lies inside, clipped and rescaled."""
+    low, high = rect[:, None, :2], rect[:, None, 2:]
+    inside = _centre_inside(rect, boxes) & (labels > 0)
+    size = high - low
+    ltrb = np.concatenate([(boxes[..., :2] - low) / size, (boxes[..., 2:] - low) / size], axis=-1)
+    ltrb = np.where(inside[..., None], ltrb.clip(0, 1), 0.0)
+    kept = np.where(inside, labels, 0)
+    order = np.argsort(~inside, axis=1, kind="stable")
+    return Crops(
+        rect,
+        np.take_along_axis(ltrb, order[..., None], axis=1).astype(np.float32),
+        np.take_along_axis(kept, order, axis=1),
+    )
+
+
+def flip_boxes(boxes: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
+    """(..., 4) ltrb mirrored left to right; padding stays zero."""
+    mirrored = np.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
+    return np.where(labels[..., None] > 0, mirrored, boxes)
+
+
+def _proposal(draw: Floats) -> Floats:
+    """(B, 4) uniform numbers -> ltrb rectangles with sides of .3 to 1."""
+    width, height = 0.3 + 0.7 * draw[:, 0], 0.3 + 0.7 * draw[:, 1]
+    left, top = draw[:, 2] * (1 - width), draw[:, 3] * (1 - height)
+    return np.stack([left, top, left + width, top + height], axis=1)
+
+
+def _is_valid(
+    rect: Floats, mode: NDArray[np.int64], boxes: Floats, is_real: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    size = rect[:, 2:] - rect[:, :2]
+    aspect = size[:, 0] / size[:, 1]
+    threshold = np.array([0.0, *MIN_IOUS, -1.0])[mode]
+    over = (_iou(rect, boxes) > threshold[:, None]) | ~is_real
+    has_centre = (_centre_inside(rect, boxes) & is_real).any(axis=1)
+    fits = (aspect >= 0.5) & (aspect <= 2.0)
+    return np.asarray((mode != WHOLE) & fits & over.all(axis=1) & has_centre)
+
+
+def _iou(rect: Floats, boxes: Floats) -> Floats:
+    low = np.maximum(rect[:, None, :2], boxes[..., :2])
+    high = np.minimum(rect[:, None, 2:], boxes[..., 2:])
+    overlap = (high - low).clip(0).prod(-1)
+    area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
+    whole = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
+    return np.asarray(overlap / (area + whole - overlap))
+
+
+def _centre_inside(rect: Floats, boxes: Floats) -> NDArray[np.bool_]:
+    centre = (boxes[..., :2] + boxes[..., 2:]) / 2
+    inside = (centre > rect[:, None, :2]) & (centre < rect[:, None, 2:])
+    return np.asarray(inside.all(-1))

@@ -1,0 +1,119 @@
+"""The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi (FACTS 10).
+
+Checked against Open MPI 4.1, the version of the Gaudi images.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ssdctl.errors import UsageError
+from ssdctl.launch.node import Node
+
+if TYPE_CHECKING:
+    from ssdctl.launch.plan import Request
+
+# On SIGTERM and SIGINT mpirun kills its ranks two seconds later, whatever they are saving. It
+# forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` reads it as "stop".
+STOP_SIGNAL = signal.SIGUSR1
+HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
+PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+# What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
+CARRIED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(SSDCTL|PT_HPU|HABANA|HCCL)_[A-Za-z0-9_]+")
+
+
+def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+    """The command line, the variables it needs, and what the user must still say."""
+    config, missing = request.config, None
+    if config.rdzv_endpoint is not None:
+        raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
+    if ":" in request.command:
+        raise UsageError("mpirun reads a lone ':' as its own: it cannot be an argument")
+    options = ["-n", str(request.count), *_placement(request, node)]
+    options += ["--report-bindings", "--allow-run-as-root"]
+    if root := request.environment.get("MPI_ROOT"):
+        options += ["--prefix", root]
+    if config.hostfile is not None:
+        _check_hosts(request)
+        inert = f"./{config.hostfile}" if config.hostfile.startswith("-") else config.hostfile
+        options += ["--hostfile", inert]
+
+    address, port = "127.0.0.1", str(request.free_port)
+    if request.hosts:
+        address = request.hosts[0]
+    elif config.nodes > 1:
+        address = request.environment.get("MASTER_ADDR", PLACEHOLDER)
+        if address == PLACEHOLDER:
+            missing = (
+                "mpirun on several nodes needs --hostfile FILE, or MASTER_ADDR in an allocation"
+            )
+    if config.nodes > 1:
+        port = request.environment.get("MASTER_PORT", port)
+    _check_address(address, port)
+    options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
+    if config.nodes > 1 or request.hosts:
+        present = {**request.environment, **request.settings}
+        for name in sorted(n for n in present if CARRIED.fullmatch(n)):
+            options += ["-x", name]  # by name: mpirun takes the value from its own environment
+
+    argv = ("mpirun", *options, request.python, "-m", "ssdctl", *request.command)
+    return argv, dict(request.settings), missing
+
+
+def _placement(request: Request, node: Node) -> list[str]:
+    """How ranks share a node's cores: each gets PE of them for itself, near each other."""
+    config, ranks = request.config, request.ranks_per_node
+    cores = config.cores_per_node or node.cores
+    share = cores // (config.devices_per_node or ranks)
+    if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
+        # A rank's cores lie in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.
+        share = min(share, cores // node.sockets // -(-ranks // node.sockets))
+    # Gaudi 1.24's notes deprecate `--rank-by core`, and Open MPI 5 lists slot, node, fill and
+    # span alone; the images still bring 4.1, which takes both, so the documented one is default.
+    rank_by = ["--rank-by", config.rank_by]
+    if share < 1:  # fewer cores than ranks: nothing to bind to
+        return ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", *rank_by]
+    # On several nodes `socket` would fill the first node's slots (its cores) with ranks first.
+    unit = "socket" if config.nodes == 1 else f"ppr:{ranks}:node"
+    return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
+
+
+def read_hosts(path: Path) -> tuple[str, ...]:
+    """The host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
+
+    Raises:
+        UsageError: The file cannot be read, is empty, or holds what is no host name.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from None
+    hosts: dict[str, None] = {}
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if not HOST.fullmatch(words[0]):
+            raise UsageError(f"{path}:{number}: {words[0]!r} is no host name")
+        hosts[words[0]] = None
+    if not hosts:
+        raise UsageError(f"--hostfile {path}: no host in it")
+    return tuple(hosts)
+
+
+def _check_hosts(request: Request) -> None:
+    if len(request.hosts) < request.config.nodes:
+        raise UsageError(
+            f"--nodes {request.config.nodes}, but {request.config.hostfile} "
+            f"names {len(request.hosts)} host(s)"
+        )
+
+
+def _check_address(address: str, port: str) -> None:
+    if not HOST.fullmatch(address):
+        raise UsageError(f"MASTER_ADDR {address!r} is no host name")
+    if not re.fullmatch("[0-9]{1,5}", port):
+        raise UsageError(f"MASTER_PORT {port!r} is no port")

@@ -1,0 +1,45 @@
+"""What this machine has to share among ranks: physical cores and sockets, from sysfs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine. Hyper-threads of a core count once."""
+
+    cores: int
+    sockets: int
+
+
+def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
+    """This machine, as far as this process may use it.
+
+    Args:
+        sysfs: The folder with `cpu0/topology/` and its siblings.
+        allowed: Logical CPUs that count; without it this process's affinity, which is what a
+            container was given and what mpirun sees.
+    """
+    if allowed is None:
+        allowed = _allowed_cpus()
+    found = set()
+    for cpu in allowed:
+        topology = sysfs / f"cpu{cpu}" / "topology"
+        try:
+            socket = int((topology / "physical_package_id").read_text())
+            found.add((socket, int((topology / "core_id").read_text())))
+        except (OSError, ValueError):  # a VM without topology: each CPU is a core of one socket
+            found.add((0, cpu))
+    return Node(cores=max(1, len(found)), sockets=max(1, len({socket for socket, _ in found})))
+
+
+def _allowed_cpus() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)

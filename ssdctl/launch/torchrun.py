@@ -1,0 +1,74 @@
+"""The command line of torchrun: `python -m torch.distributed.run`, for GPUs and CPUs."""
+
+from __future__ import annotations
+
+import re
+import signal
+from string import Template
+from typing import TYPE_CHECKING
+
+from ssdctl.errors import UsageError
+from ssdctl.launch.node import Node
+
+if TYPE_CHECKING:
+    from ssdctl.launch.plan import Request
+
+# torchrun passes SIGTERM on to its ranks and waits for them; SIGUSR1 would kill it.
+STOP_SIGNAL = signal.SIGTERM
+# How long torchrun waits for ranks that were asked to stop; its own 30 s can cut a save short.
+SHUTDOWN_TIMEOUT_S = 120
+RENDEZVOUS_PORT = 29400
+PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+
+
+def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+    """The command line, the variables it needs, and what the user must still say."""
+    config, ranks = request.config, request.ranks_per_node
+    missing = None
+    if config.nodes == 1:
+        if config.hostfile or config.rdzv_endpoint:
+            raise UsageError("--hostfile and --rdzv-endpoint are for several nodes: give --nodes")
+        # A rendezvous on a port that the kernel picks, so two jobs on a host cannot clash.
+        where = ["--standalone"]
+    else:
+        endpoint = _endpoint(request)
+        if endpoint.startswith(f"{PLACEHOLDER}:"):
+            missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
+        where = [
+            f"--nnodes={config.nodes}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=ssdctl",
+        ]
+    cores = config.cores_per_node or node.cores
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+    }
+    environment = {k: v for k, v in defaults.items() if k not in request.environment}
+    argv = (
+        request.python,
+        *("-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"),
+        *("-m", "ssdctl", *map(_escaped, request.command)),
+    )
+    return argv, {**request.settings, **environment}, missing
+
+
+def _escaped(argument: str) -> str:
+    """torchrun runs every argument through `string.Template`, for its ${local_rank}."""
+    if Template(argument).safe_substitute(local_rank="0") == argument:
+        return argument
+    return argument.replace("$", "$$")
+
+
+def _endpoint(request: Request) -> str:
+    if request.config.rdzv_endpoint is not None:
+        endpoint = request.config.rdzv_endpoint
+    elif request.hosts:
+        endpoint = f"{request.hosts[0]}:{RENDEZVOUS_PORT}"
+    else:
+        host = request.environment.get("MASTER_ADDR", PLACEHOLDER)
+        endpoint = f"{host}:{request.environment.get('MASTER_PORT', RENDEZVOUS_PORT)}"
+    if not re.fullmatch(r"(?!-)([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}", endpoint):
+        raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
+    return endpoint

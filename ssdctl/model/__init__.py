@@ -1,0 +1,1 @@
+"""The network, its loss and what turns its output into detections."""

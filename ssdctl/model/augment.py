@@ -1,0 +1,65 @@
+"""Colour on the device: jitter and normalisation as one 3x4 affine map per picture.
+
+Brightness, contrast, saturation and hue are each affine in RGB once a picture's mean is known,
+so they fold with the normalisation into one matrix and one offset; pixels are touched once.
+The sequential definition clamps to [0, 1] after each step and turns hue in HSV; this one turns it
+about the gray axis in YIQ and does not clamp: docs/numerics.md gives the difference.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+LUMA = (0.299, 0.587, 0.114)
+RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
+
+
+def normalise(images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
+    """uint8 (B, H, W, 3) pictures -> float (B, 3, H, W), channels last in memory.
+
+    Args:
+        images_BHW3: RGB, 0 to 255.
+        jitter_B4: Factors of brightness, contrast and saturation, and the hue's turn in radians;
+            None leaves the colours.
+    """
+    pixels = images_BHW3.float() / 255
+    mean, std = pixels.new_tensor(MEAN), pixels.new_tensor(STD)
+    if jitter_B4 is None:
+        return ((pixels - mean) / std).permute(0, 3, 1, 2)
+    matrix, offset = colour_map(jitter_B4, pixels.mean(dim=(1, 2)))
+    matrix, offset = matrix / std[:, None], (offset - mean) / std
+    flat = torch.baddbmm(offset[:, None], pixels.flatten(1, 2), matrix.transpose(1, 2))
+    return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
+
+
+def colour_map(jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
+    """The jitter as an affine map of RGB in 0 to 1: (B, 3, 3) matrices and (B, 3) offsets.
+
+    In order: brightness scales; contrast blends with the picture's mean gray; saturation blends
+    with each pixel's gray; hue turns the chroma plane of YIQ.
+    """
+    brightness, contrast, saturation, hue = jitter_B4[:, :, None].unbind(dim=1)  # B x 1 each
+    luma = mean_rgb_B3.new_tensor(LUMA)
+    mean_gray = brightness * (mean_rgb_B3 @ luma).unsqueeze(1)
+    scale = (brightness * contrast).unsqueeze(-1)
+    shift = (1 - contrast) * mean_gray  # the same for the three channels, so gray
+
+    identity = torch.eye(3, device=luma.device, dtype=luma.dtype)
+    to_gray = luma.expand(3, 3)
+    saturate = saturation.unsqueeze(-1) * identity + (1 - saturation).unsqueeze(-1) * to_gray
+    matrix = _hue_rotation(hue.squeeze(1)) @ saturate * scale
+    return matrix, shift.expand(-1, 3)  # gray stays gray under saturation and hue
+
+
+def _hue_rotation(turn_B: Tensor) -> Tensor:
+    """(B,) radians -> (B, 3, 3): the chroma plane turned, luma kept."""
+    to_yiq = torch.tensor(RGB_TO_YIQ, dtype=torch.float64)
+    to_yiq[1:] -= to_yiq[1:].mean(dim=1, keepdim=True)  # rounded constants: keep gray exactly gray
+    from_yiq = torch.linalg.inv(to_yiq).to(turn_B)
+    cos, sin = turn_B.cos(), turn_B.sin()
+    zero, one = torch.zeros_like(cos), torch.ones_like(cos)
+    rotation = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], dim=1)
+    return from_yiq @ rotation.unflatten(1, (3, 3)) @ to_yiq.to(turn_B)

@@ -1,0 +1,99 @@
+"""The multibox loss (SSD paper, section 2.2), in fp32 whatever the network computes in.
+
+Per picture: smooth L1 over the positives, plus cross-entropy over the positives and the hardest
+negatives (three per positive), divided by that picture's number of positives; then the mean over
+the batch. A picture without positives counts as 0. Masks select with `where`, never by
+multiplication, so an infinity outside the mask stays there.
+Shapes: B batch, C classes with background, G ground-truth boxes (padded), N default boxes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssdctl.boxes.coder import encode
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes.matcher import match
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh
+
+NEGATIVES_PER_POSITIVE = 3
+
+
+class Losses(NamedTuple):
+    """Means over the batch; `total` is what is minimised, the others are its parts."""
+
+    total: Tensor
+    box: Tensor
+    classification: Tensor
+
+
+class MultiboxLoss(nn.Module):
+    """Matching, coding and loss of one batch."""
+
+    defaults_cxcywh: Tensor
+    defaults_ltrb: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        defaults = default_boxes_cxcywh()
+        self.register_buffer("defaults_cxcywh", defaults, persistent=False)
+        self.register_buffer("defaults_ltrb", box_cxcywh_to_ltrb(defaults), persistent=False)
+
+    def forward(
+        self,
+        offsets_B4N: Tensor,
+        logits_BCN: Tensor,
+        boxes_BG4: Tensor,
+        labels_BG: Tensor,
+    ) -> Losses:
+        """The loss of the network's output against padded ground truth.
+
+        Args:
+            offsets_B4N: Predicted offsets.
+            logits_BCN: Predicted class logits, background first.
+            boxes_BG4: Ground truth as ltrb fractions of the picture.
+            labels_BG: Their labels; 0 marks padding.
+        """
+        with torch.autocast(offsets_B4N.device.type, enabled=False):
+            assigned_BN, label_BN = match(boxes_BG4, labels_BG, self.defaults_ltrb)
+            matched = boxes_BG4.gather(1, assigned_BN.unsqueeze(-1).expand(-1, -1, 4))
+            target_BN4 = encode(box_ltrb_to_cxcywh(matched), self.defaults_cxcywh)
+            return multibox_loss(
+                offsets_B4N.to(target_BN4.dtype),
+                logits_BCN.to(target_BN4.dtype),
+                target_BN4.transpose(1, 2),
+                label_BN,
+            )
+
+
+def multibox_loss(
+    offsets_B4N: Tensor,
+    logits_BCN: Tensor,
+    target_B4N: Tensor,
+    label_BN: Tensor,
+) -> Losses:
+    """The loss against targets that are matched and coded already."""
+    is_positive = label_BN > 0
+    num_positives = is_positive.sum(dim=1)
+    zero = offsets_B4N.new_zeros(())
+
+    distance = F.smooth_l1_loss(offsets_B4N, target_B4N, reduction="none").sum(dim=1)
+    box_loss = torch.where(is_positive, distance, zero).sum(dim=1)
+
+    entropy = F.cross_entropy(logits_BCN, label_BN, reduction="none")
+    positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
+    # Only the sum of the k hardest is needed: sort once, add up the first k.
+    hardest = torch.where(is_positive, zero, entropy).sort(dim=1, descending=True).values
+    rank = torch.arange(hardest.shape[1], device=hardest.device)
+    num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
+    negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
+
+    # Without positives both sums are 0 (no box, no negative), so the picture counts as 0.
+    share = num_positives.clamp(min=1) * label_BN.shape[0]
+    box = (box_loss / share).sum()
+    classification = ((positive_loss + negative_loss) / share).sum()
+    return Losses(box + classification, box, classification)

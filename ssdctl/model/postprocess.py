@@ -1,0 +1,63 @@
+"""From the network's output to detections, as every replaced system does it (FACTS 8).
+
+Softmax; per class the 200 best above the score threshold, hard NMS; the 200 best of the picture.
+Shapes: B batch, C classes with background, N default boxes, K detections of a picture.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from ssdctl.boxes.coder import decode
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb
+
+CANDIDATES_PER_CLASS = 200
+DETECTIONS_PER_IMAGE = 200
+
+
+class Detections(NamedTuple):
+    """The detections of one picture, the best first."""
+
+    boxes: Tensor  # K x 4, ltrb as fractions of the picture; they may leave it
+    scores: Tensor  # K
+    labels: Tensor  # K, 1 and up
+
+
+def detect(
+    offsets_B4N: Tensor,
+    logits_BCN: Tensor,
+    defaults_cxcywh: Tensor,
+    *,
+    score_threshold: float,
+    nms_iou: float,
+) -> list[Detections]:
+    """Decode a batch, in fp32.
+
+    Args:
+        offsets_B4N: Predicted offsets.
+        logits_BCN: Predicted class logits, background first.
+        defaults_cxcywh: (N, 4) default boxes.
+        score_threshold: Candidates score more than this.
+        nms_iou: A box that overlaps a better one of its class by more is dropped.
+    """
+    with torch.autocast(offsets_B4N.device.type, enabled=False):
+        boxes = box_cxcywh_to_ltrb(decode(offsets_B4N.float().transpose(1, 2), defaults_cxcywh))
+        scores = logits_BCN.float().softmax(dim=1)[:, 1:]  # without background
+        return [
+            _detect_one(b, s, score_threshold, nms_iou) for b, s in zip(boxes, scores, strict=True)
+        ]
+
+
+def _detect_one(
+    boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float
+) -> Detections:
+    best, index = scores_CN.topk(CANDIDATES_PER_CLASS, dim=1)
+    chosen = best > threshold
+    label = torch.arange(1, len(best) + 1, device=best.device).unsqueeze(1).expand_as(best)
+    scores, labels, boxes = best[chosen], label[chosen], boxes_N4[index[chosen]]
+    keep = batched_nms(boxes, scores, labels, nms_iou)[:DETECTIONS_PER_IMAGE]
+    return Detections(boxes[keep], scores[keep], labels[keep])

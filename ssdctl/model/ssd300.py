@@ -1,0 +1,80 @@
+"""SSD300 (Liu et al. 2016) on a ResNet: backbone, five extra blocks, six pairs of heads.
+
+Shapes: B batch, C classes with background, N = 8732 default boxes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.model.backbone import OUT_CHANNELS, build_backbone
+
+EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
+
+
+def feature_channels(backbone: str) -> tuple[int, ...]:
+    """Channels of the six feature maps (FACTS 1)."""
+    last = 128 if backbone == "resnet18" else 256
+    return (OUT_CHANNELS[backbone], 512, 512, 256, 256, last)
+
+
+class SSD300(nn.Module):
+    """The network.
+
+    Args:
+        backbone: A name of `ssdctl.model.backbone.BUILDERS`.
+        num_classes: Classes with background; 81 on COCO.
+        extra_norm: `none` (MLPerf: biased convolutions) or `batch` (NVIDIA: batch norm instead).
+    """
+
+    def __init__(self, backbone: str, num_classes: int, extra_norm: str) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.backbone = build_backbone(backbone)
+        channels = feature_channels(backbone)
+        self.extra = nn.ModuleList(
+            _extra_block(channels[i], EXTRA_WIDTHS[i], channels[i + 1], i < 3, extra_norm)
+            for i in range(5)
+        )
+        pairs = list(zip(channels, BOXES_PER_CELL, strict=True))
+        self.box_heads = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in pairs)
+        self.class_heads = nn.ModuleList(
+            nn.Conv2d(c, n * num_classes, 3, padding=1) for c, n in pairs
+        )
+        for part in (self.extra, self.box_heads, self.class_heads):
+            for parameter in part.parameters():
+                if parameter.dim() > 1:
+                    nn.init.xavier_uniform_(parameter)
+
+    def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalised (B, 3, 300, 300) pictures -> (B, 4, N) offsets and (B, C, N) logits."""
+        features = [self.backbone(images_B3HW)]
+        for block in self.extra:
+            features.append(block(features[-1]))
+        offsets, logits = [], []
+        for feature, box_head, class_head in zip(
+            features, self.box_heads, self.class_heads, strict=True
+        ):
+            # Channels are coordinate-major (class-major): (4, shapes) x rows x columns.
+            offsets.append(box_head(feature).flatten(1).unflatten(1, (4, -1)))
+            logits.append(class_head(feature).flatten(1).unflatten(1, (self.num_classes, -1)))
+        return torch.cat(offsets, dim=2), torch.cat(logits, dim=2)
+
+
+def _extra_block(
+    in_channels: int, width: int, out_channels: int, strided: bool, norm: str
+) -> nn.Sequential:
+    stride, padding = (2, 1) if strided else (1, 0)
+    has_norm = norm == "batch"
+    layers: list[nn.Module] = []
+    for convolution in (
+        nn.Conv2d(in_channels, width, 1, bias=not has_norm),
+        nn.Conv2d(width, out_channels, 3, stride, padding, bias=not has_norm),
+    ):
+        layers.append(convolution)
+        if has_norm:
+            layers.append(nn.BatchNorm2d(convolution.out_channels))
+        layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers)

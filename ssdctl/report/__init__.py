@@ -1,0 +1,1 @@
+"""What leaves the house: pictures with boxes, exported files, the report page."""

@@ -1,0 +1,53 @@
+"""Who this process is among the ranks of a run. Torch-free.
+
+The rank comes from torchrun's, Open MPI's or Slurm's variables; without any of them the process is
+alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ssdctl.errors import UsageError
+
+VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+class Ranks(NamedTuple):
+    """This process among all."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and talks."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
+
+def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
+    """Who this process is.
+
+    Raises:
+        UsageError: The variables contradict each other.
+    """
+    environment = os.environ if environment is None else environment
+    for names in VARIABLES:
+        if names[0] in environment and names[1] in environment:
+            # Slurm sets its variables in a plain `sbatch` shell too: one task is no group.
+            rank, size, local = (int(environment.get(n, "0")) for n in names)
+            if not 0 <= rank < size:
+                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}")
+            return Ranks(rank, size, local)
+    return Ranks(0, 1, 0)

@@ -1,0 +1,112 @@
+"""From durations to steps, and from a step to its learning rate. Torch-free.
+
+With `images` in the dataset and a global batch of G, epoch e ends at step e * images / G, rounded
+down: samples form one endless stream (CONTRACT), so an epoch need not end with a step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from ssdctl.config import TrainConfig
+from ssdctl.errors import UsageError
+
+COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 on the plateau, 0.01 at the end
+DECAY_FACTOR = 0.1
+
+
+class Every(NamedTuple):
+    """A duration between two actions: optimizer steps, or seconds."""
+
+    steps: int | None
+    seconds: float | None
+
+
+class Plan(NamedTuple):
+    """A run in numbers, as `train --dry-run --json` prints them."""
+
+    images: int
+    global_batch_size: int
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    peak_lr: float
+    decay_steps: tuple[int, ...]
+    is_cosine: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """The keys of the contract."""
+        fields = self._asdict()
+        del fields["is_cosine"]
+        return {**fields, "decay_steps": list(self.decay_steps)}
+
+    def lr(self, step: int) -> float:
+        """The learning rate of a step, the first being 0.
+
+        The warm-up is linear from 0, so the first step of a run with one moves nothing (FACTS 4).
+        """
+        if step < self.warmup_steps:
+            return self.peak_lr * step / self.warmup_steps
+        if self.is_cosine:
+            start, end = self.decay_steps
+            share = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+            return self.peak_lr * (0.5 * (1 + math.cos(math.pi * share)) + COSINE_FLOOR)
+        return self.peak_lr * DECAY_FACTOR ** sum(step >= decay for decay in self.decay_steps)
+
+    def epoch(self, step: int) -> float:
+        """How many passes over the dataset are done after `step` steps."""
+        return step * self.global_batch_size / self.images
+
+
+def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
+    """Work out a run's numbers.
+
+    Args:
+        config: The run.
+        images: Images that are trained on.
+        world_size: Ranks.
+
+    Raises:
+        UsageError: The warm-up is longer than the run.
+    """
+    global_batch = config.batch_size * world_size * config.accumulate
+
+    def steps(epochs: float) -> int:
+        return int(epochs * images / global_batch)
+
+    total = config.steps if config.steps is not None else max(steps(config.epochs), 1)
+    value, unit = split_duration(config.warmup)
+    warmup = int(value) if unit == "st" else steps(value)
+    if warmup > total:
+        raise UsageError(
+            f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}",
+            hint=f"say it in steps: --warmup {max(total // 10, 1)}st",
+        )
+    return Plan(
+        images=images,
+        global_batch_size=global_batch,
+        steps_per_epoch=max(images // global_batch, 1),
+        total_steps=total,
+        warmup_steps=warmup,
+        peak_lr=config.lr * global_batch / 32,
+        decay_steps=tuple(steps(epoch) for epoch in config.decay_epochs),
+        is_cosine=config.lr_decay == "cosine",
+    )
+
+
+def split_duration(text: str) -> tuple[float, str]:
+    """`3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
+    for unit in ("ep", "st", "min"):
+        if text.endswith(unit):
+            return float(text.removesuffix(unit)), unit
+    return float(text), "ep"
+
+
+def every(text: str, plan: Plan) -> Every:
+    """A duration as the time between two actions, at least one step."""
+    value, unit = split_duration(text)
+    if unit == "min":
+        return Every(None, value * 60)
+    steps = int(value) if unit == "st" else int(value * plan.images / plan.global_batch_size)
+    return Every(max(steps, 1), None)

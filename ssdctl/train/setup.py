@@ -1,0 +1,142 @@
+"""Everything a run needs before its first step, in the order in which it is checked:
+options, device, dataset, weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ssdctl.config import Config
+from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.prepare import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.data.weights import fetch_weights
+from ssdctl.device.base import Device
+from ssdctl.errors import DataError, UsageError
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.weights import Architecture, load_backbone, load_state, read_checkpoint
+from ssdctl.train import distributed
+from ssdctl.train.ranks import Ranks
+from ssdctl.train.schedule import Plan, make_plan
+
+Say = Callable[[str], None]
+Progress = Callable[..., Iterable[Any]]
+
+
+class Setup(NamedTuple):
+    """A run before its first step."""
+
+    config: Config
+    device: Device
+    ranks: Ranks
+    precision: str
+    plan: Plan
+    train: Split
+    val: Split | None
+    architecture: Architecture
+    model: SSD300
+    out: Path
+    threads: int
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run's files go."""
+    return Path(config.train.out or f"runs/{config.train.preset}")
+
+
+def choose_precision(wanted: str, device: Device) -> str:
+    """The arithmetic of the network.
+
+    Raises:
+        UsageError: The device cannot compute in it.
+    """
+    if wanted == "auto":
+        return "bf16" if device.has_native_bf16 else "fp32"
+    if wanted not in device.precisions:
+        flags = " or ".join(f"--{p}" for p in device.precisions)
+        raise UsageError(
+            f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}"
+        )
+    return wanted
+
+
+def prepare_run(
+    config: Config, device: Device, ranks: Ranks, say: Say, progress: Progress
+) -> Setup:
+    """Open the dataset, make the plan, build the network with its first weights.
+
+    Raises:
+        UsageError, DataError, NetworkError, IntegrityError: See the modules that are asked.
+    """
+    precision = choose_precision(config.train.precision, device)
+    root, folder = dataset_folders(config.data)
+    if ranks.is_first:  # the others find it prepared
+        open_dataset(root, folder, say=say, progress=progress)
+    distributed.barrier(ranks)
+    splits = open_dataset(root, folder, say=lambda _: None)
+    if "train" not in splits:
+        raise DataError(f"{root}: has no training split")
+    train = splits["train"]
+    limit = config.train.limit_train
+    train = train._replace(trainable=train.trainable[:limit])
+    if not len(train.trainable):
+        raise DataError(f"{root}: no training image has a box to learn from")
+    plan = make_plan(config.train, len(train.trainable), ranks.world_size)
+
+    architecture = Architecture(
+        config.model.backbone, config.model.extra_norm, len(train.classes) + 1
+    )
+    torch.manual_seed(config.train.seed)  # the same first weights on every rank
+    model = architecture.build()
+    _load_first_weights(model, config, train, ranks, say)
+    model = device.place(model)
+    return Setup(
+        config=config,
+        device=device,
+        ranks=ranks,
+        precision=precision,
+        plan=plan,
+        train=train,
+        val=splits.get("val"),
+        architecture=architecture,
+        model=model,
+        out=run_folder(config),
+        threads=config.train.workers or _share_of_cores(ranks),
+    )
+
+
+def _load_first_weights(
+    model: SSD300, config: Config, train: Split, ranks: Ranks, say: Say
+) -> None:
+    if config.train.init is not None:
+        checkpoint = read_checkpoint(Path(config.train.init))
+        if [c.name for c in checkpoint.classes] != [c.name for c in train.classes]:
+            raise UsageError(
+                f"{config.train.init} knows {len(checkpoint.classes)} classes, the dataset has "
+                f"{len(train.classes)}, or their names differ"
+            )
+        load_state(model, checkpoint.model, checkpoint.path)
+        say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
+        return
+    name = config.model.weights
+    if name == "none":
+        return
+    if Path(name).is_file():
+        path = Path(name)
+    else:
+        if ranks.is_first:
+            fetch_weights(name, say=say)
+        distributed.barrier(ranks)
+        path = fetch_weights(name, say=lambda _: None)  # found in the cache by now
+    load_backbone(model, path)
+    say(f"backbone weights: {path}")
+
+
+def _share_of_cores(ranks: Ranks) -> int:
+    """This process's share of the cores that it may run on."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if not ranks.is_alone else 1
+    return max(len(os.sched_getaffinity(0)) // local_size, 1)

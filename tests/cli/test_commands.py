@@ -1,0 +1,277 @@
+"""Every command: its help, its typical mistakes, its results on stdout."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Result
+
+from ssdctl import __version__
+
+Cli = Callable[..., Result]
+COMMANDS = (
+    "demo", "download", "prepare", "fetch-weights", "train", "evaluate", "launch", "predict",
+    "export", "report", "doctor", "config show", "config validate", "config schema",
+    "config presets", "config init", "benchmark data", "benchmark train", "benchmark evaluate",
+)  # fmt: skip
+
+
+def process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_a_purpose_and_examples(cli: Cli, command: str) -> None:
+    result = cli(*command.split(), "--help")
+    assert result.code == 0
+    assert "Examples" in result.out
+    assert f"$ ssdctl {command}" in result.out
+    for option in ("--config", "--set", "--json", "--quiet", "--verbose"):
+        assert option in result.out
+
+
+def test_root_help_lists_every_command(cli: Cli) -> None:
+    result = cli("--help")
+    for command in COMMANDS:
+        assert f" {command.split()[0]} " in result.out
+
+
+def test_version(cli: Cli) -> None:
+    assert cli("--version") == Result(0, f"ssdctl {__version__}\n", "")
+
+
+def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> None:
+    results = tmp_path / "detections.json"
+    results.write_text("[]")
+    for command in (
+        ["--help"],
+        ["train", "--help"],
+        ["train", "--data", str(shapes), "--dry-run"],
+        ["config", "show"],
+        ["evaluate", str(results), "--data", str(shapes)],
+        ["launch", "--hpus", "8", "--dry-run"],
+    ):
+        code = (
+            "import sys; from ssdctl.cli.main import main\n"
+            "try: main(sys.argv[1:])\n"
+            "except SystemExit as e: code = e.code\n"
+            "assert code in (0, None), code\n"
+            "assert 'torch' not in sys.modules and 'torchvision' not in sys.modules"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, *command], capture_output=True, text=True
+        )
+        assert done.returncode == 0, (command, done.stderr)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "prepare", "predict", "launch"])
+def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
+    result = cli(command, "--flux-capacitor")
+    assert result.code == 2
+    assert "--flux-capacitor" in result.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--batch-size", "--bs"),
+        ("--use-hpu", "--device"),
+        ("--hpu-lazy-mode", "--device"),
+        ("--autocast", "--bf16"),
+        ("--val-interval", "--eval-every"),
+        ("--num-workers", "--workers"),
+        ("--multistep", "--decay-epochs"),
+        ("--log-interval", "--log-every"),
+    ],
+)
+def test_old_options_name_ours(cli: Cli, old: str, new: str) -> None:
+    for command in (["train"], ["launch", "--hpus", "8"]):
+        result = cli(*command, f"{old}=3")
+        assert result.code == 2
+        assert old in result.err
+        assert new in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train", "--data", "none", "--device", "cpu"], 3, "no such dataset folder"),
+        (["train", "--data", ".", "--device", "cpu"], 3, "holds no dataset"),
+        (["train", "--set", "train.lrr=1"], 2, "did you mean 'train.lr'?"),
+        (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
+        (["train", "--lr", "fast"], 2, "--lr: 'fast'"),
+        (["train", "--config", "none.toml"], 2, "no such config file"),
+        (["train", "--device", "hpu"], 2, "habana_frameworks"),
+        (["train", "--device", "xla"], 2, "xla"),
+        (["evaluate", "none.pt"], 2, "no such file"),
+        (["evaluate", "text.pt"], 5, "no checkpoint"),
+        (["evaluate", "text.json", "--data", "."], 3, "holds no dataset"),
+        (["predict", "text.pt", "text.pt"], 5, "no checkpoint"),
+        (["predict", "none.pt", "none.jpg"], 2, "none.jpg"),
+        (["prepare", "--data", "none"], 3, "no such dataset folder"),
+        (["report", "."], 2, "no run folder"),
+        (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "no checkpoint"),
+        (["export", "text.pt", "--format", "zip", "--out", "x"], 2, "mlperf"),
+        (["config", "validate", "none.toml"], 2, "no such config file"),
+    ],
+)
+def test_mistakes_get_one_message_and_their_code(
+    cli: Cli, arguments: list[str], code: int, words: str
+) -> None:
+    Path("text.pt").write_text("hello")
+    Path("text.json").write_text("[]")
+    result = cli(*arguments)
+    assert result.code == code, result.err
+    assert words in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+
+
+def test_verbose_shows_the_traceback(cli: Cli) -> None:
+    assert "Traceback" in cli("evaluate", "none.pt", "-v").err
+
+
+def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
+    """/proc refuses new folders to everybody, root included."""
+    for arguments in (
+        ["prepare", "--data", shapes, "--store", "/proc/store"],
+        ["download", "--dataset", "shapes", "--dest", "/proc/shapes", "--images", "1"],
+        ["config", "init", "/proc/ssdctl.toml"],
+    ):
+        result = cli(*arguments)
+        assert result.code == 6, (arguments, result.err)
+        assert "/proc" in result.err
+        assert "Traceback" not in result.err
+
+
+def test_plan_as_json(cli: Cli, shapes: Path) -> None:
+    result = cli("train", "--data", shapes, "--bs", 4, "--epochs", 10, "--dry-run", "--json")
+    plan = json.loads(result.out)
+    assert set(plan) == {
+        "images", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
+        "decay_steps",
+    }  # fmt: skip
+    assert plan["global_batch_size"] == 4
+    assert plan["total_steps"] == 10 * plan["images"] // 4
+    assert not Path("runs").exists()
+
+
+def test_config_commands(cli: Cli) -> None:
+    assert cli("config", "init").code == 0
+    assert cli("config", "init").code == 2
+    assert "valid" in cli("config", "validate").out
+    text = Path("ssdctl.toml").read_text()
+    Path("ssdctl.toml").write_text(text.replace("lr = 0.0025", "lr = 0.5"))
+    shown = json.loads(cli("config", "show", "--json").out)
+    assert shown["train.lr"]["value"] == 0.5
+    assert re.fullmatch(r"ssdctl\.toml:\d+", shown["train.lr"]["source"])
+    assert json.loads(cli("config", "schema").out)["$defs"]
+    assert set(json.loads(cli("config", "presets", "--json").out)) == {
+        "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34",
+    }  # fmt: skip
+    assert "mlperf-r34" in cli("config", "presets").out
+
+
+def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -> None:
+    checkpoint = tiny_run / "checkpoints/last.pt"
+    written = tmp_path / "detections.json"
+    low = ["--score-threshold", "0.01", "--device", "cpu"]
+    result = cli("evaluate", checkpoint, "--json", "--verify", "--detections", written, *low)
+    assert result.code == 0, result.err
+    figures = json.loads(result.out)
+    assert figures["images"] == 9
+    assert figures["step"] == 3
+    root = re.search(r'root = "(.*)"', (tiny_run / "config.toml").read_text())
+    assert root is not None
+    again = cli("evaluate", written, "--data", root[1], "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["AP"] == figures["AP"]
+    assert json.loads(again.out)["detections"] == figures["detections"]
+    human = cli("evaluate", checkpoint, "--limit", 3, *low)
+    assert "AP ring" in human.out
+
+
+def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
+    result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
+    assert [c["step"] for c in json.loads(result.out)["checkpoints"]] == [3]
+
+
+def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:
+    result = cli("evaluate", checkpoint, "--score-threshold", 1, "--json", "--device", "cpu")
+    assert result.code == 0
+    assert json.loads(result.out)["AP"] == 0
+    assert "warning" in result.err
+
+
+def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
+    Path("bad.jpg").write_text("no picture")
+    pictures = sorted((shapes / "val2017").iterdir())[:2]
+    result = cli(
+        "predict", checkpoint, *pictures, "bad.jpg", "--out", "drawn", "--score", 0.01, "--json"
+    )
+    assert result.code == 3  # one file was no picture; the rest went on
+    assert "bad.jpg" in result.err
+    answers = json.loads(result.out)
+    assert [a["image"] for a in answers] == [str(p) for p in pictures]
+    for answer in answers:
+        for found in answer["detections"]:
+            left, top, right, bottom = found["box"]
+            assert 0 <= left <= right
+            assert 0 <= top <= bottom
+            assert found["score"] >= 0.01
+    assert len(list(Path("drawn").iterdir())) == 2
+
+
+def test_export_back_to_the_peers(cli: Cli, checkpoint: Path) -> None:
+    import torch
+
+    assert cli("export", checkpoint, "--format", "mlperf", "--out", "iter_3.pt").code == 0
+    payload = torch.load("iter_3.pt", weights_only=True)
+    assert payload["label_map"][5] == "ring"
+    assert "model.layer1.0.weight" in payload["model"]
+    assert cli("export", checkpoint, "--format", "nvidia", "--out", "x.pt").code == 2
+    assert cli("export", checkpoint, "--format", "safetensors", "--out", "x.safetensors").code == 0
+
+
+def test_doctor_pastes_well(cli: Cli, shapes: Path) -> None:
+    result = cli("doctor", "--data", shapes, "--json")
+    assert result.code == 0
+    checks = json.loads(result.out)
+    assert {c["state"] for c in checks} <= {"ok", "warn", "fail"}
+    assert {"python", "torch", "cores", "dataset"} <= {c["name"] for c in checks}
+
+
+def test_benchmark_commands(cli: Cli) -> None:
+    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
+    assert figures["images_per_second"] > figures["images_per_second_full"] > 0
+
+
+def test_closed_stdout_is_no_traceback() -> None:
+    command = f"{sys.executable} -m ssdctl config schema | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_no_colour_without_a_terminal(cli: Cli) -> None:
+    result = process("config", "presets")
+    assert "\x1b" not in result.stdout
+    assert "\x1b" not in process("train", "--lr", "x").stderr
+
+
+def test_interrupt_while_starting_is_no_traceback(shapes: Path) -> None:
+    command = [sys.executable, "-m", "ssdctl", "benchmark", "data", "--data", str(shapes)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(1.5)
+    running.send_signal(2)
+    _, words = running.communicate(timeout=60)
+    assert running.returncode == 130, words
+    assert "Traceback" not in words

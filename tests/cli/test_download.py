@@ -1,0 +1,216 @@
+"""`ssdctl download` as users type it, against a server on the loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.http_server import Reply, Server, changed, file
+from data.zips import tree, zipped
+
+import ssdctl.cli.download  # registers the command
+from ssdctl.cli.main import app
+
+CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
+ARCHIVE = zipped(CONTENT)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: str = "") -> str:
+    digest = hashlib.sha256(content).hexdigest()
+    path = Path("manifest.toml")
+    path.write_text(
+        f'[[file]]\nname = "{name}"\nurl = "{url}"\nbytes = {len(content)}\n'
+        f'sha256 = "{digest}"\n{more}'
+    )
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `ssdctl download ...`."""
+    import typer
+
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        typer.main.get_command(app).main(["download", *arguments], prog_name="ssdctl")
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_manifest_is_fetched_and_unpacked(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
+    said = answer(capsys, "--dest", "data", "--manifest", file_list, "--connections", "2")
+    assert said["dest"] == "data"
+    assert said["files"][0]["state"] == "fetched"
+    assert tree(Path("data/val2017")) == {k.partition("/")[2]: v for k, v in CONTENT.items()}
+    assert not Path("data/val.zip").exists()
+    assert answer(capsys, "--dest", "data", "--manifest", file_list)["files"][0]["files"] == 30
+    code, out, _ = run(capsys, "--dest", "data", "--manifest", file_list, "-q")
+    assert (code, out) == (0, "val.zip: present, 30 files\n")
+
+
+def test_archives_are_kept_where_asked(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
+    answer(capsys, "--dest", "data", "--manifest", file_list, "--keep-archives")
+    assert Path("data/val.zip").read_bytes() == ARCHIVE
+
+
+def test_a_mirror_has_the_files(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.route("/m/val.zip", file(ARCHIVE))
+    file_list = manifest("https://files.invalid/val.zip")
+    answer(capsys, "--dest", "data", "--manifest", file_list, "--mirror", server.url + "/m")
+    assert Path("data/val.zip").read_bytes() == ARCHIVE
+
+
+def test_verify(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
+    options = ["--dest", "data", "--manifest", file_list]
+    code, _, err = run(capsys, *options, "--verify")
+    assert (code, "val.zip" in err) == (5, True)
+    answer(capsys, *options)
+    before = len(server.requests)
+    assert answer(capsys, *options, "--verify")["files"][0]["state"] == "intact"
+    Path("data/val2017/000003.jpg").write_bytes(bytes(500))
+    code, out, err = run(capsys, *options, "--verify", "--json")
+    assert code == 5
+    assert json.loads(out)["files"][0]["problems"] == ["val2017/000003.jpg"]
+    assert "val2017/000003.jpg" in err
+    assert "Traceback" not in err
+    assert len(server.requests) == before
+    answer(capsys, *options)
+    assert answer(capsys, *options, "--verify")["files"][0]["state"] == "intact"
+
+
+def test_a_dry_run_shows_coco_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answer(capsys, "--dry-run", "--dest", "data")
+    assert [f["bytes"] for f in said["files"]] == [252907541, 815585330, 19336861798]
+    assert said["needed_bytes"] > 38e9
+    (part,) = answer(capsys, "--dry-run", "--part", "val")["files"]
+    assert part["url"] == "https://s3.amazonaws.com/images.cocodataset.org/zips/val2017.zip"
+    code, out, _ = run(capsys, "--dry-run")
+    assert (code, "train2017.zip" in out, "are free" in out) == (0, True, True)
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("reply", "code", "word"),
+    [
+        (Reply(404), 4, "404"),
+        (Reply(302, {"Location": "file:///etc/hostname"}), 4, "file"),
+        (Reply(200, {"Content-Type": "text/html"}, b"<p>"), 5, "text/html"),
+        (Reply(200, {}, ARCHIVE[:-1] + b"?"), 5, "SHA-256"),
+        (Reply(200, {}, ARCHIVE + b"?"), 5, "bytes"),
+    ],
+)
+def test_a_failure_is_one_message_and_its_code(
+    server: Server, capsys: pytest.CaptureFixture[str], reply: Reply, code: int, word: str
+) -> None:
+    file_list = manifest(server.route("/val.zip", lambda _: reply))
+    got, out, err = run(capsys, "--dest", "data", "--manifest", file_list, "--json")
+    assert (got, out) == (code, "")
+    assert "error: " in err
+    assert word in err
+    assert "Traceback" not in err
+
+
+def test_a_stall_ends_at_the_timeout(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    silent = changed(file(ARCHIVE), lambda _, reply: setattr(reply, "head_pause_s", 60))
+    file_list = manifest(server.route("/val.zip", silent))
+    begun = time.monotonic()
+    code, _, err = run(capsys, "--dest", "d", "--manifest", file_list, "--timeout", "1")
+    assert (code, "timed out" in err or "stalled" in err) == (4, True), err
+    assert time.monotonic() - begun < 5
+
+
+def test_a_file_in_the_way_is_a_disk_error(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("data").write_text("")
+    file_list = manifest(server.route("/val.zip", file(ARCHIVE)))
+    code, _, err = run(capsys, "--dest", "data", "--manifest", file_list)
+    assert (code, "Traceback" in err) == (6, False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--verify", "--dry-run"],
+        ["--part", "val", "--manifest", "m.toml"],
+        ["--dataset", "shapes", "--part", "val"],
+        ["--dataset", "shapes", "--verify"],
+        ["--manifest", "none.toml"],
+        ["--mirror", "m.org"],
+        ["--connections", "0"],
+        ["--part", "test"],
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert run(capsys, "--dest", "data", *arguments)[0] == 2
+    assert list(Path().iterdir()) == []
+
+
+def test_shapes_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--dataset", "shapes", "--images", "3", "--val-images", "2"]
+    said = answer(capsys, *options, "--dry-run")
+    assert list(Path().iterdir()) == []
+    said = answer(capsys, *options)
+    assert (said["dest"], said["train"], said["val"]) == ("data/shapes", 3, 2)
+    assert len(list(Path("data/shapes/train2017").iterdir())) == 3
+    assert Path("data/shapes/annotations/instances_val2017.json").is_file()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_75_and_the_next_run_goes_on(
+    server: Server, capsys: pytest.CaptureFixture[str], sent: signal.Signals
+) -> None:
+    content = random.Random(0).randbytes(2_000_000)
+    slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", 0.2))
+    file_list = manifest(server.route("/a.bin", slow), content, "a.bin")
+    program = (
+        "import typer, ssdctl.cli.download; from ssdctl.cli.main import app; "
+        "typer.main.get_command(app).main(prog_name='ssdctl')"
+    )
+    options = ["download", "--dest", "data", "--manifest", file_list, "--connections", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *options], stderr=subprocess.PIPE, text=True
+    )
+    while server.body_bytes < 300_000:
+        time.sleep(0.01)
+    process.send_signal(sent)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert "Traceback" not in err
+    assert "run the same command again" in err
+    server.route("/a.bin", file(content))
+    answer(capsys, *options[1:])
+    assert Path("data/a.bin").read_bytes() == content
+    assert server.body_bytes < len(content) + 4 * 128 * 1024
+    assert [p.name for p in Path("data").iterdir()] == ["a.bin"]
+
+
+def test_the_command_is_there() -> None:
+    assert ssdctl.cli.download.download

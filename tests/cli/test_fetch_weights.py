@@ -1,0 +1,93 @@
+"""`ssdctl fetch-weights` as users type it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from data.http_server import Server, file
+
+import ssdctl.cli.fetch_weights  # noqa: F401 - registers the command
+from ssdctl.cli.main import app
+from ssdctl.data import sources
+from ssdctl.data.sources import PinnedFile, Weights
+
+CONTENT = bytes(range(256)) * 100
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+STEM = f"tiny-{DIGEST[:8]}"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    url = server.route(f"/models/{STEM}.pth", file(CONTENT))
+    weights = Weights(PinnedFile(f"{STEM}.pth", url, DIGEST), "tiny-v1", "for tests")
+    monkeypatch.setattr(sources, "WEIGHTS", (weights,))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `ssdctl fetch-weights ...`."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        typer.main.get_command(app).main(["fetch-weights", *arguments], prog_name="ssdctl")
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
+    code, out, _ = run(capsys, "tiny-v1")
+    assert (code, out) == (0, f"{path}\n")
+    assert path.read_bytes() == CONTENT
+    code, out, _ = run(capsys, STEM, "--dest", "here", "--json")
+    assert json.loads(out) == {
+        "name": STEM,
+        "alias": "tiny-v1",
+        "path": f"here/{STEM}.pth",
+        "bytes": len(CONTENT),
+        "sha256": DIGEST,
+    }
+
+
+def test_without_a_name_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--set", "model.weights=tiny-v1")[0] == 0
+    code, _, err = run(capsys, "--set", "model.weights=none")
+    assert (code, "--list" in err) == (2, True)
+
+
+def test_the_list_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(run(capsys, "--list", "--json")[1])["weights"][0]["path"] is None
+    run(capsys, STEM)
+    (row,) = json.loads(run(capsys, "--list", "--json")[1])["weights"]
+    assert row["path"].endswith(f"{STEM}.pth")
+    code, out, _ = run(capsys, "--list")
+    assert (code, "tiny-v1" in out) == (0, True)
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "tinyv1")
+    assert (code, "did you mean 'tiny-v1'?" in err) == (2, True)
+    assert run(capsys, STEM, "--list")[0] == 2
+
+
+def test_no_network(capsys: pytest.CaptureFixture[str]) -> None:
+    with Server() as gone:
+        nowhere = gone.url
+    code, out, err = run(capsys, STEM, "--mirror", nowhere, "--json")
+    assert (code, out) == (4, "")
+    assert "without network" in err
+
+
+def test_other_bytes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    server.route(f"/{STEM}.pth", file(CONTENT[::-1]))
+    assert run(capsys, STEM, "--mirror", server.url)[0] == 5

@@ -1,0 +1,55 @@
+"""The progress display of downloads: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+
+import pytest
+
+from ssdctl.cli import fetching
+from ssdctl.cli.console import Console
+from ssdctl.cli.fetching import ByteProgress
+
+MB = 1_000_000
+
+
+def test_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "LINE_S", 0.0)
+    progress = ByteProgress(Console())
+    progress("a.zip", 10 * MB, 100 * MB)
+    progress("a.zip", 50 * MB, 100 * MB)
+    progress("verifying a.zip", 100 * MB, 100 * MB)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "a.zip: 100.0 MB, 10.0 MB here already"
+    assert "50%" in lines[2]
+    assert "MB/s" in lines[2]
+    assert "min left" in lines[2]
+    assert lines[3].startswith("verifying a.zip")
+
+
+def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ByteProgress(Console(quiet=True))("a.zip", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_one_bar_at_a_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    with open(theirs, "w") as terminal:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = ByteProgress(Console())
+        progress("a.zip", 10 * MB, 100 * MB)
+        progress("a.zip", 0, 100 * MB)  # from zero
+        progress("a.zip", 100 * MB, 100 * MB)
+        progress("unpacking a.zip", 0, 100 * MB)
+        progress.close()
+        shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "a.zip:  10%" in shown
+    assert "unpacking a.zip:   0%" in shown
+    assert "\n" not in shown.replace("\r\n", "")

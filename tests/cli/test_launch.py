@@ -1,0 +1,177 @@
+"""`ssdctl launch` as users type it, where nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdctl.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("OMP_NUM_THREADS", "MPI_ROOT", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *arguments])
+    return int(end.value.code or 0)
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert launch(*arguments, "--dry-run", "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def ranks_command(plan: Any) -> list[str]:
+    argv: list[str] = plan["argv"]
+    return argv[argv.index("ssdctl") + 1 :]
+
+
+def test_eight_gaudi_cards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        launch("--hpus", "8", "--bs", "128", "--bf16", "--dry-run", "--cores-per-node", "48") == 0
+    )
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:9] == shlex.split(
+        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by core"
+    )
+    assert words[words.index("-m") - 1 :] == [
+        *(sys.executable, "-m", "ssdctl", "train", "--bs=128", "--bf16", "--device=hpu")
+    ]
+
+
+def test_json_says_the_same_as_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "--cpus", "2")
+    assert list(plan) == ["argv", "environment", "command"]
+    assignments = [f"{k}={v}" for k, v in plan["environment"].items()]
+    assert shlex.split(plan["command"]) == [*assignments, *plan["argv"]]
+
+
+def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my.toml").write_text("[train]\nlr = 1e-3\n")
+    plan = planned(
+        capsys,
+        *("--cpus", "2", "--config", "my.toml", "--set", "train.seed=7", "--set", "launch.nodes=1"),
+        *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q"),
+    )
+    command = ranks_command(plan)
+    assert command[:3] == ["train", "--config=my.toml", "--set=train.seed=7"]
+    assert sorted(command[3:]) == [
+        "--data=-x; $(touch y)\nz",
+        "--device=cpu",
+        "--eval-every=3ep",
+        "--quiet",
+        "--resume-changed",
+    ]
+    assert not Path("y").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--cpus", "2", "--gpus", "2"],
+        ["--cpus", "0"],
+        ["--cpus", "3", "--nodes", "2"],
+        ["--cpus", "2", "--bs", "x"],
+        ["--cpus", "2", "--set", "train.nonsense=1"],
+        ["--cpus", "2", "--nonsense"],
+        ["--cpus", "2", "--batch-size", "4"],
+        ["--cpus", "2", "--device", "cuda"],
+        ["--cpus", "2", "--set", "train.device=hpu"],
+        ["--tpus", "4"],
+        ["--gpus", "8", "--launcher", "slurm"],
+        ["--gpus", "8", "--launcher", "kubernetes"],
+        ["--gpus", "8", "--launcher", "nonsense"],
+        ["--hpus", "8", "--hostfile", "absent"],
+        ["--cpus", "2", "--", "nonsense"],
+        ["--cpus", "2", "--", "launch", "--cpus", "2"],
+        ["--cpus", "2", "8"],
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*arguments, *([] if "--" in arguments else ["--dry-run"])) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_the_device_may_be_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("cpu", "auto"):
+        assert ranks_command(planned(capsys, "--cpus", "2", "--device", device)) == [
+            *("train", "--device=cpu")
+        ]
+
+
+def test_several_nodes_without_a_host_are_shown_but_not_written(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert launch("--hpus", "16", "--nodes", "2", "--dry-run") == 0
+    captured = capsys.readouterr()
+    assert "MASTER_ADDR=HOST" in captured.out
+    assert "--hostfile" in captured.err
+    assert launch("--hpus", "16", "--nodes", "2", "--write", "job.sh") == 2
+    assert launch("--hpus", "16", "--nodes", "2") == 2
+    assert not Path("job.sh").exists()
+
+
+def test_write_makes_an_executable_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch("--cpus", "2", "--data", "a b;c", "--write", "deep/job.sh") == 0
+    script = Path("deep/job.sh")
+    assert os.access(script, os.X_OK)
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    assert f"exec {sys.executable} -m torch.distributed.run" in script.read_text()
+    assert "'--data=a b;c'" in script.read_text()
+    assert list(Path("deep").iterdir()) == [script]
+
+
+def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "-x", "--bs", "4", ";") == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert ranks_command(plan) == ["evaluate", "-x", "--bs", "4", ";"]
+    assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
+    # Options before -- are train's, and train is not what is launched.
+    assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
+    assert "--bs belongs to train" in capsys.readouterr().err
+
+
+def test_torch_is_never_imported() -> None:
+    code = (
+        "import sys\n"
+        "from ssdctl.cli.main import main\n"
+        "from ssdctl.launch.run import _has_torchrun\n"
+        "assert _has_torchrun()\n"
+        "try: main(['launch', '--cpus', '2', '--dry-run'])\n"
+        "finally: assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_absent_mpirun_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch("--hpus", "8") == 2
+    assert "openmpi" in capsys.readouterr().err
+
+
+def test_absent_torch_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert launch("--cpus", "2") == 2
+    assert "pip install torch" in capsys.readouterr().err

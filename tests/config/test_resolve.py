@@ -1,0 +1,188 @@
+"""The layers of the config, the source of each value, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.config.render import json_schema, to_toml, values
+from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
+from ssdctl.config.settings import all_settings
+from ssdctl.errors import UsageError
+
+PRESETS = all_settings()["train.preset"].choices
+
+
+def resolved(
+    *overrides: tuple[str, object], file: Path | None = None, **environment: str
+) -> Resolved:
+    given_here = [Override(path, value, f"--{path}") for path, value in overrides]
+    return resolve(
+        file=str(file) if file else None,
+        overrides=given_here,
+        environment=environment or {"HOME": "/"},
+    )
+
+
+def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    assert resolved().config.train.lr == 2.5e-3
+    assert resolved(("train.preset", "nvidia-r50")).config.train.lr == 2.6e-3
+    file.write_text('[train]\npreset = "nvidia-r50"\nlr = 1e-3\n')
+    assert resolved(file=file).config.train.lr == 1e-3
+    assert resolved(file=file, SSDCTL_TRAIN__LR="2e-3").config.train.lr == 2e-3
+    top = resolved(("train.lr", "3e-3"), file=file, SSDCTL_TRAIN__LR="2e-3")
+    assert top.config.train.lr == 3e-3
+    assert top.config.model.backbone == "resnet50"  # of the preset that the file names
+
+
+def test_every_value_knows_its_source(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("# comment\n[train]\nseed = 3\n\n[data]\nroot = 'x'\n")
+    sources = resolved(("train.lr", "1e-3"), file=file, SSDCTL_TRAIN__WORKERS="2").sources
+    assert sources["train.seed"] == f"{file}:3"
+    assert sources["data.root"] == f"{file}:6"
+    assert sources["train.workers"] == "SSDCTL_TRAIN__WORKERS"
+    assert sources["train.lr"] == "--train.lr"
+    assert sources["train.momentum"] == "preset stable-r34"
+    assert sources["train.keep"] == "default"
+    assert sources.keys() == all_settings().keys()
+
+
+def test_file_in_working_directory_is_read(tmp_path: Path) -> None:
+    Path("ssdctl.toml").write_text("[train]\nseed = 9\n")
+    assert resolved().config.train.seed == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "nearest"),
+    [
+        ("[train]\n\nlerning = 1\n", ":3", None),
+        ("[train]\nmomentun = 1\n", ":2", "train.momentum"),
+        ("[train]\nbs = 1\n", ":2", "train.batch_size"),
+        ("train.epoch = 1\n", ":1", "train.epochs"),
+        ("[trian]\nlr = 1\n", ":2", "train.lr"),
+    ],
+)
+def test_unknown_key_names_line_and_nearest(
+    tmp_path: Path, text: str, place: str, nearest: str | None
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="unknown key") as caught:
+        resolved(file=file)
+    assert str(caught.value).startswith(f"{file}{place}: ")
+    assert nearest is None or nearest in (caught.value.hint or "")
+
+
+def test_unknown_variable_is_refused() -> None:
+    with pytest.raises(UsageError, match="SSDCTL_TRAIN__LRR") as caught:
+        resolved(SSDCTL_TRAIN__LRR="1")
+    assert caught.value.hint == "did you mean 'train.lr'?"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("train.lr", "fast"),
+        ("train.lr", "0"),
+        ("train.lr", "nan"),
+        ("train.batch_size", "1.5"),
+        ("train.batch_size", "0"),
+        ("train.device", "gpu"),
+        ("train.warmup", "3 weeks"),
+        ("train.decay_epochs", "40,x"),
+        ("train.decay_epochs", "50,40"),
+        ("train.deterministic_", "1"),
+        ("train.seed", "-1"),
+        ("evaluate.score_threshold", "1.5"),
+    ],
+)
+def test_bad_value_names_its_place(path: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"--{path}"):
+        resolved((path, value))
+
+
+@pytest.mark.parametrize("text", ["[train", "lr = ", "\x00"])
+def test_broken_file_is_a_usage_error(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="not valid TOML"):
+        resolved(file=file)
+
+
+def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such config file"):
+        resolved(file=tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_names_the_whole_recipe_and_nothing_else(name: str) -> None:
+    recipe = {path for path, setting in all_settings().items() if setting.is_recipe}
+    assert {o.path for o in preset_overrides(name)} == recipe
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        resolved().config.train.lr = 1.0  # type: ignore[misc]
+
+
+@given(
+    st.sampled_from(PRESETS),
+    st.floats(1e-6, 10),
+    st.integers(1, 4096),
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
+    st.booleans(),
+)
+def test_written_config_reads_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    preset: str,
+    lr: float,
+    batch: int,
+    root: str,
+    force: bool,
+) -> None:
+    before = resolved(
+        ("train.preset", preset),
+        ("train.lr", lr),
+        ("train.batch_size", batch),
+        ("data.root", root),
+        ("train.resume_changed", force),
+    )
+    for describe in (False, True):
+        file = tmp_path_factory.mktemp("config") / "config.toml"
+        file.write_text(to_toml(before, describe=describe), encoding="utf-8")
+        assert resolved(file=file).config == before.config
+
+
+def test_schema_knows_every_key_and_refuses_others() -> None:
+    schema = json_schema()
+    json.dumps(schema)
+    for path in values(resolved().config):
+        section, _, name = path.partition(".")
+        reference = schema["$defs"]["Config"]["properties"][section]
+        definition = reference.get("$ref") or reference["allOf"][0]["$ref"]
+        table = schema["$defs"][definition.rpartition("/")[2]]
+        assert table["properties"][name]["description"]
+        assert table["additionalProperties"] is False
+
+
+def test_every_option_of_a_command_is_unique() -> None:
+    flags = [
+        f
+        for s in all_settings().values()
+        if s.section in ("train", "data", "model")
+        for f in s.flags
+    ]
+    assert len(flags) == len(set(flags))
+
+
+def test_old_options_are_none_of_ours() -> None:
+    ours = {f for s in all_settings().values() for f in s.flags}
+    old = [o for s in all_settings().values() for o in s.replaces]
+    assert len(old) == len(set(old))
+    assert not ours.intersection(old)

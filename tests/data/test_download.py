@@ -1,0 +1,227 @@
+"""A whole download: several files, archives unpacked, killed and gone on with."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from data.http_server import Reply, Request, Server, changed, file
+from data.zips import tree, zipped
+
+from ssdctl.data.download import download, needed_bytes, plan, verify
+from ssdctl.data.sources import PinnedFile
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
+
+IMAGES = {f"train2017/{i:012d}.jpg": random.Random(i).randbytes(2000) for i in range(100)}
+NOTES = {"annotations/instances_train2017.json": b"[1, 2, 3]" * 10}
+PLAIN = b"a readme"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+def pinned(
+    server: Server, name: str, content: bytes, *, unpack: bool = False, pause_s: float = 0
+) -> PinnedFile:
+    slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", pause_s))
+    url = server.route(f"/{name}", slow)
+    return PinnedFile(name, url, hashlib.sha256(content).hexdigest(), len(content), unpack)
+
+
+@pytest.fixture
+def files(server: Server) -> list[PinnedFile]:
+    return [
+        pinned(server, "images.zip", zipped(IMAGES), unpack=True),
+        pinned(server, "notes.zip", zipped(NOTES), unpack=True),
+        pinned(server, "README", PLAIN),
+    ]
+
+
+def content(dest: Path) -> dict[str, bytes]:
+    """What lies in `dest`, its records aside."""
+    return {name: data for name, data in tree(dest).items() if not name.startswith(".ssdctl/")}
+
+
+def states(results: list[dict[str, object]]) -> list[object]:
+    return [row["state"] for row in results]
+
+
+WANTED = IMAGES | NOTES | {"README": PLAIN}
+
+
+def test_archives_are_unpacked_and_removed(files: list[PinnedFile], tmp_path: Path) -> None:
+    done = download(files, tmp_path)
+    assert content(tmp_path) == WANTED
+    assert states(done) == ["fetched"] * 3
+    assert done[0]["files"] == 100
+
+
+def test_archives_may_stay(files: list[PinnedFile], tmp_path: Path) -> None:
+    download(files, tmp_path, keep_archives=True)
+    assert set(content(tmp_path)) == set(WANTED) | {"images.zip", "notes.zip"}
+
+
+def test_a_second_run_fetches_nothing(
+    server: Server, files: list[PinnedFile], tmp_path: Path
+) -> None:
+    download(files, tmp_path)
+    before = len(server.requests)
+    assert states(download(files, tmp_path)) == ["present"] * 3
+    assert len(server.requests) == before
+    assert states(plan(files, tmp_path, None)) == ["present"] * 3
+
+
+def test_a_lost_image_is_fetched_again(
+    server: Server, files: list[PinnedFile], tmp_path: Path
+) -> None:
+    download(files, tmp_path)
+    lost = tmp_path / next(iter(IMAGES))
+    lost.unlink()
+    assert states(download(files, tmp_path)) == ["fetched", "present", "present"]
+    assert content(tmp_path) == WANTED
+
+
+def test_verify_finds_one_bit_and_the_next_download_mends_it(
+    files: list[PinnedFile], tmp_path: Path
+) -> None:
+    download(files, tmp_path)
+    assert states(verify(files, tmp_path)) == ["intact"] * 3
+    name = list(IMAGES)[50]
+    (tmp_path / name).write_bytes(bytes([IMAGES[name][0] ^ 1]) + IMAGES[name][1:])
+    (tmp_path / "README").write_bytes(b"A readme")
+    found = verify(files, tmp_path)
+    assert states(found) == ["broken", "intact", "broken"]
+    assert [row["problems"] for row in found] == [[name], [], ["README"]]
+    download(files, tmp_path)
+    assert content(tmp_path) == WANTED
+
+
+def test_verify_of_nothing(files: list[PinnedFile], tmp_path: Path) -> None:
+    assert states(verify(files, tmp_path)) == ["missing"] * 3
+
+
+def test_an_unsafe_archive_publishes_nothing(server: Server, tmp_path: Path) -> None:
+    bad = pinned(server, "bad.zip", zipped(IMAGES | {"../out": b""}), unpack=True)
+    with pytest.raises(IntegrityError):
+        download([bad], tmp_path / "data")
+    assert list(content(tmp_path)) == ["data/bad.zip"]
+
+
+def test_another_number_of_images_is_refused(server: Server, tmp_path: Path) -> None:
+    archive = pinned(server, "images.zip", zipped(IMAGES), unpack=True)
+    with pytest.raises(IntegrityError, match="101"):
+        download([archive._replace(num_files=101)], tmp_path)
+
+
+def test_space_for_archive_and_content_is_checked_first(server: Server, tmp_path: Path) -> None:
+    archive = pinned(server, "images.zip", zipped(IMAGES), unpack=True)
+    with pytest.raises(DiskError, match="the download needs"):
+        download([archive._replace(unpacked_bytes=1 << 60)], tmp_path / "data")
+    assert server.requests == []
+    assert not (tmp_path / "data").exists()
+
+
+def test_needed_space_counts_archives_while_they_are_there(tmp_path: Path) -> None:
+    def file_of(name: str, archive: int, content: int) -> PinnedFile:
+        url = f"http://127.0.0.1/{name}"
+        return PinnedFile(name, url, "0" * 64, archive, unpack=True, unpacked_bytes=content)
+
+    files = [file_of("a.zip", 10, 30), file_of("b.zip", 20, 40)]
+    assert needed_bytes(files, tmp_path, keep_archives=False) == 30 + 20 + 40
+    assert needed_bytes(files, tmp_path, keep_archives=True) == 10 + 30 + 20 + 40
+
+
+def test_the_first_trouble_ends_it_and_keeps_what_is_done(
+    server: Server, files: list[PinnedFile], tmp_path: Path
+) -> None:
+    server.route("/notes.zip", lambda _: Reply(404))
+    with pytest.raises(NetworkError):
+        download(files, tmp_path)
+    assert content(tmp_path) == IMAGES
+
+
+class TestKills:
+    """Fault 13 for the whole way: fetching, unpacking, publishing."""
+
+    def test_a_few(self, server: Server, tmp_path: Path) -> None:
+        self._kill(server, tmp_path, num_kills=4)
+
+    @pytest.mark.slow
+    def test_many(self, server: Server, tmp_path: Path) -> None:
+        self._kill(server, tmp_path, num_kills=50)
+
+    @staticmethod
+    def _kill(server: Server, dest: Path, num_kills: int) -> None:
+        """Kill at random moments, from the first byte to after the end."""
+        dice = random.Random(num_kills)
+        many = {f"train2017/{i:06d}": dice.randbytes(500) for i in range(1500)}
+        archive = pinned(server, "many.zip", zipped(many), unpack=True, pause_s=0.04)
+        program = f"""
+from pathlib import Path
+from ssdctl.data.download import download
+from ssdctl.data.sources import PinnedFile
+print("go", flush=True)
+download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
+"""
+        for _ in range(num_kills):
+            process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(dice.random() * 0.8)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            if dice.random() < 0.2:
+                (dest / "train2017" / "000000").unlink(missing_ok=True)  # begin anew
+        subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+        assert content(dest) == many
+        assert sorted(p.name for p in dest.iterdir()) == [".ssdctl", "train2017"]
+        assert [p.name for p in (dest / ".ssdctl").iterdir()] == ["many.zip.json"]
+
+
+def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
+    """Fault 12 with archives: one works, the other waits and finds it done."""
+    archive = zipped(IMAGES)
+    pin = pinned(server, "images.zip", archive, unpack=True, pause_s=0.2)
+    program = f"""
+from pathlib import Path
+from ssdctl.data.download import download
+from ssdctl.data.sources import PinnedFile
+print(download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}))[0]["state"])
+"""
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = sorted(process.communicate()[0].strip() for process in both)
+    assert said == ["fetched", "present"]
+    assert content(tmp_path) == IMAGES
+    assert server.body_bytes == len(archive)
+
+
+def test_resume_costs_little(server: Server, tmp_path: Path) -> None:
+    """What arrived before a refusal is not fetched again."""
+    data = random.Random(0).randbytes(3_000_000)
+    pin = pinned(server, "a.bin", data)
+    whole = file(data)
+
+    def failing(request: Request) -> Reply:
+        return whole(request) if request.number < 2 else Reply(400)
+
+    server.route("/a.bin", failing)
+    with pytest.raises(NetworkError):
+        download([pin], tmp_path, connections=2)
+    assert 0 < server.body_bytes < len(data)
+    server.route("/a.bin", whole)
+    download([pin], tmp_path, connections=2)
+    assert server.body_bytes <= 1.05 * len(data)

@@ -1,0 +1,72 @@
+"""The embedded dataset is real COCO data, and the same for the same seed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from pycocotools.coco import COCO
+
+from ssdctl.data.shapes import CLASSES, draw_picture, generate
+
+
+def test_pycocotools_reads_it(shapes: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco = COCO(str(shapes / "annotations" / "instances_train2017.json"))
+    assert coco.getCatIds() == [c.category_id for c in CLASSES]
+    assert len(coco.getImgIds()) == 24
+    for image in coco.loadImgs(coco.getImgIds()):
+        with Image.open(shapes / "train2017" / image["file_name"]) as picture:
+            assert picture.format == "JPEG"
+            assert picture.size == (image["width"], image["height"])
+
+
+def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
+    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
+        generate(tmp_path / name, num_train=3, num_val=2, seed=seed)
+    contents = {
+        name: [p.read_bytes() for p in sorted((tmp_path / name).rglob("*.j*"))] for name in "abc"
+    }
+    assert contents["a"] == contents["b"]
+    assert contents["a"] != contents["c"]
+    train = (tmp_path / "a/train2017/000000000001.jpg").read_bytes()
+    assert train != (tmp_path / "a/val2017/000000000001.jpg").read_bytes()
+
+
+def test_boxes_enclose_what_was_drawn() -> None:
+    """Outside all boxes a picture has the texture's muted colours, inside it has vivid ones."""
+    for index in range(12):
+        picture, boxes = draw_picture(0, "train", index)
+        pixels = picture.astype(np.int32)
+        vivid = pixels.max(-1) - pixels.min(-1)
+        inside = np.zeros(vivid.shape, bool)
+        for box in boxes:
+            assert box.left >= 0
+            assert box.left + box.width <= picture.shape[1]
+            assert box.top + box.height <= picture.shape[0]
+            inside[box.top : box.top + box.height, box.left : box.left + box.width] = True
+        if boxes:
+            assert vivid[inside].mean() > vivid[~inside].mean() + 5
+
+
+def test_there_is_variety(tmp_path: Path) -> None:
+    drawn = [draw_picture(0, "train", i) for i in range(150)]
+    boxes = [b for _, found in drawn for b in found]
+    sizes = [max(b.width, b.height) for b in boxes if not b.is_crowd]
+    ratios = [b.width / b.height for b in boxes]
+    assert {b.category_id for b in boxes} == {c.category_id for c in CLASSES}
+    assert any(not found for _, found in drawn)
+    assert any(b.is_crowd for b in boxes)
+    assert min(sizes) < 40 < 150 < max(sizes)
+    assert min(ratios) < 0.6 < 1.7 < max(ratios)
+    assert len({picture.shape for picture, _ in drawn}) > 2
+
+
+def test_a_dataset_without_validation_pictures(tmp_path: Path) -> None:
+    generate(tmp_path, num_train=1, num_val=0)
+    document = json.loads((tmp_path / "annotations/instances_val2017.json").read_text())
+    assert document["images"] == []

@@ -1,0 +1,113 @@
+"""The figures are pycocotools' own, to 1e-12, ties, crowds and empty images included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssdctl.errors import DataError
+from ssdctl.evaluate.coco_ap import Detections, read_detections, score
+
+CATEGORIES = [{"id": i, "name": f"class {i}"} for i in (2, 5, 11)]
+
+
+def annotations(folder: Path, boxes: list[dict[str, object]], images: int = 4) -> Path:
+    path = folder / "annotations.json"
+    entries = [
+        {"id": i + 1, "area": b["bbox"][2] * b["bbox"][3], "iscrowd": 0, **b}  # type: ignore[index]
+        for i, b in enumerate(boxes)
+    ]
+    listed = [
+        {"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in range(images)
+    ]
+    path.write_text(
+        json.dumps({"images": listed, "annotations": entries, "categories": CATEGORIES})
+    )
+    return path
+
+
+def detections(rows: list[tuple[int, list[float], float, int]]) -> Detections:
+    return Detections(
+        np.array([r[0] for r in rows], np.int64),
+        np.array([r[1] for r in rows], np.float64).reshape(-1, 4),
+        np.array([r[2] for r in rows], np.float64),
+        np.array([r[3] for r in rows], np.int64),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+) -> tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]:
+    """Few places and few scores, so that overlaps and ties are common."""
+    place = st.integers(0, 6).map(lambda n: n * 12.0)
+    side = st.sampled_from([5.0, 20.0, 40.0, 100.0])
+    box = st.tuples(place, place, side, side).map(list)
+    image, category = st.integers(0, 3), st.sampled_from([2, 5, 11])
+    truth = st.fixed_dictionaries(
+        {
+            "image_id": image,
+            "bbox": box,
+            "category_id": category,
+            "iscrowd": st.sampled_from([0, 0, 0, 1]),
+        }
+    )
+    found = st.tuples(image, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]), category)
+    return draw(st.lists(truth, max_size=20)), draw(st.lists(found, max_size=40))
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_equal_to_pycocotools(
+    tmp_path_factory: pytest.TempPathFactory,
+    case: tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]],
+) -> None:
+    truth, found = case
+    path = annotations(tmp_path_factory.mktemp("case"), truth)
+    score(path, detections(found), verify=True)  # raises where they differ
+    score(path, detections(found), image_ids=np.array([0, 2]), verify=True)
+
+
+def test_perfect_detections_score_one(tmp_path: Path) -> None:
+    truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
+    path = annotations(tmp_path, truth)
+    result = score(path, detections([(i, [10.0, 10, 50, 50], 0.9, 5) for i in range(3)]))
+    assert result.figures["AP"] == pytest.approx(1.0)
+    assert result.figures["APs"] == -1
+    by_name = {c.name: c.AP for c in result.per_class}
+    assert by_name == {"class 2": -1, "class 5": pytest.approx(1.0), "class 11": -1}
+    assert result.images == 4
+
+
+def test_no_detections_score_zero(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
+    result = score(path, detections([]), verify=True)
+    assert result.figures["AP"] == 0
+    assert result.figures["AR100"] == 0
+
+
+def test_strangers_are_refused(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [])
+    with pytest.raises(DataError, match="1 images with detections are not in"):
+        score(path, detections([(99, [1.0, 1, 1, 1], 0.5, 2)]))
+
+
+def test_results_file_round_trip(tmp_path: Path) -> None:
+    before = detections([(1, [1.5, 2, 3, 4], 0.25, 5), (0, [0.1, 0.2, 0.3, 0.4], 1 / 3, 2)])
+    path = tmp_path / "detections.json"
+    path.write_text(json.dumps(before.to_coco()))
+    after = read_detections(path)
+    assert np.array_equal(after.table(), before.table())
+
+
+@pytest.mark.parametrize("text", ["", "{}", '[{"image_id": 1}]', '[{"image_id": "x"}]'])
+def test_no_results_file(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "detections.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="no COCO results"):
+        read_detections(path)

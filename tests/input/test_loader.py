@@ -1,0 +1,143 @@
+"""Batches are a function of (seed, step): not of threads, nor of where a run began."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ssdctl.data.prepare import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.errors import DataError
+from ssdctl.input.loader import Batch, TrainLoader, TrainPlan, evaluation_batches
+from ssdctl.input.order import Order
+
+PLAN = TrainPlan(
+    seed=4,
+    first_sample=0,
+    batch_size=5,
+    rank=0,
+    world_size=1,
+    accumulate=1,
+    augment=True,
+    hue_degrees=18.0,
+    threads=2,
+    max_boxes=12,
+)
+
+
+@pytest.fixture(scope="module")
+def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"), say=lambda _: None)
+
+
+def taken(split: Split, plan: TrainPlan, steps: range) -> list[Batch]:
+    """Copies of a run's batches: the pixel buffers are reused."""
+    loader = TrainLoader(split, Order(split.trainable, plan.seed), plan)
+    batches = loader.batches(steps.start, steps.stop)
+    return [batch._replace(images=batch.images.clone()) for batch in batches]
+
+
+def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.rows.tolist() == b.rows.tolist()
+        for name in ("images", "boxes", "labels", "jitter"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_threads_change_nothing(splits: dict[str, Split]) -> None:
+    steps = range(10)  # two epochs
+    once = taken(splits["train"], PLAN._replace(threads=1), steps)
+    assert_same(once, taken(splits["train"], PLAN._replace(threads=2), steps))
+    assert_same(once, taken(splits["train"], PLAN._replace(threads=5), steps))
+
+
+def test_a_resumed_run_goes_on_with_the_same_batches(splits: dict[str, Split]) -> None:
+    whole = taken(splits["train"], PLAN, range(8))
+    assert_same(whole[3:], taken(splits["train"], PLAN, range(3, 8)))
+    later = PLAN._replace(first_sample=3 * 5)
+    assert_same(whole[3:], taken(splits["train"], later, range(5)))
+
+
+def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
+    whole = taken(splits["train"], PLAN._replace(batch_size=8), range(4))
+    shared = [
+        taken(
+            splits["train"],
+            PLAN._replace(batch_size=2, world_size=2, rank=r, accumulate=2),
+            range(4),
+        )
+        for r in (0, 1)
+    ]
+    for step, batch in enumerate(whole):
+        parts = [shared[rank][2 * step + part] for part in (0, 1) for rank in (0, 1)]
+        assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
+        assert torch.equal(torch.cat([p.boxes for p in parts]), batch.boxes)
+
+
+def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]) -> None:
+    for batch in taken(splits["train"], PLAN, range(20)):
+        assert batch.images.shape == (5, 300, 300, 3)
+        assert batch.images.dtype == torch.uint8
+        assert batch.boxes.shape == (5, 12, 4)
+        assert batch.boxes.min() >= 0
+        assert batch.boxes.max() <= 1
+        real = batch.labels > 0
+        assert real.any(dim=1).all()
+        assert (batch.boxes[real][:, 2:] > batch.boxes[real][:, :2]).all()
+        assert (batch.boxes[~real] == 0).all()
+
+
+def test_without_augmentation_pictures_are_resized_as_pillow_does(
+    splits: dict[str, Split], shapes: Path
+) -> None:
+    (batch,) = taken(splits["train"], PLAN._replace(augment=False), range(1))
+    assert batch.jitter is None
+    for i, row in enumerate(batch.rows):
+        name = f"{splits['train'].image_ids[row]:012d}.jpg"
+        with Image.open(shapes / "train2017" / name) as picture:
+            expected = np.asarray(picture.resize((300, 300), Image.Resampling.BILINEAR))
+        assert np.array_equal(batch.images[i].numpy(), expected)
+
+
+def test_flipped_pictures_and_boxes_belong_together(splits: dict[str, Split]) -> None:
+    """The mean colour inside each box is the same in the batch and in the picture it came from."""
+    split = splits["train"]
+    batches = taken(split, PLAN, range(30))
+    flipped = 0
+    for batch in batches:
+        for i, row in enumerate(batch.rows):
+            kept = int((batch.labels[i] > 0).sum())
+            truth = split.boxes[split.starts[row] : split.starts[row + 1]]
+            if kept != len(truth):
+                continue
+            centres = (batch.boxes[i, :kept, 0] + batch.boxes[i, :kept, 2]) / 2
+            order = np.argsort(centres.numpy())
+            reference = np.argsort((truth[:, 0] + truth[:, 2]) / 2)
+            if kept > 2 and order.tolist() == reference[::-1].tolist():
+                flipped += 1
+    assert flipped > 5
+
+
+def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> None:
+    split = splits["val"]
+    rows = np.arange(len(split.image_ids))
+    batches = list(evaluation_batches(split, rows, 4, 2))
+    assert [len(b.images) for b in batches] == [4, 4, 1]
+    assert np.concatenate([b.rows for b in batches]).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 cut", b"<html>"])
+def test_an_image_that_went_bad_is_named(shapes: Path, tmp_path: Path, content: bytes) -> None:
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    split = open_dataset(root, tmp_path / "store", say=lambda _: None)["train"]
+    for path in (root / "train2017").iterdir():
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"image \d+ cannot be decoded"):
+        taken(split, PLAN, range(1))

@@ -1,0 +1,220 @@
+"""What is run, for what was asked: pure, so every case is a comparison of data."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import subprocess
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.config.schema import LaunchConfig
+from ssdctl.errors import UsageError
+from ssdctl.launch.mpirun import read_hosts
+from ssdctl.launch.node import Node, read_node
+from ssdctl.launch.plan import Plan, Request, make_plan
+
+GAUDI = Node(cores=48, sockets=2)
+# What can stand in an argument vector: any text without NUL and lone surrogates.
+ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
+
+
+def plan_for(
+    device: str,
+    count: int,
+    *command: str,
+    node: Node = GAUDI,
+    environment: dict[str, str] | None = None,
+    hosts: tuple[str, ...] = (),
+    **settings: Any,
+) -> Plan:
+    request = Request(
+        device=device,
+        count=count,
+        command=command or ("train",),
+        config=LaunchConfig(**settings),
+        python="python",
+        environment=environment or {},
+        hosts=hosts,
+        free_port=40000,
+    )
+    return make_plan(request, node)
+
+
+def test_eight_gaudi_cards() -> None:
+    """The command of Habana's guide (FACTS 10), word for word."""
+    plan = plan_for("hpu", 8, "train", "--bs=128", "--bf16", "--device=hpu")
+    assert plan.to_line() == (
+        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by core --report-bindings "
+        "--allow-run-as-root -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=40000 "
+        "python -m ssdctl train --bs=128 --bf16 --device=hpu"
+    )
+    assert plan.environment == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "node", "settings", "placement"),
+    [
+        (8, GAUDI, {}, "socket:PE=6"),
+        (8, Node(2, 1), {"cores_per_node": 96}, "socket:PE=12"),
+        (4, GAUDI, {"devices_per_node": 8}, "socket:PE=6"),
+        (3, GAUDI, {}, "socket:PE=12"),  # two ranks share a socket of 24
+        (1, GAUDI, {}, "socket:PE=24"),
+        (16, GAUDI, {"nodes": 2}, "ppr:8:node:PE=6"),
+        (8, Node(4, 1), {}, "slot"),
+    ],
+)
+def test_cores_of_a_rank(count: int, node: Node, settings: dict[str, int], placement: str) -> None:
+    argv = plan_for("hpu", count, node=node, **settings).argv
+    assert argv[argv.index("--map-by") + 1] == placement
+    assert argv[argv.index("--bind-to") + 1] == ("none" if placement == "slot" else "core")
+
+
+def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
+    environment = {
+        "PYTHONPATH": "a;b",
+        "SSDCTL_TRAIN__LR": "1",
+        "HOME": "/",
+        "MPI_ROOT": "/opt/mpi",
+    }
+    plan = plan_for(
+        "hpu", 16, nodes=2, hostfile="-hosts", hosts=("gaudi-0", "gaudi-1"), environment=environment
+    )
+    line = plan.to_line()
+    assert "--prefix /opt/mpi --hostfile ./-hosts -x MASTER_ADDR=gaudi-0 " in line
+    assert line.endswith("-x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
+    assert plan.missing is None
+
+
+def test_torchrun_on_one_node() -> None:
+    plan = plan_for("cuda", 4, "train", "--device=cuda")
+    assert shlex.join(plan.argv) == (
+        "python -m torch.distributed.run --standalone --nproc-per-node=4 "
+        "-m ssdctl train --device=cuda"
+    )
+    assert plan.environment["OMP_NUM_THREADS"] == "12"
+    assert plan_for("cpu", 8, node=Node(2, 1)).environment["OMP_NUM_THREADS"] == "1"
+    assert (
+        "OMP_NUM_THREADS"
+        not in plan_for("cpu", 2, environment={"OMP_NUM_THREADS": "3"}).environment
+    )
+
+
+def test_torchrun_on_several_nodes() -> None:
+    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500")
+    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:29500" in shlex.join(plan.argv)
+    assert "--nproc-per-node=8" in plan.argv
+    assert plan.num_ranks == 8
+    assert plan.missing is None
+
+
+@pytest.mark.parametrize("device", ["cuda", "hpu"])
+def test_a_host_still_to_be_said(device: str) -> None:
+    missing = plan_for(device, 16, nodes=2).missing
+    assert missing is not None
+    assert "several nodes" in missing
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "settings", "words"),
+    [
+        ("hpu", 9, {"nodes": 2}, "do not divide"),
+        ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
+        ("xla", 8, {}, "cannot launch TPU jobs yet"),
+        ("cuda", 8, {"launcher": "slurm"}, "slurm"),
+        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes"),
+        ("cuda", 8, {"rdzv_endpoint": "a:1"}, "several nodes"),
+        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "HOST:PORT"),
+        ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "HOST:PORT"),
+        ("hpu", 8, {"rdzv_endpoint": "a:1"}, "torchrun's"),
+        ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "names 0 host"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    device: str, count: int, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan_for(device, count, **settings)
+
+
+@pytest.mark.parametrize("argument", ["a\0b", "\udcff"])
+def test_arguments_that_no_command_line_can_hold(argument: str) -> None:
+    with pytest.raises(UsageError, match="UTF-8"):
+        plan_for("cpu", 2, "train", argument)
+
+
+def test_mpiruns_own_separator_is_refused() -> None:
+    with pytest.raises(UsageError, match="':'"):
+        plan_for("hpu", 8, "predict", "ckpt.pt", ":", "rm")
+
+
+@given(ARGUMENTS)
+def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
+    plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
+    assert tuple(shlex.split(plan.to_line())) == plan.argv
+
+
+@given(ARGUMENTS)
+def test_arguments_survive_torchruns_template(arguments: list[str]) -> None:
+    argv = plan_for("cpu", 2, "train", *arguments).argv
+    passed = [Template(a).safe_substitute(local_rank="0") for a in argv]
+    assert passed[passed.index("train") + 1 :] == arguments
+
+
+def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text('#!/bin/sh\nprintf "%s\\0" "$A" "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    plan = plan_for("hpu", 8, "train", *HOSTILE)
+    plan = dataclasses.replace(plan, environment={"A": "$(touch x); b"})
+    script = tmp_path / "launch.sh"
+    script.write_text(plan.to_script())
+    done = subprocess.run(
+        ["/bin/bash", script],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+    )
+    assert tuple(done.stdout.decode().split("\0")[:-1]) == ("$(touch x); b", *plan.argv[1:])
+    assert not (tmp_path / "x").exists()
+
+
+def test_host_file(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two\nnode-0 slots=8\n\n10.0.0.2 slots=8 # comment\nnode-0\n")
+    assert read_hosts(path) == ("node-0", "10.0.0.2")
+
+
+@pytest.mark.parametrize("line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`"])
+def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
+    with pytest.raises(UsageError, match=r"hosts:2: .*no host name"):
+        read_hosts(tmp_path / "hosts")
+
+
+def test_empty_and_absent_host_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "hosts").touch()
+    with pytest.raises(UsageError, match="no host in it"):
+        read_hosts(tmp_path / "hosts")
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_hosts(tmp_path / "absent")
+
+
+def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
+    for cpu in range(8):  # 2 sockets x 2 cores x 2 threads
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
+        (topology / "core_id").write_text(f"{cpu % 2}\n")
+    assert read_node(tmp_path, range(8)) == Node(cores=4, sockets=2)
+    assert read_node(tmp_path, [0, 1, 4]) == Node(cores=2, sockets=1)
+
+
+def test_a_machine_without_topology(tmp_path: Path) -> None:
+    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1)

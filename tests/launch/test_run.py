@@ -1,0 +1,298 @@
+"""Real processes: exit codes, forwarded signals, no survivor.
+
+The launchers are small stand-ins where torchrun's seconds of imports would buy nothing; torchrun
+and mpirun themselves run where what they do is what matters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdctl.config.schema import LaunchConfig
+from ssdctl.launch.exits import VARIABLE, job_exit_code
+from ssdctl.launch.node import read_node
+from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.run import free_port
+
+# Reads a plan from its argument and runs it, as `ssdctl launch` does.
+DRIVER = """
+import json, signal, sys
+from ssdctl.launch.plan import Plan
+from ssdctl.launch.run import run
+given = json.loads(sys.argv[1])
+given["stop_signal"] = signal.Signals(given["stop_signal"])
+sys.exit(run(Plan(**given)))
+"""
+
+# A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+from ssdctl.launch.exits import recorded_exit
+with recorded_exit():
+    asked = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda n, _: asked.append(n))
+    rank = os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    about = {"pid": os.getpid(), "arguments": sys.argv[1:], "port": os.environ["MASTER_PORT"]}
+    Path(f"{rank}.tmp").write_text(json.dumps(about))
+    Path(f"{rank}.tmp").rename(f"{rank}.json")
+    while not asked:
+        time.sleep(0.05)
+    time.sleep(float(os.environ.get("SAVE_S", "0")))
+    Path(f"{rank}.saved").touch()
+    sys.exit(int(os.environ.get("LEAVE_WITH", "75")))
+"""
+
+# A launcher of two ranks in sessions of their own (as torchrun's are) that ignore SIGTERM.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(2):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(os.getpid(), os.getppid(), flush=True)
+time.sleep(60)
+"""
+
+ARGUMENTS = ("train", "--data=$(touch x)", "-x", "--", "$$${local_rank}", "a;b\nc", "")
+
+
+def plan_of(*argv: str, launcher: str = "torchrun", **more: Any) -> Plan:
+    return Plan(argv, {}, launcher, num_ranks=2, stop_signal=signal.SIGTERM, **more)
+
+
+def probe_plan(device: str) -> Plan:
+    """What `launch` would run, with the module `probe` in the place of `ssdctl`."""
+    request = Request(
+        device=device,
+        count=2,
+        command=ARGUMENTS,
+        config=LaunchConfig(cores_per_node=1),  # mpirun binds nothing: the machine may be busy
+        python=sys.executable,
+        environment=os.environ,
+        free_port=free_port(),
+    )
+    plan = make_plan(request, read_node())
+    return dataclasses.replace(plan, argv=tuple("probe" if a == "ssdctl" else a for a in plan.argv))
+
+
+@contextlib.contextmanager
+def started(plan: Plan, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """`ssdctl launch`, running the plan in `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "probe.py").write_text(RANK)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, json.dumps(dataclasses.asdict(plan))],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(folder), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"did not happen within {timeout_s} s")
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def ranks_of(folder: Path) -> list[dict[str, Any]] | None:
+    """What both ranks said, once both have."""
+    with contextlib.suppress(FileNotFoundError):
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return None
+
+
+@pytest.mark.parametrize("code", [0, 3, 75])
+def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
+    with started(plan_of(sys.executable, "-c", f"exit({code})"), tmp_path) as launch:
+        assert launch.wait(20) == code
+    assert list(tmp_path.glob("ssdctl-launch-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("launcher_code", "exits", "stop_signal", "expected"),
+    [
+        (0, [0, 0], None, 0),
+        (1, [75, 75], None, 75),  # torchrun says 1 whatever its ranks said
+        (1, [75], None, 8),  # the other rank died without a word
+        (1, [75], 15, 75),  # ... of the signal, before it had begun
+        (1, [], 15, 75),
+        (-15, [], 15, 75),
+        (-9, [], None, 8),
+        (-9, [75, 75], None, 75),  # the launcher was killed, and yet all is saved
+        (1, [75, 6], 15, 6),
+        (1, [8, 7], None, 7),  # 8 is only what the loss of the other looked like
+        (1, [8, 75], None, 8),
+        (1, [2, 2], None, 2),
+        (1, [], None, 8),
+        (137, [], None, 8),  # mpirun's way to say that a rank was killed
+        (75, [], None, 75),  # mpirun hands a rank's code on
+    ],
+)
+def test_exit_code_of_a_job(
+    launcher_code: int, exits: list[int], stop_signal: int | None, expected: int
+) -> None:
+    assert job_exit_code(launcher_code, exits, num_ranks=2, stop_signal=stop_signal) == expected
+
+
+@pytest.mark.parametrize("killed", ["launcher", "ssdctl launch", "guardian"])
+def test_no_survivor(killed: str, tmp_path: Path) -> None:
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        with started(plan_of(sys.executable, "-c", STUBBORN), tmp_path) as launch:
+            assert launch.stdout is not None
+            launcher, guardian = map(int, launch.stdout.readline().split())
+            family = [launcher, *wait_for(lambda: children(launcher)[1:] and children(launcher))]
+            family.append(guardian)
+            victims = {"launcher": launcher, "ssdctl launch": launch.pid, "guardian": guardian}
+            os.kill(victims[killed], signal.SIGKILL)
+            wait_for(lambda: not any(is_alive(pid) for pid in family), timeout_s=5)
+            assert launch.wait(5) == (-9 if killed == "ssdctl launch" else 8)
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_children_of_the_shell_that_became_launch_are_spared(tmp_path: Path) -> None:
+    plan = plan_of(sys.executable, "-c", STUBBORN)
+    script = f'sleep 60 & echo $!; exec {sys.executable} -c "$0" "$1"'
+    argv = ["bash", "-c", script, DRIVER, json.dumps(dataclasses.asdict(plan))]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as launch:
+        assert launch.stdout is not None
+        sleeper = int(launch.stdout.readline())
+        _, guardian = map(int, launch.stdout.readline().split())
+        os.kill(guardian, signal.SIGKILL)  # so that `ssdctl launch` itself cleans up
+        try:
+            assert launch.wait(8) == 8
+            assert is_alive(sleeper)
+        finally:
+            os.kill(sleeper, signal.SIGKILL)
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    with started(plan_of(sys.executable, "-c", STUBBORN), tmp_path) as launch:
+        assert launch.stdout is not None
+        launcher, _ = map(int, launch.stdout.readline().split())
+        launch.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert is_alive(launcher)
+        launch.send_signal(signal.SIGINT)
+        assert launch.wait(5) == 130
+        assert not is_alive(launcher)
+
+
+def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
+    with started(plan_of("/nowhere/mpirun"), tmp_path) as launch:
+        assert launch.wait(20) == 2
+
+
+def test_two_torchruns_at_once_save_and_stop(tmp_path: Path) -> None:
+    """Arguments arrive as typed, ports do not clash, SIGTERM ends both jobs with 75."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    with started(probe_plan("cpu"), one) as first, started(probe_plan("cpu"), two) as second:
+        ranks = [*wait_for(lambda: ranks_of(one)), *wait_for(lambda: ranks_of(two))]
+        assert all(rank["arguments"] == list(ARGUMENTS) for rank in ranks)
+        assert len({rank["port"] for rank in ranks}) == 2
+        for launch in (first, second):
+            launch.send_signal(signal.SIGTERM)
+        assert [first.wait(30), second.wait(30)] == [75, 75]
+    assert not (one / "x").exists()
+    assert not any(is_alive(rank["pid"]) for rank in ranks)
+
+
+def test_killed_torchrun_leaves_no_rank(tmp_path: Path) -> None:
+    with started(probe_plan("cpu"), tmp_path, SAVE_S="60") as launch:
+        ranks = wait_for(lambda: ranks_of(tmp_path))
+        (guardian,) = children(launch.pid)
+        (torchrun,) = children(guardian)
+        os.kill(torchrun, signal.SIGKILL)
+        wait_for(lambda: not any(is_alive(rank["pid"]) for rank in ranks), timeout_s=5)
+        assert launch.wait(5) == 8
+
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+
+
+@needs_mpirun
+def test_mpirun_lets_its_ranks_save(tmp_path: Path) -> None:
+    """mpirun itself would kill them two seconds after a SIGTERM.
+
+    A rank of another job, in whose shell this one was started, does not lend its number.
+    """
+    with started(probe_plan("hpu"), tmp_path, SAVE_S="4", RANK="9", WORLD_SIZE="10") as launch:
+        ranks = wait_for(lambda: ranks_of(tmp_path))
+        assert all(rank["arguments"] == list(ARGUMENTS) for rank in ranks)
+        launch.send_signal(signal.SIGTERM)
+        assert launch.wait(30) == 75
+    assert len(list(tmp_path.glob("*.saved"))) == 2
+    assert not any(is_alive(rank["pid"]) for rank in ranks)
+
+
+@needs_mpirun
+def test_killed_mpirun_leaves_no_rank(tmp_path: Path) -> None:
+    with started(probe_plan("hpu"), tmp_path, SAVE_S="60") as launch:
+        ranks = wait_for(lambda: ranks_of(tmp_path))
+        (guardian,) = children(launch.pid)
+        (mpirun,) = children(guardian)
+        os.kill(mpirun, signal.SIGKILL)
+        wait_for(lambda: not any(is_alive(rank["pid"]) for rank in ranks), timeout_s=5)
+        assert launch.wait(5) == 8
+
+
+@needs_mpirun
+def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
+    with started(probe_plan("hpu"), tmp_path, LEAVE_WITH="7") as launch:
+        ranks = wait_for(lambda: ranks_of(tmp_path))
+        os.kill(ranks[1]["pid"], signal.SIGTERM)
+        assert launch.wait(30) == 7
+
+
+def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:
+    """Processes that a rank starts do not write in its name."""
+    code = (
+        "import os, sys\n"
+        "from ssdctl.launch.exits import recorded_exit, VARIABLE\n"
+        "with recorded_exit():\n"
+        "    assert VARIABLE not in os.environ\n"
+        "    sys.exit('words')\n"
+    )
+    environment = {**os.environ, VARIABLE: str(tmp_path), "RANK": "5"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 1
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("5", "1")]

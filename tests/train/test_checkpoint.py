@@ -1,0 +1,130 @@
+"""Checkpoints are untrusted files: the newest intact one wins, nothing of theirs is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.weights import load_backbone, load_network, read_checkpoint
+from ssdctl.train.checkpoint import CheckpointFolder
+
+
+class Malice:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, (str(self.mark), "w"))
+
+
+def test_payload_is_plain(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    assert all(isinstance(v, torch.Tensor) for v in payload["model"].values())
+    assert payload["step"] == 3
+    assert payload["samples_seen"] == 6
+    assert payload["classes"][3] == {"id": 7, "name": "star"}
+    assert payload["config"]["model.backbone"] == "resnet18"
+    assert payload["architecture"]["num_classes"] == 6
+
+
+def test_network_comes_back(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    for name, tensor in load_network(read).state_dict().items():
+        assert torch.equal(tensor, read.model[name])
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 half a zip"])
+def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=str(path)):
+        read_checkpoint(path)
+
+
+def test_absent_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_checkpoint(tmp_path / "x.pt")
+
+
+def test_every_flipped_byte_of_the_weights_is_seen(checkpoint: Path, tmp_path: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    path = tmp_path / "x.pt"
+    for position in range(len(content) // 10, len(content), len(content) // 7):
+        spoiled = bytearray(content)
+        spoiled[position] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(IntegrityError):
+            read_checkpoint(path)
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_malicious_pickle_is_not_run(tmp_path: Path, as_zip: bool) -> None:
+    path, mark = tmp_path / "x.pt", tmp_path / "mark"
+    payload = {"format": 1, "model": Malice(mark)}
+    if as_zip:
+        torch.save(payload, path)
+    else:
+        path.write_bytes(pickle.dumps(payload, protocol=2))
+    with pytest.raises(IntegrityError):
+        read_checkpoint(path)
+    with pytest.raises(IntegrityError):
+        load_backbone(SSD300("resnet18", 3, "none"), path)
+    assert not mark.exists()
+
+
+def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    model = dict(read.model)
+    del model["backbone.conv1.weight"]
+    model["surplus"] = torch.zeros(1)
+    model["backbone.bn1.weight"] = torch.zeros(3)
+    with pytest.raises(IntegrityError) as caught:
+        load_network(read._replace(model=model))
+    for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (64,)"):
+        assert words in str(caught.value)
+
+
+def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
+    folder = CheckpointFolder(tmp_path, keep=2)
+    (good,) = folder.steps()
+    later = good.with_name("step-00000009.pt")
+    later.write_bytes(good.read_bytes()[:-1000])
+    read, warnings = folder.newest_intact()
+    assert read is not None
+    assert read.path == good
+    assert len(warnings) == 1
+    assert later.name in warnings[0]
+
+
+def test_stale_temporaries_go(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    dead, foreign = folder / ".step-00000001.pt.999999999.tmp", folder / "notes.tmp"
+    dead.touch()
+    foreign.touch()
+    CheckpointFolder(tmp_path, keep=1).clean()
+    assert not dead.exists()
+    assert foreign.exists()
+
+
+def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(1)
+    whole = resnet18()
+    path = tmp_path / "resnet18.pth"
+    torch.save(whole.state_dict(), path)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.layer3[1].conv2.weight, whole.layer3[1].conv2.weight)
+    with pytest.raises(IntegrityError, match=r"missing layer1\.2"):
+        load_backbone(SSD300("resnet34", 3, "none"), path)

@@ -1,0 +1,211 @@
+"""Whole runs: resumed bit-equal, stopped by signals, refused where they would lie, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+
+from ssdctl.model.weights import Checkpoint, read_checkpoint
+
+Cli = Callable[..., Result]
+OPTIONS = TINY_RUN.split()
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def last(run: Path) -> Checkpoint:
+    return read_checkpoint(run / "checkpoints" / "last.pt")
+
+
+def assert_same_state(ours: Checkpoint, theirs: Checkpoint) -> None:
+    assert ours.step == theirs.step
+    for name, tensor in ours.model.items():
+        assert torch.equal(tensor, theirs.model[name]), name
+    for key, state in ours.optimizer["state"].items():
+        for name, value in state.items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(theirs.optimizer["state"][key][name])
+            )
+
+
+def test_run_folder_holds_what_the_contract_names(tiny_run: Path, shapes: Path) -> None:
+    for name in ("config.toml", "environment.json", "metrics.jsonl", "logs", "checkpoints/last.pt"):
+        assert (tiny_run / name).exists(), name
+    train = records(tiny_run, "train")
+    assert [r["step"] for r in train] == [1, 2, 3]
+    keys = {"kind", "step", "epoch", "loss", "loss_box", "loss_class", "lr", "images_per_second"}
+    assert keys | {"grad_norm"} == set(train[0])
+    assert train[0]["loss"] == pytest.approx(train[0]["loss_box"] + train[0]["loss_class"])
+    (evaluation,) = records(tiny_run, "eval")
+    assert {"AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs"} < set(
+        evaluation
+    )
+    assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
+
+
+def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Three steps and then three more, with other threads, or six at once: the same weights."""
+    resumed, straight = tmp_path / "resumed", tmp_path / "straight"
+    shutil.copytree(tiny_run, resumed)
+    more = ["train", "--data", shapes, "--steps", 6, *OPTIONS]
+    again = cli(*more, "--out", resumed, "--workers", 3)
+    assert again.code == 0, again.err
+    assert "going on from" in again.err
+    assert cli(*more, "--out", straight).code == 0
+    assert_same_state(last(resumed), last(straight))
+    assert [r["step"] for r in records(resumed, "train")] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in records(resumed, "train")] == [
+        r["loss"] for r in records(straight, "train")
+    ]
+
+
+def test_finished_run_is_not_trained_again(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    before = last(run)
+    result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["step"] == 3
+    assert_same_state(before, last(run))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--lr", "0.1"], 2, "train.lr was 0.0025, is 0.1"),
+        (["--seed", "5"], 2, "train.seed was 0, is 5"),
+        (["--lr", "0.1", "--resume-changed"], 0, "going on"),
+        (["--resume", "never"], 2, "--resume never"),
+        (["--keep", "5", "--save-every", "1st"], 0, "going on"),
+    ],
+)
+def test_what_a_resume_refuses(
+    tiny_run: Path,
+    shapes: Path,
+    tmp_path: Path,
+    cli: Cli,
+    options: list[str],
+    code: int,
+    words: str,
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    result = cli("train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS, *options)
+    assert result.code == code, result.err
+    assert words in result.err
+
+
+def test_damaged_newest_checkpoint_costs_one_interval(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "1st"]
+    assert cli(*options, "--steps", 5).code == 0
+    newest = run / "checkpoints/step-00000005.pt"
+    newest.write_bytes(newest.read_bytes()[:5000])
+    result = cli(*options, "--steps", 6)
+    assert result.code == 0, result.err
+    assert "warning" in result.err
+    assert "step-00000004.pt (step 4" in result.err
+    assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("moment", ["start", "steps"])
+def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli, moment: str) -> None:
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS]
+    process = start(*options, "--steps", 1000)
+    if moment == "start":
+        time.sleep(0.6)  # imports are under way
+    else:
+        wait_for(
+            lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process
+        )
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 75, words
+    assert "SIGTERM" in words
+    assert "run the same command again" in words
+    assert "Traceback" not in words
+    stopped = last(run).step
+    assert (stopped == 0) == (moment == "start")
+    result = cli(*options, "--steps", stopped + 1)
+    assert result.code == 0, result.err
+    assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
+
+
+def test_second_interrupt_ends_at_once(shapes: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000)
+    wait_for(lambda: (run / "metrics.jsonl").exists(), process)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=60)
+    assert process.returncode in (130, 75), words  # 75 where the step ended between the two
+    assert "Traceback" not in words
+
+
+def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Two gloo ranks through torchrun; nine validation pictures do not divide by two."""
+    run = tmp_path / "run"
+    options = [*OPTIONS, "--bs", "1"]
+    process = start(
+        "launch",
+        "--cpus",
+        2,
+        "--data",
+        shapes,
+        "--out",
+        run,
+        "--steps",
+        2,
+        *options[:-2],
+        "--bs",
+        1,
+    )
+    _, words = process.communicate(timeout=240)
+    assert process.returncode == 0, words
+    checkpoint = last(run)
+    assert checkpoint.step == 2
+    assert checkpoint.samples_seen == 4
+    (evaluation,) = records(run, "eval")
+    alone = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
+    assert alone.code == 0, alone.err
+    figures = json.loads(alone.out)
+    for name in ("AP", "AP50", "AR100", "ARm"):
+        assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
+    assert figures["images"] == 9

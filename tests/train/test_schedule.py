@@ -1,0 +1,85 @@
+"""From durations to steps, and the learning rate of each step (FACTS 4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from ssdctl.config import TrainConfig, resolve
+from ssdctl.config.resolve import Override
+from ssdctl.errors import UsageError
+from ssdctl.train.schedule import Every, every, make_plan, split_duration
+
+COCO = 117_266
+
+
+def config(**changes: object) -> TrainConfig:
+    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
+
+
+def test_mlperf_at_eight_times_128() -> None:
+    plan = make_plan(config(preset="mlperf-r34"), COCO, world_size=8)
+    assert plan.warmup_steps == 299  # int(2.619685 * 117266 / 1024), truncated
+    assert plan.peak_lr == pytest.approx(0.08)
+    assert plan.steps_per_epoch == 114
+    assert plan.decay_steps == (4580, 5725)
+    assert plan.lr(0) == 0
+    assert plan.lr(100) == pytest.approx(0.08 - (299 - 100) * 0.08 / 299)
+    assert plan.lr(298) == pytest.approx(0.08 * 298 / 299)
+    assert plan.lr(299) == 0.08
+    assert plan.lr(4579) == 0.08
+    assert plan.lr(4580) == pytest.approx(0.008)
+    assert plan.lr(5725) == pytest.approx(0.0008)
+
+
+def test_nvidia_warms_up_in_steps() -> None:
+    plan = make_plan(config(preset="nvidia-r50"), COCO, world_size=1)
+    assert plan.warmup_steps == 300
+    assert plan.peak_lr == 2.6e-3
+    assert plan.lr(150) == pytest.approx(2.6e-3 / 2)
+
+
+def test_habana_tf_is_a_cosine() -> None:
+    plan = make_plan(config(preset="habana-tf-r34"), COCO, world_size=1)
+    per_epoch = COCO / 128
+    base = 3e-3 * 4
+    assert plan.lr(int(7 * per_epoch) + 1) == pytest.approx(1.01 * base)
+    assert plan.lr(int(15 * per_epoch)) == pytest.approx(1.01 * base)
+    assert plan.lr(int(35 * per_epoch)) == pytest.approx(0.51 * base, rel=1e-3)
+    assert plan.lr(int(55 * per_epoch) + 1) == pytest.approx(0.01 * base)
+    assert plan.lr(plan.total_steps - 1) == pytest.approx(0.01 * base)
+
+
+@pytest.mark.parametrize(
+    ("world", "bs", "accumulate", "steps"), [(1, 32, 1, 3664), (8, 128, 1, 114), (2, 8, 4, 1832)]
+)
+def test_global_batch_counts_ranks_and_accumulation(
+    world: int, bs: int, accumulate: int, steps: int
+) -> None:
+    plan = make_plan(config(batch_size=bs, accumulate=accumulate), COCO, world)
+    assert plan.global_batch_size == world * bs * accumulate
+    assert plan.steps_per_epoch == steps
+    assert plan.total_steps == int(65 * COCO / plan.global_batch_size)
+    assert plan.epoch(plan.total_steps) == pytest.approx(65, abs=0.02)
+
+
+def test_an_epoch_has_at_least_one_step() -> None:
+    plan = make_plan(config(batch_size=32, warmup="0"), images=5, world_size=1)
+    assert plan.steps_per_epoch == 1
+    assert plan.total_steps == 65 * 5 // 32
+
+
+def test_warmup_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"5ep is 18322 steps, the run has 10") as caught:
+        make_plan(config(steps=10), COCO, 1)
+    assert "st" in (caught.value.hint or "")
+
+
+def test_durations() -> None:
+    plan = make_plan(config(batch_size=32), COCO, 1)
+    assert split_duration("3") == split_duration("3ep") == (3.0, "ep")
+    assert every("2", plan) == Every(int(2 * COCO / 32), None)
+    assert every("0.5ep", plan) == Every(1832, None)
+    assert every("300st", plan) == Every(300, None)
+    assert every("10min", plan) == Every(None, 600.0)
+    assert every("0.00001ep", plan) == Every(1, None)
