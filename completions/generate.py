@@ -1,4 +1,4 @@
-"""Write the completion scripts: python completions/generate.py (a test fails when they are stale)."""
+"""Write the completion scripts: python completions/generate.py; a test fails when they are stale."""
 
 from __future__ import annotations
 

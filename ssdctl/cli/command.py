@@ -26,6 +26,7 @@ from ssdctl.config.settings import Setting, select
 from ssdctl.errors import Interrupted, SsdctlError
 
 COMMON = "Common"
+LONGEST_METAVAR = 24
 
 
 class Call(NamedTuple):
@@ -142,8 +143,8 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
             choices = setting.choices
             option = typer.Option(
                 flags,
-                help=_escaped(setting.help + _default_note(setting)),
-                metavar=f"[{'|'.join(choices)}]" if choices else setting.metavar,
+                help=_escaped(setting.help + _choices_note(setting) + _default_note(setting)),
+                metavar=_metavar(setting),
                 rich_help_panel=setting.panel,
                 show_default=False,
                 autocompletion=completer(choices) if choices else None,
@@ -174,6 +175,19 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
+
+
+def _metavar(setting: Setting) -> str | None:
+    """What stands for the value: the choices where they are short."""
+    joined = "|".join(setting.choices)
+    if len(joined) > LONGEST_METAVAR:
+        return "NAME"
+    return joined or setting.metavar
+
+
+def _choices_note(setting: Setting) -> str:
+    is_long = len("|".join(setting.choices)) > LONGEST_METAVAR
+    return f": {', '.join(setting.choices)}" if is_long else ""
 
 
 def _default_note(setting: Setting) -> str:

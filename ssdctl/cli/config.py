@@ -80,8 +80,9 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
     from rich.table import Table
 
     table = Table("key", *recipes, box=None, pad_edge=False)
-    for path in next(iter(recipes.values())):
-        table.add_row(path, *(render.toml_value(recipe[path]) for recipe in recipes.values()))
+    for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
+        cells = [render.toml_value(r[path]) if path in r else "-" for r in recipes.values()]
+        table.add_row(path, *cells)
     table.caption = "\n".join(
         f"{name}: {(PRESET_DIR / f'{name}.toml').read_text(encoding='utf-8').splitlines()[0][2:]}"
         for name in recipes

@@ -244,6 +244,15 @@ class TrainConfig(Section, frozen=True):
             maths=True,
         ),
     ]
+    freeze_stem: Annotated[
+        bool,
+        setting(
+            "Keep conv1 and the first block's first 3x3 convolution, and their batch norm's scale "
+            "and bias, as they are",
+            panel="Recipe",
+            maths=True,
+        ),
+    ]
     hue_degrees: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=180)],
         setting(
@@ -320,8 +329,12 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = 1
     on_nonfinite: Annotated[
-        Literal["skip", "stop"],
-        setting("What a NaN or infinite loss or gradient leads to", panel="Run"),
+        Literal["skip", "rollback", "stop"],
+        setting(
+            "What a NaN or infinite loss or gradient leads to: leave the step out, go back to "
+            "the last checkpoint past its images, or exit 7",
+            panel="Run",
+        ),
     ] = "skip"
 
     # Device

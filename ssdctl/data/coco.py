@@ -54,7 +54,7 @@ class Annotations(msgspec.Struct):
 class ClassName(msgspec.Struct, frozen=True):
     """A class: COCO's category id and its name. Its label is its place in the list plus one."""
 
-    id: int
+    id: int | None  # None where a peer's checkpoint tells the name alone
     name: str
 
 

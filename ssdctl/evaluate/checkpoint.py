@@ -20,7 +20,7 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.evaluate.coco_ap import Scores, score
 from ssdctl.evaluate.detect import DetectOptions, detect_split
 from ssdctl.files import write_bytes
-from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint
+from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint, same_classes
 
 Speak = Callable[[str], None]
 
@@ -99,7 +99,7 @@ def evaluate_checkpoint(
     return Answer(
         scores,
         checkpoint.step,
-        round(checkpoint.samples_seen / checkpoint.images, 4),
+        round(checkpoint.epoch, 4),
         len(rows),
         len(found.scores),
     )
@@ -107,9 +107,9 @@ def evaluate_checkpoint(
 
 def refuse_other_classes(checkpoint: Checkpoint, classes: list[ClassName], root: Path) -> None:
     """Raise UsageError where a checkpoint and a dataset do not speak of the same classes."""
-    if checkpoint.classes != classes:
+    if not same_classes(checkpoint, classes):
         raise UsageError(
-            f"{checkpoint.path} knows {len(checkpoint.classes)} classes "
+            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes "
             f"({_names(checkpoint.classes)}), {root} has {len(classes)} ({_names(classes)})",
             hint="name the dataset that it was trained on: --data DIR",
         )
@@ -134,7 +134,7 @@ def _choose_data(
     checkpoint: Checkpoint, data: DataConfig, given: set[str], say: Speak
 ) -> DataConfig:
     """The dataset to score on: the one the user names, else the one the checkpoint remembers."""
-    if "data.root" in given:
+    if "data.root" in given or checkpoint.peer is not None:
         return data
     root, _ = data_of(checkpoint)
     if root.is_dir():

@@ -61,5 +61,5 @@ def _hue_rotation(turn_B: Tensor) -> Tensor:
     from_yiq = torch.linalg.inv(to_yiq).to(turn_B)
     cos, sin = turn_B.cos(), turn_B.sin()
     zero, one = torch.zeros_like(cos), torch.ones_like(cos)
-    rotation = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], dim=1)
+    rotation = torch.stack([one, zero, zero, zero, cos, sin, zero, -sin, cos], dim=1)
     return from_yiq @ rotation.unflatten(1, (3, 3)) @ to_yiq.to(turn_B)

@@ -23,6 +23,18 @@ OUT_CHANNELS = {
 }
 
 
+def freeze_stem(backbone: nn.Sequential) -> None:
+    """Stop training conv1, and layer1 up to its first 3x3 convolution, with their batch norms.
+
+    Their statistics go on moving (Habana-TF does the same).
+    """
+    parts = ["conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1"]
+    if isinstance(backbone.get_submodule("layer1.0"), resnet.Bottleneck):
+        parts += ["layer1.0.conv2", "layer1.0.bn2"]  # its 3x3 convolution is the second
+    for part in parts:
+        backbone.get_submodule(part).requires_grad_(False)
+
+
 def build_backbone(name: str) -> nn.Sequential:
     """torchvision's ResNet up to layer3, whose first block runs at stride 1 (38 x 38, not 19 x 19).
 

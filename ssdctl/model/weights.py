@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.data.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.model import peers
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
@@ -35,32 +37,36 @@ class Architecture(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, read whole."""
+    """A checkpoint, read whole: ours, or a peer's under our names."""
 
     path: Path
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # values by setting, as the run had them
+    config: dict[str, Any]  # values by setting, as the run had them; a peer's has none
     step: int
+    epoch: float
     samples_seen: int
     images: int  # that the run trained on
     best_ap: float | None
     optimizer: dict[str, Any]
+    peer: str | None = None  # whose it is, where it is not ours
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint of ours.
+    """Read a checkpoint: ours, or MLPerf's, Habana's, NVIDIA's or the TPU fork's as it is.
 
     Raises:
         UsageError: There is no such file.
         IntegrityError: It is damaged, no checkpoint, or would run code.
     """
     payload = read_payload(path)
+    if (peer := peers.peer_of(payload)) is not None:
+        return _read_peer(path, payload, peer)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise IntegrityError(
             f"{path}: no checkpoint that this version of ssdctl reads",
-            hint="expected a .pt file that ssdctl train wrote",
+            hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
         )
     try:
         return Checkpoint(
@@ -70,13 +76,82 @@ def read_checkpoint(path: Path) -> Checkpoint:
             classes=[ClassName(**c) for c in payload["classes"]],
             config=payload["config"],
             step=payload["step"],
+            epoch=payload["samples_seen"] / payload["images"],
             samples_seen=payload["samples_seen"],
             images=payload["images"],
             best_ap=payload["best_ap"],
             optimizer=payload["optimizer"],
         )
-    except (KeyError, TypeError) as error:
-        raise IntegrityError(f"{path}: a checkpoint with parts missing: {error}") from None
+    except (KeyError, TypeError, ZeroDivisionError) as error:
+        raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
+
+
+def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+    """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
+    state = peers.from_peer(payload["model"], peer)
+    backbone = peers.backbone_of(state)
+    head = state.get("class_heads.0.weight")
+    if backbone is None or not isinstance(head, Tensor) or head.shape[0] % BOXES_PER_CELL[0]:
+        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet")
+    names = payload.get("label_map", {})
+    num_classes = head.shape[0] // BOXES_PER_CELL[0]
+    if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
+        raise IntegrityError(
+            f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
+        )
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(
+            backbone, "batch" if "extra.0.1.weight" in state else "none", num_classes
+        ),
+        classes=[ClassName(None, str(names[label])) for label in range(1, len(names))],
+        config={},
+        step=int(payload.get("iteration", 0)),
+        epoch=float(payload.get("epoch", 0)),
+        samples_seen=0,
+        images=0,
+        best_ap=None,
+        optimizer={},
+        peer=peer,
+    )
+
+
+def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
+    """Whether a checkpoint speaks of these classes: their names in order, and ids where known."""
+    if not checkpoint.classes:  # a peer's file without names: the number must do
+        return checkpoint.architecture.num_classes == len(classes) + 1
+    pairs = zip(checkpoint.classes, classes, strict=False)
+    return len(checkpoint.classes) == len(classes) and all(
+        a.name == b.name and a.id in (None, b.id) for a, b in pairs
+    )
+
+
+def with_classes(
+    checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """A checkpoint's weights for a network with other classes.
+
+    The class heads are those of `model` (new), except for the background and the classes that the
+    checkpoint knows by name. Everything else is the checkpoint's.
+
+    Returns:
+        The weights, and the names of the classes that were kept.
+    """
+    state = dict(checkpoint.model)
+    old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
+    new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
+    kept = [name for name in new if name in old]
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("class_heads.") or name not in state:
+            continue
+        # Channels are class-major: (classes, box shapes).
+        ours = tensor.clone().unflatten(0, (len(classes) + 1, -1))
+        theirs = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        for kept_name in kept:
+            ours[new[kept_name]] = theirs[old[kept_name]]
+        state[name] = ours.flatten(0, 1)
+    return state, kept[1:]
 
 
 def read_payload(path: Path) -> Any:

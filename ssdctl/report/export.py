@@ -37,11 +37,15 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
             f"{checkpoint.path}: {kind}'s network has extra blocks with "
             f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}"
         )
-    epoch = int(checkpoint.samples_seen / checkpoint.images)
     names = label_map(checkpoint.classes)
     payload = {"model": to_peer(checkpoint.model, kind), "label_map": names}
     if kind == "nvidia":
-        payload |= {"epoch": epoch, "iteration": checkpoint.step, "optimizer": {}, "scheduler": {}}
+        payload |= {
+            "epoch": int(checkpoint.epoch),
+            "iteration": checkpoint.step,
+            "optimizer": {},
+            "scheduler": {},
+        }
     with atomic_write(target) as file:
         torch.save(payload, file)
 

@@ -29,7 +29,8 @@ class Found(NamedTuple):
     """One detection on a picture."""
 
     name: str
-    category_id: int
+    label: int  # 1 and up
+    category_id: int | None  # None where the checkpoint is a peer's
     score: float
     box: tuple[float, float, float, float]  # left, top, right, bottom in pixels, clipped
 
@@ -90,9 +91,13 @@ class Predictor:
         for box, score, label in zip(
             boxes, result.scores.tolist(), result.labels.tolist(), strict=True
         ):
-            entry = self._classes[label - 1]
+            entry = ClassName(None, f"class {label}")  # a peer's file may lack the names
+            if self._classes:
+                entry = self._classes[label - 1]
             left, top, right, bottom = (round(float(v), 2) for v in box)
-            found.append(Found(entry.name, entry.id, round(score, 5), (left, top, right, bottom)))
+            found.append(
+                Found(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
+            )
         return found
 
 
@@ -123,7 +128,7 @@ def draw(picture: Image.Image, found: Sequence[Found]) -> Image.Image:
     size = max(12, min(picture.size) // 30)
     font = ImageFont.load_default(size)
     for item in reversed(found):  # the best on top
-        colour = PALETTE[item.category_id % len(PALETTE)]
+        colour = PALETTE[item.label % len(PALETTE)]
         pen.rectangle(item.box, outline=colour, width=max(2, size // 6))
         text = f"{item.name} {item.score:.2f}"
         left, top = item.box[0], max(item.box[1] - size - 4, 0)

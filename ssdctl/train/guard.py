@@ -1,55 +1,79 @@
-"""The guard against NaN: bad steps are left out on the device and counted there.
+"""The guard against NaN: bad steps are left out on the device, and named when the log waits.
 
-The step itself never waits; the count is read where the log waits for the device anyway. A run
-whose steps are bad one after the other has gone wrong for good, and stops.
+The step itself never waits (step.py); its flag is read at the log points, where the run waits for
+the device anyway. What follows is the policy's: go on (`skip`), go back to the last checkpoint past
+the offending images (`rollback`), or end (`stop`). Bad steps one after the other end every run.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdctl.errors import NonFiniteError
-from ssdctl.train.step import StepResult
 
 MOST_IN_A_ROW = 20
+MOST_ROLLBACKS = 10
+
+
+class BadStep(NamedTuple):
+    """A step that was left out."""
+
+    step: int
+    image_ids: list[int]  # of this rank's share
 
 
 class Guard:
-    """Counts the steps that were left out.
+    """Watches the flags of a run's steps.
 
     Args:
-        policy: `skip` goes on after a bad step, `stop` ends the run at the next log point.
-        place: The device of the steps' results.
+        policy: `skip`, `rollback` or `stop`.
     """
 
-    def __init__(self, policy: str, place: torch.device) -> None:
-        self._policy = policy
-        self._total = torch.zeros((), device=place)
-        self._in_a_row = torch.zeros((), device=place)
-        self._longest = torch.zeros((), device=place)
-        self._known = 0
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self._watched: list[tuple[BadStep, Tensor]] = []
+        self._in_a_row = 0
+        self._rollbacks = 0
 
-    def watch(self, result: StepResult) -> None:
-        """Count a step, without waiting for it."""
-        bad: Tensor = result.is_bad
-        self._total += bad
-        self._in_a_row = (self._in_a_row + bad) * bad
-        self._longest = torch.maximum(self._longest, self._in_a_row)
+    def watch(self, step: int, is_bad: Tensor, image_ids: list[int]) -> None:
+        """Note a step's flag, without waiting for it."""
+        self._watched.append((BadStep(step, image_ids), is_bad))
 
-    def check(self, step: int) -> int:
-        """How many steps were left out since the last check; waits for the device.
+    def check(self) -> list[BadStep]:
+        """The steps that were left out since the last check; waits for the device."""
+        if not self._watched:
+            return []
+        flags = torch.stack([flag for _, flag in self._watched]).tolist()
+        bad = []
+        for (step, _), flag in zip(self._watched, flags, strict=True):
+            self._in_a_row = self._in_a_row + 1 if flag else 0
+            if flag:
+                bad.append(step)
+        self._watched.clear()
+        return bad
+
+    def judge(self, bad: list[BadStep], where: str) -> bool:
+        """Whether to roll back; the policy's end of the run is raised.
+
+        Args:
+            bad: What `check` returned.
+            where: The folder that names the images, for the message.
 
         Raises:
-            NonFiniteError: The policy is `stop`, or too many came in a row.
+            NonFiniteError: The policy is `stop`, or there were too many bad steps or rollbacks.
         """
-        total, longest = (int(v) for v in torch.stack([self._total, self._longest]).tolist())
-        new, self._known = total - self._known, total
-        if new and (self._policy == "stop" or longest >= MOST_IN_A_ROW):
+        if not bad:
+            return False
+        self._rollbacks += self.policy == "rollback"
+        is_hopeless = self._in_a_row >= MOST_IN_A_ROW or self._rollbacks > MOST_ROLLBACKS
+        if self.policy == "stop" or is_hopeless:
             raise NonFiniteError(
-                f"{new} steps up to step {step} had a loss or gradient that is NaN or infinite; "
-                "the weights were not moved by them",
-                hint="lower --lr, lengthen --warmup or set --clip-grad; the last checkpoint is "
-                "good, and --resume auto goes on from it",
+                f"step {bad[0].step}: the loss or a gradient is NaN or infinite "
+                f"({len(bad)} such steps up to step {bad[-1].step}); their images are in {where}",
+                hint="no weight was moved by them, and the last checkpoint is good: lower --lr, "
+                "lengthen --warmup or set --clip-grad, and go on with --resume-changed",
             )
-        return new
+        return self.policy == "rollback"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ssdctl.config.render import to_toml, values
@@ -18,11 +18,12 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.errors import Stopped
 from ssdctl.files import make_dir, write_text
-from ssdctl.input.loader import TrainLoader, TrainPlan
+from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
 from ssdctl.input.order import Order
+from ssdctl.model.weights import load_state
 from ssdctl.train import distributed, signals
 from ssdctl.train.checkpoint import CheckpointFolder
-from ssdctl.train.guard import Guard
+from ssdctl.train.guard import BadStep, Guard
 from ssdctl.train.metrics import MetricsFile, Record, environment
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.ranks import find_ranks
@@ -81,6 +82,7 @@ class _Run:
         start = find_start(setup, self.checkpoints, self.optimizer, say)
         self.step, self.best_ap, self.first_sample = start.step, start.best_ap, start.samples_seen
         self.first_step = start.step
+        self.batches: Iterator[Batch] = iter(())
         self.saved_step = start.step if start.is_saved else None
         self.evaluated_step: int | None = None
         self.saved_at = self.started_at = time.monotonic()
@@ -102,26 +104,29 @@ class _Run:
         setup, config, plan = self.setup, self.setup.config.train, self.plan
         network = distributed.wrap(setup.model, setup.ranks, setup.device)
         take_step = TrainStep(network, self.optimizer, setup.device, config, setup.precision)
-        guard = Guard(config.on_nonfinite, setup.device.torch_device)
-        batches = iter(self._loader().batches(0, plan.total_steps - self.step))
+        guard = Guard(config.on_nonfinite)
+        self._start_input()
         setup.model.train()
 
         logged_step, logged_at = self.step, time.monotonic()
         self._stop_if_asked()
         while self.step < plan.total_steps and not self._reached_target():
             lr = plan.lr(self.step)
-            result = take_step(list(itertools.islice(batches, config.accumulate)), lr)
-            guard.watch(result)
+            batches = list(itertools.islice(self.batches, config.accumulate))
+            result = take_step(batches, lr)
             self.step += 1
+            guard.watch(self.step, result.is_bad, self._image_ids(batches))
 
             if self.step % config.log_every == 0 or self.step == plan.total_steps:
                 figures = result.read()
                 now = time.monotonic()
                 rate = plan.global_batch_size * (self.step - logged_step) / (now - logged_at)
                 self._log_step(figures, lr, rate)
-                if skipped := guard.check(self.step):
-                    self._event("skipped_nonfinite", steps=skipped)
-                    self.say(f"warning: {skipped} steps with a NaN or infinite loss were left out")
+                if bad := guard.check():
+                    self._report_bad_steps(bad)
+                    if guard.judge(bad, str(self.setup.out / "nonfinite")):
+                        self._roll_back()
+                        now = time.monotonic()
                 logged_step, logged_at = self.step, now
 
             paused_at = time.monotonic()
@@ -134,12 +139,13 @@ class _Run:
             self.paused_s += time.monotonic() - paused_at
         return self._finish()
 
-    def _loader(self) -> TrainLoader:
+    def _start_input(self) -> None:
+        """Read on from the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
         order = Order(setup.train.trainable, config.seed)
         plan = TrainPlan(
             seed=config.seed,
-            first_sample=self.first_sample,
+            first_sample=self._next_sample(),
             batch_size=config.batch_size,
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
@@ -149,7 +155,52 @@ class _Run:
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
         )
-        return TrainLoader(setup.train, order, plan)
+        loader = TrainLoader(setup.train, order, plan)
+        self.batches = loader.batches(0, self.plan.total_steps - self.step)
+
+    def _next_sample(self) -> int:
+        """The stream's first sample that no step has taken yet."""
+        return self.first_sample + (self.step - self.first_step) * self.plan.global_batch_size
+
+    def _image_ids(self, batches: Sequence[Batch]) -> list[int]:
+        return [int(i) for batch in batches for i in self.setup.train.image_ids[batch.rows]]
+
+    def _report_bad_steps(self, bad: list[BadStep]) -> None:
+        """Name the images of steps that were left out, in RUN/nonfinite/ and to the user."""
+        shares = distributed.gather([entry.image_ids for entry in bad], self.setup.ranks)
+        for number, entry in enumerate(bad):
+            ids = [i for share in shares for i in share[number]]
+            self._event("nonfinite", bad_step=entry.step)
+            if self.setup.ranks.is_first:
+                content = json.dumps({"step": entry.step, "image_ids": ids})
+                write_text(self.setup.out / "nonfinite" / f"step-{entry.step:08d}.json", content)
+        self.say(
+            f"warning: {len(bad)} steps up to step {bad[-1].step} had a NaN or infinite loss or "
+            f"gradient and were left out; their images are in {self.setup.out / 'nonfinite'}"
+        )
+
+    def _roll_back(self) -> None:
+        """Go back to the last checkpoint's weights, and on with the images that come next."""
+        setup = self.setup
+        checkpoint = None
+        if setup.ranks.is_first:
+            checkpoint, _ = self.checkpoints.newest_intact()
+        checkpoint = distributed.broadcast(checkpoint, setup.ranks)
+        if checkpoint is None:  # nothing saved yet; the bad steps moved nothing either
+            return
+        next_sample, bad_step = self._next_sample(), self.step
+        load_state(setup.model, checkpoint.model, checkpoint.path)
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self.first_sample, self.first_step, self.step = (
+            next_sample,
+            checkpoint.step,
+            checkpoint.step,
+        )
+        self._start_input()
+        if setup.ranks.is_first:
+            self.metrics = MetricsFile(setup.out / "metrics.jsonl", self.step)
+        self._event("rolled_back", from_step=bad_step)
+        self.say(f"back to {checkpoint.path} (step {self.step}), past the images up to here")
 
     def _is_due(self, period: Every, last: float | None) -> bool:
         if period.steps is not None:
@@ -202,8 +253,7 @@ class _Run:
                 classes=setup.train.classes,
                 config=values(setup.config),
                 step=self.step,
-                samples_seen=self.first_sample
-                + (self.step - self.first_step) * self.plan.global_batch_size,
+                samples_seen=self._next_sample(),
                 images=self.plan.images,
                 best_ap=self.best_ap,
                 optimizer=self.optimizer,

@@ -10,8 +10,9 @@ from ssdctl.config import TrainConfig
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The recipe's optimizer. Its learning rate is set at every step."""
-    decayed = [p for p in model.parameters() if _is_decayed(p, config)]
-    others = [p for p in model.parameters() if not _is_decayed(p, config)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if _is_decayed(p, config)]
+    others = [p for p in trained if not _is_decayed(p, config)]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},

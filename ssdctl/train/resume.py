@@ -10,7 +10,7 @@ import torch
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import UsageError
-from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint
+from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint, same_classes
 from ssdctl.train.checkpoint import CheckpointFolder
 from ssdctl.train.setup import Say, Setup
 
@@ -49,6 +49,11 @@ def find_start(
         say(f"warning: {warning}")
     if checkpoint is None:
         return Start(0, 0, None, False)
+    if checkpoint.peer is not None:
+        raise UsageError(
+            f"{checkpoint.path} is {checkpoint.peer}'s: it lacks what a resume needs",
+            hint=f"--init {checkpoint.path} starts a new run from its weights",
+        )
     if not setup.config.train.resume_changed:
         _refuse_changes(setup, checkpoint)
     _refuse_other_classes(setup, checkpoint)
@@ -76,10 +81,10 @@ def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
 
 
 def _refuse_other_classes(setup: Setup, checkpoint: Checkpoint) -> None:
-    if checkpoint.classes != setup.train.classes:
+    if not same_classes(checkpoint, setup.train.classes):
         raise UsageError(
-            f"{checkpoint.path} knows {len(checkpoint.classes)} classes, the dataset has "
-            f"{len(setup.train.classes)}, or their names differ",
+            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes, "
+            f"the dataset has {len(setup.train.classes)}, or their names differ",
             hint="--init takes its weights into a new run",
         )
 

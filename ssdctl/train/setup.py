@@ -17,8 +17,16 @@ from ssdctl.data.store import Split
 from ssdctl.data.weights import fetch_weights
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
+from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.model.weights import Architecture, load_backbone, load_state, read_checkpoint
+from ssdctl.model.weights import (
+    Architecture,
+    load_backbone,
+    load_state,
+    read_checkpoint,
+    same_classes,
+    with_classes,
+)
 from ssdctl.train import distributed
 from ssdctl.train.ranks import Ranks
 from ssdctl.train.schedule import Plan, make_plan
@@ -93,6 +101,8 @@ def prepare_run(
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
     _load_first_weights(model, config, train, ranks, say)
+    if config.train.freeze_stem:
+        freeze_stem(model.backbone)
     model = device.place(model)
     return Setup(
         config=config,
@@ -114,13 +124,16 @@ def _load_first_weights(
 ) -> None:
     if config.train.init is not None:
         checkpoint = read_checkpoint(Path(config.train.init))
-        if [c.name for c in checkpoint.classes] != [c.name for c in train.classes]:
-            raise UsageError(
-                f"{config.train.init} knows {len(checkpoint.classes)} classes, the dataset has "
-                f"{len(train.classes)}, or their names differ"
-            )
-        load_state(model, checkpoint.model, checkpoint.path)
+        state = checkpoint.model
         say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
+        if not same_classes(checkpoint, train.classes):
+            state, kept = with_classes(checkpoint, model, train.classes)
+            say(
+                f"it knows {checkpoint.architecture.num_classes - 1} classes, the dataset has "
+                f"{len(train.classes)}: the class heads start anew, but for "
+                f"{', '.join(kept) or 'none'} that both know by name"
+            )
+        load_state(model, state, checkpoint.path)
         return
     name = config.model.weights
     if name == "none":
@@ -129,7 +142,7 @@ def _load_first_weights(
         path = Path(name)
     else:
         if ranks.is_first:
-            fetch_weights(name, say=say)
+            fetch_weights(name, mirror=config.download.mirror, say=say)
         distributed.barrier(ranks)
         path = fetch_weights(name, say=lambda _: None)  # found in the cache by now
     load_backbone(model, path)

@@ -60,15 +60,17 @@ class TrainStep:
         self._clip = config.clip_grad
         self._loss = MultiboxLoss().to(device.torch_device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._statistics = [b for b in model.buffers() if b.is_floating_point()]
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
 
         A step whose loss or gradient is not finite on any rank moves nothing: neither weights nor
-        momentum. Gradients are the same on all ranks, so all of them decide alike.
+        momentum nor the statistics of batch norm. All ranks decide alike.
         """
         set_lr(self._optimizer, lr)
         self._optimizer.zero_grad(set_to_none=True)
+        statistics = [b.clone() for b in self._statistics]
         parts = []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -92,6 +94,8 @@ class TrainStep:
         # The fused kernels read this flag on the device (as GradScaler has them do).
         self._optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         self._optimizer.step()
+        for buffer, before in zip(self._statistics, statistics, strict=True):
+            buffer.copy_(torch.where(is_bad > 0, before, buffer))
         self._device.mark_step()
         return StepResult(losses, norm, is_bad)
 

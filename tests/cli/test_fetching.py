@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
+import struct
 import sys
+import termios
 
 import pytest
 
@@ -39,6 +42,7 @@ def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_one_bar_at_a_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     monkeypatch.setenv("TERM", "xterm")
     with open(theirs, "w") as terminal:  # noqa: PTH123 - a descriptor
         monkeypatch.setattr(sys, "stderr", terminal)

@@ -121,9 +121,9 @@ def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_names_the_whole_recipe_and_nothing_else(name: str) -> None:
+def test_preset_names_the_whole_recipe(name: str) -> None:
     recipe = {path for path, setting in all_settings().items() if setting.is_recipe}
-    assert {o.path for o in preset_overrides(name)} == recipe
+    assert recipe <= {o.path for o in preset_overrides(name)}
 
 
 def test_config_is_frozen() -> None:

@@ -220,8 +220,8 @@ def test_resume_costs_little(server: Server, tmp_path: Path) -> None:
 
     server.route("/a.bin", failing)
     with pytest.raises(NetworkError):
-        download([pin], tmp_path, connections=2)
+        download([pin], tmp_path, connections=1)
     assert 0 < server.body_bytes < len(data)
     server.route("/a.bin", whole)
-    download([pin], tmp_path, connections=2)
-    assert server.body_bytes <= 1.05 * len(data)
+    download([pin], tmp_path, connections=1)
+    assert server.body_bytes == len(data)

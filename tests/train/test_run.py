@@ -209,3 +209,46 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     for name in ("AP", "AP50", "AR100", "ARm"):
         assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
     assert figures["images"] == 9
+
+
+def spoiled_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
+    """Make the colours of some batches infinite, as a broken sample would."""
+    from ssdctl.input import loader
+
+    made = loader.colour_jitter
+    calls = iter(range(10_000))
+
+    def jitter(draw: Any, hue_degrees: float) -> Any:
+        result = made(draw, hue_degrees)
+        return result * float("inf") if next(calls) in bad_calls else result
+
+    monkeypatch.setattr(loader, "colour_jitter", jitter)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
+def test_what_a_bad_step_leads_to(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    run = tmp_path / "run"
+    spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
+    result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
+    named = json.loads((run / "nonfinite/step-00000004.json").read_text())
+    assert len(named["image_ids"]) == 2
+    assert result.code == (7 if policy == "stop" else 0), result.err
+    assert "Traceback" not in result.err
+    assert str(run / "nonfinite") in result.err
+    steps = [r["step"] for r in records(run, "train")]
+    checkpoint = last(run)
+    assert all(torch.isfinite(t).all() for t in checkpoint.model.values())
+    if policy == "stop":
+        assert checkpoint.step == 2
+        return
+    assert steps == [1, 2, 3, 4, 5, 6]
+    # A rollback from step 4 to step 2 takes two more batches than a skip does.
+    assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
+    kinds = [r["event"] for r in records(run, "event")]
+    assert ("rolled_back" in kinds) == (policy == "rollback")
+    assert all(
+        r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"
+    )

@@ -11,8 +11,9 @@ from ssdctl.config.resolve import Override
 from ssdctl.device import open_device
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.loader import Batch
+from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.train.guard import MOST_IN_A_ROW, Guard
+from ssdctl.train.guard import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStep, Guard
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.step import TrainStep
 
@@ -51,9 +52,8 @@ def freeze_batch_norm(model: nn.Module) -> None:
 @pytest.mark.parametrize("clip", [0.0, 10.0])
 def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip: float) -> None:
     model, optimizer, step = made(optimizer=optimizer_name, clip_grad=clip)
-    freeze_batch_norm(model)
     step([batch(1)], 1e-3)
-    before = [p.clone() for p in model.parameters()]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     momenta = [
         v.clone()
         for s in optimizer.state.values()
@@ -62,12 +62,15 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
     ]
     bad = step([batch(1, jitter=float("inf"))], 1e-3)
     assert bad.read()["is_bad"] == 1
-    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for name, tensor in model.state_dict().items():  # batch norm's statistics too
+        if name.endswith("num_batches_tracked"):
+            continue
+        assert torch.equal(tensor, before[name]), name
     after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(after, momenta, strict=True))
     good = step([batch(1, seed=2)], 1e-3)
     assert good.read()["is_bad"] == 0
-    assert not torch.equal(model.box_heads[0].weight, before[0])
+    assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
 def test_accumulation_equals_the_larger_batch() -> None:
@@ -104,25 +107,54 @@ def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
     assert len(everything["params"]) == len(list(model.parameters()))
 
 
-class _Result:
-    def __init__(self, is_bad: bool) -> None:
-        self.is_bad = torch.tensor(float(is_bad))
+def flags(guard: Guard, *bad: bool) -> list[int]:
+    for number, is_bad in enumerate(bad, start=1):
+        guard.watch(number, torch.tensor(float(is_bad)), [number * 10])
+    return [entry.step for entry in guard.check()]
 
 
-def test_guard_counts_skips_and_gives_up() -> None:
-    guard = Guard("skip", torch.device("cpu"))
-    for is_bad in (False, True, True, False):
-        guard.watch(_Result(is_bad))  # type: ignore[arg-type]
-    assert guard.check(4) == 2
-    assert guard.check(4) == 0
-    for _ in range(MOST_IN_A_ROW):
-        guard.watch(_Result(True))  # type: ignore[arg-type]
-    with pytest.raises(NonFiniteError):
-        guard.check(99)
+def test_guard_names_bad_steps_once() -> None:
+    guard = Guard("skip")
+    assert flags(guard, False, True, True, False) == [2, 3]
+    assert guard.check() == []
+    assert not guard.judge([BadStep(2, [20])], "folder")
+
+
+def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
+    guard = Guard("skip")
+    flags(guard, *[True, False] * MOST_IN_A_ROW)
+    guard.judge([BadStep(1, [1])], "folder")
+    flags(guard, *[True] * (MOST_IN_A_ROW // 2))
+    flags(guard, *[True] * (MOST_IN_A_ROW // 2))
+    with pytest.raises(NonFiniteError, match="folder"):
+        guard.judge([BadStep(1, [1])], "folder")
 
 
 def test_guard_stops_at_the_first_where_told() -> None:
-    guard = Guard("stop", torch.device("cpu"))
-    guard.watch(_Result(True))  # type: ignore[arg-type]
-    with pytest.raises(NonFiniteError, match="1 steps up to step 1"):
-        guard.check(1)
+    with pytest.raises(NonFiniteError, match="step 4"):
+        Guard("stop").judge([BadStep(4, [1])], "folder")
+
+
+def test_guard_bounds_rollbacks() -> None:
+    guard = Guard("rollback")
+    for _ in range(MOST_ROLLBACKS):
+        assert guard.judge([BadStep(1, [1])], "folder")
+    with pytest.raises(NonFiniteError):
+        guard.judge([BadStep(1, [1])], "folder")
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", "resnet50"])
+def test_frozen_stem_keeps_its_weights_and_moves_its_statistics(backbone: str) -> None:
+    torch.manual_seed(0)
+    settings = config(freeze_stem=True, weight_decay=0.1)
+    model = SSD300(backbone, 4, "none").train()
+    freeze_stem(model.backbone)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    step = TrainStep(model, build_optimizer(model, settings), open_device("cpu"), settings, "fp32")
+    step([batch(2)], 1e-2)
+    same = {n for n, t in model.state_dict().items() if torch.equal(t, before[n])}
+    frozen = {"backbone.conv1.weight", "backbone.bn1.weight", "backbone.layer1.0.conv1.weight"}
+    assert frozen <= same
+    assert "backbone.bn1.running_mean" not in same
+    assert "backbone.layer1.1.conv1.weight" not in same
+    assert ("backbone.layer1.0.conv2.weight" in same) == (backbone == "resnet50")

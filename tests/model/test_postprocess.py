@@ -1,0 +1,184 @@
+"""From predictions to detections, against the plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+import torch
+
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.model.postprocess import (
+    CANDIDATES_PER_CLASS,
+    DETECTIONS_PER_IMAGE,
+    Detections,
+    detect,
+)
+
+DEFAULTS = default_boxes_cxcywh()
+
+
+def predictions(
+    seed: int, num_classes: int, num_boxes: int, spread: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random offsets, logits and some of the default boxes; a wider spread detects more."""
+    rng = np.random.default_rng(seed)
+    chosen = np.sort(rng.choice(8732, num_boxes, replace=False))
+    offsets = rng.normal(0, 1, (1, 4, num_boxes)).astype(np.float32)
+    logits = rng.normal(0, spread, (1, num_classes, num_boxes)).astype(np.float32)
+    return torch.from_numpy(offsets), torch.from_numpy(logits), DEFAULTS[chosen]
+
+
+def run(
+    offsets: torch.Tensor,
+    logits: torch.Tensor,
+    defaults: torch.Tensor,
+    score_threshold: float = 0.05,
+    nms_iou: float = 0.5,
+) -> list[Detections]:
+    return detect(offsets, logits, defaults, score_threshold=score_threshold, nms_iou=nms_iou)
+
+
+def check_equal(found: Detections, expected: list[reference.Detection]) -> None:
+    """Compare class by class: between classes, fp32 may order equal scores otherwise."""
+    assert found.scores.diff().le(0).all()
+    order = found.labels.argsort(stable=True)
+    expected = sorted(expected, key=lambda d: d.label)
+    assert found.labels[order].tolist() == [d.label for d in expected]
+    scores, boxes = [d.score for d in expected], [d.box for d in expected]
+    np.testing.assert_allclose(found.scores[order].numpy(), scores, rtol=2e-6)
+    np.testing.assert_allclose(
+        found.boxes[order].numpy(), np.reshape(boxes, (-1, 4)), rtol=2e-6, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("seed", "num_classes", "num_boxes", "spread"),
+    [(0, 3, 300, 1.0), (1, 6, 600, 1.0), (2, 6, 1500, 3.0), (3, 21, 400, 1.5), (4, 81, 2000, 2.2)],
+)
+def test_equal_to_the_loop(seed: int, num_classes: int, num_boxes: int, spread: float) -> None:
+    offsets, logits, defaults = predictions(seed, num_classes, num_boxes, spread)
+    [found] = run(offsets, logits, defaults)
+    expected = reference.detect(
+        offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist()
+    )
+    assert expected
+    check_equal(found, expected)
+
+
+@pytest.mark.parametrize(("score_threshold", "nms_iou"), [(0.3, 0.5), (0.01, 0.3), (0.2, 0.7)])
+def test_thresholds(score_threshold: float, nms_iou: float) -> None:
+    offsets, logits, defaults = predictions(5, 4, 500, 1.5)
+    [found] = run(offsets, logits, defaults, score_threshold, nms_iou)
+    arrays = (offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist())
+    check_equal(found, reference.detect(*arrays, score_threshold, nms_iou))
+    assert found.scores.min() > score_threshold
+
+
+def test_whole_network_output() -> None:
+    """8732 boxes and 81 classes, where a few boxes are sure of themselves."""
+    offsets, logits, defaults = predictions(6, 81, 8732, 0.3)
+    logits[:, 0] += 6
+    sure = torch.arange(0, 8732, 20)
+    logits[0, 1 + sure % 80, sure] += 8
+    [found] = run(offsets, logits, defaults)
+    arrays = (offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist())
+    expected = reference.detect(*arrays)
+    assert len(expected) == DETECTIONS_PER_IMAGE
+    check_equal(found, expected)
+
+
+def test_limits_are_those_of_the_replaced_systems() -> None:
+    assert (CANDIDATES_PER_CLASS, DETECTIONS_PER_IMAGE) == (200, 200)
+
+
+def test_candidates_are_cut_before_suppression() -> None:
+    """One class, 300 equal boxes with the best scores, then one far away: it is never looked at."""
+    defaults = DEFAULTS[:1].expand(301, 4).clone()
+    defaults[300] = DEFAULTS[-1]
+    logits = torch.zeros(1, 2, 301)
+    logits[0, 1] = torch.linspace(3, 2, 301)
+    [found] = run(torch.zeros(1, 4, 301), logits, defaults)
+    assert len(found.boxes) == 1
+    [found] = run(torch.zeros(1, 4, 301), logits.flip(2), defaults)
+    assert len(found.boxes) == 2
+
+
+def test_nothing_over_the_threshold_is_an_empty_result() -> None:
+    offsets, logits, defaults = predictions(7, 81, 500, 0.0)
+    logits[0, 0] = 20
+    [found] = run(offsets, logits, defaults)
+    assert found.boxes.shape == (0, 4)
+    assert found.scores.shape == (0,)
+    assert found.labels.shape == (0,)
+
+
+def test_an_empty_picture_leaves_its_batch_alone() -> None:
+    """Habana's port throws the whole batch away."""
+    offsets, logits, defaults = predictions(8, 5, 400, 2.0)
+    empty = torch.zeros_like(logits)
+    empty[0, 0] = 20
+    batch = run(offsets.expand(3, -1, -1), torch.cat([logits, empty, logits]), defaults)
+    [alone] = run(offsets, logits, defaults)
+    assert len(alone.boxes) > 0
+    assert len(batch[1].boxes) == 0
+    for picture in (batch[0], batch[2]):
+        assert all(torch.equal(a, b) for a, b in zip(picture, alone, strict=True))
+
+
+def test_the_background_is_never_a_detection() -> None:
+    offsets, logits, defaults = predictions(9, 4, 400, 1.0)
+    logits[0, 0, ::2] += 5
+    [found] = run(offsets, logits, defaults)
+    assert found.labels.min() == 1
+    assert found.labels.max() == 3
+    assert found.scores.diff().le(0).all()
+
+
+def test_a_box_suppresses_its_own_class_alone() -> None:
+    defaults = DEFAULTS[:200]
+    offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 3, 200)
+    logits[0, 0] = 10
+    logits[0, 0, :2], logits[0, 1, 0], logits[0, 2, 1] = 0, 9, 8
+    offsets[0, 0, 1] = -8 / 300 / defaults[1, 2] / 0.1  # the second box back onto the first
+    [found] = run(offsets, logits, defaults)
+    assert found.labels.tolist() == [1, 2]
+    assert torch.allclose(found.boxes[0], found.boxes[1], atol=1e-6)
+
+
+def test_bf16_predictions_are_decoded_in_fp32() -> None:
+    offsets, logits, defaults = predictions(10, 5, 400, 2.0)
+    rounded = (offsets.bfloat16(), logits.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        [found] = run(*rounded, defaults)
+    [expected] = run(rounded[0].float(), rounded[1].float(), defaults)
+    assert found.boxes.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.xfail(
+    strict=True, reason="batched_nms moves classes apart by max + 1, which supposes boxes >= 0"
+)
+def test_boxes_left_of_the_picture_do_not_meet_another_class() -> None:
+    defaults = torch.tensor([[0.5, 0.5, 0.4, 0.4]]).repeat(200, 1)
+    offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 3, 200)
+    logits[0, 0] = 10
+    logits[0, 0, :2], logits[0, 1, 0], logits[0, 2, 1] = 0, 9, 8
+    # Its right end is at .7, so class 2 goes 1.7 further than class 1: back onto the first box.
+    offsets[0, :2, 1] = -1.7 / 0.4 / 0.1
+    [found] = run(offsets, logits, defaults)
+    assert found.labels.tolist() == [1, 2]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="batched_nms adds label * (max + 1) in fp32: the digits of small boxes go"
+)
+def test_one_exploded_box_does_not_touch_the_others() -> None:
+    """Neighbours of the finest map overlap by 13/29 < .5, so all of them are kept."""
+    offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 81, 200)
+    logits[0, 0, 38:] = 20
+    logits[0, 80, :38] = torch.linspace(9, 6, 38)
+    offsets[0, 2:, 199] = 50.0  # exp(10) times its default box
+    logits[0, 1, 199] = 30
+    [found] = run(offsets, logits, DEFAULTS[:200])
+    assert found.labels.tolist() == [1, *[80] * 38]

@@ -1,0 +1,133 @@
+"""Files appear whole or not at all; names from outside stay inside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.files import (
+    atomic_write,
+    disk_errors,
+    free_bytes,
+    link_or_copy,
+    lock,
+    remove_stale_temporaries,
+    safe_join,
+    write_text,
+)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def fail_halfway() -> None:
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", ["", "new" * 100000])
+def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_goes(
+    tmp_path: Path, content: str
+) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+    code = (
+        "import os, signal, sys; from pathlib import Path; from ssdctl.files import atomic_write\n"
+        f"with atomic_write(Path({str(path)!r})) as f:\n"
+        f"    f.write({content.encode()!r}); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=False)
+    assert path.read_text() == "old"
+    assert len(remove_stale_temporaries(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_living_writers_temporary_stays(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "file"):
+        assert remove_stale_temporaries(tmp_path) == []
+
+
+def test_a_path_through_a_file_is_a_disk_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DiskError, match="file"):
+        write_text(tmp_path / "file" / "below", "y")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_full_disk_is_a_disk_error() -> None:
+    full = Path("/dev/full")
+    with (
+        pytest.raises(DiskError, match="no space left"),
+        disk_errors(full, "writing"),
+        full.open("wb", buffering=0) as file,
+    ):
+        file.write(b"x")
+
+
+def test_second_name_replaces_the_first(tmp_path: Path) -> None:
+    for content in ("one", "two"):
+        write_text(tmp_path / content, content)
+        link_or_copy(tmp_path / content, tmp_path / "last")
+        assert (tmp_path / "last").read_text() == content
+    assert (tmp_path / "one").read_text() == "one"
+
+
+@given(st.text())
+def test_joined_names_stay_below_the_root(name: str) -> None:
+    root = Path("/some/root")
+    try:
+        joined = safe_join(root, name)
+    except IntegrityError:
+        return
+    assert os.path.normpath(joined).startswith("/some/root")
+    assert "\0" not in str(joined)
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "a/../../b", "a\\b", "a\0b"])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(IntegrityError):
+        safe_join(Path("/root"), name)
+
+
+def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    code = (
+        "import time; from pathlib import Path; from ssdctl.files import lock\n"
+        f"with lock(Path({str(path)!r})): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    start = time.monotonic()
+    waiter = subprocess.Popen(
+        [sys.executable, "-c", code.replace("time.sleep(60)", "None")],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiter.wait(0.5)
+    holder.kill()
+    holder.communicate()
+    assert waiter.communicate(timeout=10)[0] == "held\n"
+    with lock(path):
+        pass
+    assert time.monotonic() - start < 30
+
+
+def test_free_space_of_a_folder_to_come(tmp_path: Path) -> None:
+    assert free_bytes(tmp_path / "not" / "yet") > 0
