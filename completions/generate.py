@@ -1,4 +1,7 @@
-"""Write the completion scripts: python completions/generate.py; a test fails when they are stale."""
+"""Write the completion scripts; a test fails when they are stale.
+
+    python completions/generate.py
+"""
 
 from __future__ import annotations
 

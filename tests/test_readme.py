@@ -33,7 +33,7 @@ def test_exit_codes_are_the_contracts() -> None:
 
     codes = {
         int(c)
-        for c in re.findall(r"(?:^|· ?)(\d+) ", README[README.index("## Exit codes") :], re.M)
+        for c in re.findall(r"(?:^|·\s*)(\d+)\s", README[README.index("## Exit codes") :], re.M)
     }
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, Exception)]
     assert {c.exit_code for c in classes} <= codes  # type: ignore[attr-defined]

@@ -74,7 +74,7 @@ def evaluate(
         )
         answers.append({"checkpoint": str(file), **answer.as_json()})
         if not call.console.as_json:
-            call.console.result(None, functools.partial(table, answer.scores, str(file)))
+            call.console.result(None, functools.partial(table, answer.scores))
     if call.console.as_json:
         call.console.result(
             {"checkpoints": answers} if path.is_dir() else _without_name(answers[0])
@@ -112,14 +112,14 @@ def _score_file(call: Call, path: Path) -> None:
     scores = score(splits[wanted].annotations, found, verify=call.config.evaluate.verify)
     call.console.say(f"{len(found.scores)} detections against {splits[wanted].annotations}")
     data = {**scores.figures, "images": scores.images, "detections": len(found.scores)}
-    call.console.result(data, lambda: table(scores, str(path)))
+    call.console.result(data, lambda: table(scores))
 
 
-def table(scores: Scores, title: str) -> Table:
+def table(scores: Scores) -> Table:
     """The 12 figures and AP per class."""
     from rich.table import Table
 
-    result = Table(title=title, title_justify="left")
+    result = Table()
     result.add_column("figure")
     result.add_column("value", justify="right")
     for name, value in scores.figures.items():

@@ -56,7 +56,7 @@ def launch(
     call: Call,
     hpus: Annotated[Devices, _count("--hpus", "Gaudi cards (mpirun)")] = None,
     gpus: Annotated[Devices, _count("--gpus", "GPUs (torchrun)")] = None,
-    tpus: Annotated[Devices, _count("--tpus", "TPU chips (torch_xla)")] = None,
+    tpus: Annotated[Devices, _count("--tpus", "TPU chips (not in this version)")] = None,
     cpus: Annotated[Devices, _count("--cpus", "processes on CPUs (torchrun)")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the command alone", rich_help_panel="Launch")

@@ -52,17 +52,16 @@ def prepare(
         force=force,
         progress=call.console.progress,
     )
+    call.console.say(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
-        call.console.say(
-            f"nothing changed since {outcome.store} was written (--force writes it anew)"
-        )
+        call.console.say("nothing changed since it was written (--force writes it anew)")
     call.console.result(msgspec.to_builtins(outcome), lambda: _table(outcome))
 
 
 def _table(outcome: Outcome) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{outcome.root} -> {outcome.store}", title_justify="left")
+    table = Table()
     for column in ("split", "images", "boxes", "classes", "to train on"):
         table.add_column(column, justify="left" if column == "split" else "right")
     table.add_column("dropped or mended")

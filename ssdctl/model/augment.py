@@ -17,19 +17,22 @@ LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
-def normalise(images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
+def normalise(
+    images_BHW3: Tensor, jitter_B4: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """uint8 (B, H, W, 3) pictures -> float (B, 3, H, W), channels last in memory.
 
     Args:
         images_BHW3: RGB, 0 to 255.
         jitter_B4: Factors of brightness, contrast and saturation, and the hue's turn in radians;
             None leaves the colours.
+        dtype: Of the arithmetic and the result.
     """
-    pixels = images_BHW3.float() / 255
+    pixels = images_BHW3.to(dtype) / 255
     mean, std = pixels.new_tensor(MEAN), pixels.new_tensor(STD)
     if jitter_B4 is None:
         return ((pixels - mean) / std).permute(0, 3, 1, 2)
-    matrix, offset = colour_map(jitter_B4, pixels.mean(dim=(1, 2)))
+    matrix, offset = colour_map(jitter_B4.to(dtype), pixels.mean(dim=(1, 2)))
     matrix, offset = matrix / std[:, None], (offset - mean) / std
     flat = torch.baddbmm(offset[:, None], pixels.flatten(1, 2), matrix.transpose(1, 2))
     return flat.reshape(pixels.shape).permute(0, 3, 1, 2)

@@ -32,14 +32,18 @@ class Losses(NamedTuple):
 
 
 class MultiboxLoss(nn.Module):
-    """Matching, coding and loss of one batch."""
+    """Matching, coding and loss of one batch.
+
+    Args:
+        dtype: Of the arithmetic, whatever the network computed in.
+    """
 
     defaults_cxcywh: Tensor
     defaults_ltrb: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        defaults = default_boxes_cxcywh()
+        defaults = default_boxes_cxcywh(dtype)
         self.register_buffer("defaults_cxcywh", defaults, persistent=False)
         self.register_buffer("defaults_ltrb", box_cxcywh_to_ltrb(defaults), persistent=False)
 

@@ -23,11 +23,11 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         DiskError: It cannot be written.
     """
     charts = [
-        curve(runs, "train", ["loss", "loss_box", "loss_class"], "loss", log=True),
+        curve(runs, "train", ["loss", "loss_box", "loss_class"], "loss"),
         curve(runs, "eval", ["AP", "AP50", "AP75"], "AP on the validation split"),
         curve(runs, "train", ["lr"], "learning rate"),
         curve(runs, "train", ["images_per_second"], "images per second"),
-        curve(runs, "train", ["grad_norm"], "gradient norm", log=True),
+        curve(runs, "train", ["grad_norm"], "gradient norm"),
     ]
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)

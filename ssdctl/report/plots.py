@@ -13,17 +13,14 @@ LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
 
 
-def curve(
-    runs: Sequence[RunData], kind: str, keys: Sequence[str], title: str, *, log: bool = False
-) -> str | None:
-    """One chart of figures over epochs, all runs in it; None where there is nothing to draw.
+def curve(runs: Sequence[RunData], kind: str, keys: Sequence[str], title: str) -> str | None:
+    """One chart of figures over epochs, all runs in it; None where no run has two of them.
 
     Args:
         runs: Each has a colour; each key a line style.
         kind: `train` or `eval`.
         keys: Figures of the records.
         title: What is drawn, with its unit.
-        log: A logarithmic axis.
     """
     from matplotlib.figure import Figure
 
@@ -45,11 +42,10 @@ def curve(
                 marker=marker,
                 markersize=3,
             )
-            is_empty = is_empty and not records
+            is_empty = is_empty and len(records) < 2
     if is_empty:
         return None
-    if log:
-        axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("epoch", fontsize=9)
     axes.tick_params(labelsize=8)

@@ -58,8 +58,9 @@ class TrainStep:
         self._device = device
         self._precision = precision
         self._clip = config.clip_grad
-        self._loss = MultiboxLoss().to(device.torch_device)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._dtype = self._parameters[0].dtype
+        self._loss = MultiboxLoss(self._dtype).to(device.torch_device)
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -103,10 +104,10 @@ class TrainStep:
         place = self._device.torch_device
         images = batch.images.to(place, non_blocking=True)
         jitter = None if batch.jitter is None else batch.jitter.to(place, non_blocking=True)
-        pixels = normalise(images, jitter)
+        pixels = normalise(images, jitter, dtype=self._dtype)
         with self._device.autocast(self._precision):
             offsets, logits = self._model(pixels)
-        boxes = batch.boxes.to(place, non_blocking=True)
+        boxes = batch.boxes.to(place, self._dtype, non_blocking=True)
         labels = batch.labels.to(place, non_blocking=True)
         result: Losses = self._loss(offsets, logits, boxes, labels)
         return result

@@ -180,5 +180,6 @@ def test_one_exploded_box_does_not_touch_the_others() -> None:
     logits[0, 80, :38] = torch.linspace(9, 6, 38)
     offsets[0, 2:, 199] = 50.0  # exp(10) times its default box
     logits[0, 1, 199] = 30
-    [found] = run(offsets, logits, DEFAULTS[:200])
+    defaults = torch.cat([DEFAULTS[:199], DEFAULTS[-1:]])
+    [found] = run(offsets, logits, defaults)
     assert found.labels.tolist() == [1, *[80] * 38]

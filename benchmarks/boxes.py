@@ -1,0 +1,156 @@
+"""Loss and detection beside the peers' way of doing them, on the CPU, in one run.
+
+    python benchmarks/boxes.py [--seconds 5]
+
+The input imitates a trained network on COCO: 8 images, 81 classes, 20 objects each; the default
+boxes near an object score high for its class, the rest is background. "peer" is our own
+re-implementation of what MLPerf's reference does: Python loops over images and classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import batched_nms
+
+from ssdctl.boxes.coder import decode, encode
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes.matcher import match
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
+from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.postprocess import detect
+
+BATCH, CLASSES, OBJECTS, PADDED = 8, 81, 20, 96
+
+
+def network_output() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Offsets, logits, boxes and labels of a batch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    size = 0.05 + 0.4 * torch.rand(BATCH, OBJECTS, 2, generator=generator)
+    low = torch.rand(BATCH, OBJECTS, 2, generator=generator) * (1 - size)
+    boxes = torch.cat([low, low + size], dim=-1)
+    labels = torch.randint(1, CLASSES, (BATCH, OBJECTS), generator=generator)
+    defaults = default_boxes_cxcywh()
+    iou = pairwise_iou(boxes, box_cxcywh_to_ltrb(defaults))  # B x objects x N
+    best, owner = iou.max(dim=1)
+    logits = noise(BATCH, CLASSES, len(defaults))
+    logits[:, 0] += 9 - 14 * (best - 0.3).clamp(min=0)
+    lift = (14 * (best - 0.3)).clamp(min=0)
+    logits.scatter_add_(1, labels.gather(1, owner).unsqueeze(1), lift.unsqueeze(1))
+    owned = boxes.gather(1, owner.unsqueeze(-1).expand(-1, -1, 4))
+    offsets = encode(box_ltrb_to_cxcywh(owned), defaults).clamp(-5, 5).transpose(1, 2)
+    return offsets + 0.1 * noise(BATCH, 4, len(defaults)), logits, boxes, labels
+
+
+def peer_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[tuple[Tensor, ...]]:
+    """Loops over images and classes, and a greedy NMS in Python."""
+    boxes = box_cxcywh_to_ltrb(decode(offsets.transpose(1, 2), defaults))
+    scores = logits.softmax(dim=1)
+    found = []
+    for image in range(len(boxes)):
+        kept: list[tuple[Tensor, ...]] = []
+        for label in range(1, CLASSES):
+            mask = scores[image, label] > 0.05
+            score, box = scores[image, label][mask], boxes[image][mask]
+            if not len(score):
+                continue
+            order = score.sort().indices[-200:]
+            while len(order):
+                best = order[-1]
+                kept.append((box[best], score[best], torch.tensor(label)))
+                overlap = pairwise_iou(box[order], box[best].unsqueeze(0)).squeeze(1)
+                order = order[overlap < 0.5]
+        kept.sort(key=lambda entry: -float(entry[1]))
+        found.append(tuple(map(torch.stack, zip(*kept[:200], strict=True))))
+    return found
+
+
+def torchvision_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[Tensor]:
+    """Threshold everything, then torchvision's batched_nms: what most users would write."""
+    boxes = box_cxcywh_to_ltrb(decode(offsets.transpose(1, 2), defaults))
+    scores = logits.softmax(dim=1)[:, 1:]
+    found = []
+    for image in range(len(boxes)):
+        label, index = (scores[image] > 0.05).nonzero(as_tuple=True)
+        score, box = scores[image][label, index], boxes[image][index]
+        found.append(box[batched_nms(box, score, label, 0.5)[:200]])
+    return found
+
+
+def peer_loss(offsets: Tensor, logits: Tensor, target: Tensor, label: Tensor) -> Tensor:
+    """MLPerf's: masks by multiplication, two sorts for the rank, targets made beforehand."""
+    mask = label > 0
+    positives = mask.sum(dim=1)
+    box = (F.smooth_l1_loss(offsets, target, reduction="none").sum(dim=1) * mask.float()).sum(dim=1)
+    entropy = F.cross_entropy(logits, label, reduction="none")
+    hardness = entropy.clone()
+    hardness[mask] = 0
+    rank = hardness.sort(dim=1, descending=True).indices.sort(dim=1).indices
+    negative = rank < torch.clamp(3 * positives, max=mask.size(1)).unsqueeze(-1)
+    classification = (entropy * (mask.float() + negative.float())).sum(dim=1)
+    return ((box + classification) / positives.float().clamp(min=1e-6)).mean()
+
+
+def rate(work: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Median seconds of a call, and the number of calls."""
+    work()
+    times, start = [], time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), len(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    seconds = parser.parse_args().seconds
+    offsets, logits, boxes, labels = network_output()
+    defaults = default_boxes_cxcywh()
+
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    candidates = (logits.softmax(dim=1)[:, 1:] > 0.05).sum().item() / BATCH
+    print(f"\ndetection: {candidates:.0f} candidates an image")
+    for name, work in {
+        "peer's loop": lambda: peer_detect(offsets, logits, defaults),
+        "torchvision": lambda: torchvision_detect(offsets, logits, defaults),
+        "ssdctl": lambda: detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5),
+    }.items():
+        median, count = rate(work, seconds)
+        print(f"  {name:<14}{BATCH / median:8.1f} img/s  ({count} batches)")
+
+    padded = torch.zeros(BATCH, PADDED, 4), torch.zeros(BATCH, PADDED, dtype=torch.long)
+    padded[0][:, :OBJECTS], padded[1][:, :OBJECTS] = boxes, labels
+    owner, matched_label = match(*padded, box_cxcywh_to_ltrb(defaults))
+    matched = padded[0].gather(1, owner.unsqueeze(-1).expand(-1, -1, 4))
+    target = encode(box_ltrb_to_cxcywh(matched), defaults).transpose(1, 2)
+    leaves = offsets.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = MultiboxLoss()
+
+    def ours() -> None:
+        leaves[0].grad = leaves[1].grad = None
+        loss(*leaves, *padded).total.backward()
+
+    def peers() -> None:
+        leaves[0].grad = leaves[1].grad = None
+        peer_loss(*leaves, target, matched_label).backward()
+
+    print("\nloss, forward and backward (ours matches and codes too)")
+    for name, work in {"peer's": peers, "ssdctl": ours}.items():
+        median, count = rate(work, seconds)
+        print(f"  {name:<14}{1000 * median / BATCH:8.2f} ms/img  ({count} batches)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The network: shapes, size, cost, the peers' names, and equality with plain functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssdctl.model.backbone import BUILDERS
+from ssdctl.model.peers import backbone_of, from_peer, peer_of, to_peer
+from ssdctl.model.ssd300 import SSD300, feature_channels
+
+WEIGHTS = ("weight", "bias")
+NORM = {"mlperf": "none", "nvidia": "batch"}
+BLOCKS = {"resnet18": (2, 2, 2), "resnet34": (3, 4, 6), "resnet50": (3, 4, 6)}
+BATCH_NORM = (*WEIGHTS, "running_mean", "running_var", "num_batches_tracked")
+
+
+def on_meta(backbone: str, extra_norm: str, num_classes: int = 81) -> SSD300:
+    """A network without memory: enough for names, shapes and counts."""
+    with torch.device("meta"):
+        return SSD300(backbone, num_classes, extra_norm).eval()
+
+
+def with_lively_weights(backbone: str, extra_norm: str, num_classes: int = 6) -> SSD300:
+    """fp64, with biases and statistics that no two layers share, so that a mix-up shows."""
+    torch.manual_seed(0)
+    model = SSD300(backbone, num_classes, extra_norm)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, 0, 0.1)
+        elif isinstance(module, nn.Conv2d) and module.bias is not None:
+            nn.init.normal_(module.bias, 0, 0.1)
+    return model.double().eval()
+
+
+def norm_names(name: str) -> Iterator[str]:
+    return (f"{name}.{field}" for field in BATCH_NORM)
+
+
+def peers_names(backbone: str, peer: str) -> set[str]:
+    """Every key of a peer's state dict, from FACTS 7 and torchvision's names of a block's parts."""
+    root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
+    parts = {
+        "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),
+        "nvidia": ("0", "1", "4", "5", "6"),
+    }[peer]
+    names = {f"{root}{parts[0]}.weight", *norm_names(f"{root}{parts[1]}")}
+    is_bottleneck = backbone == "resnet50"
+    for layer, count in enumerate(BLOCKS[backbone]):
+        for i in range(count):
+            block = f"{root}{parts[2 + layer]}.{i}"
+            for n in (1, 2, 3) if is_bottleneck else (1, 2):
+                names |= {f"{block}.conv{n}.weight", *norm_names(f"{block}.bn{n}")}
+            if i == 0 and (layer > 0 or is_bottleneck):
+                names |= {f"{block}.downsample.0.weight", *norm_names(f"{block}.downsample.1")}
+    for i in range(5):
+        for n in (0, 2) if peer == "mlperf" else (0, 3):
+            names.add(f"additional_blocks.{i}.{n}.weight")
+            if peer == "mlperf":
+                names.add(f"additional_blocks.{i}.{n}.bias")
+            else:
+                names |= set(norm_names(f"additional_blocks.{i}.{n + 1}"))
+    heads = {f"{head}.{i}.{f}" for head in ("loc", "conf") for i in range(6) for f in WEIGHTS}
+    return names | heads
+
+
+@pytest.mark.parametrize("extra_norm", ["none", "batch"])
+@pytest.mark.parametrize("backbone", BUILDERS)
+def test_output_and_feature_shapes(backbone: str, extra_norm: str) -> None:
+    model = on_meta(backbone, extra_norm, 7)
+    shapes: list[tuple[int, ...]] = []
+    for part in (model.backbone, *model.extra):
+        part.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape)))
+    offsets, logits = model(torch.empty(2, 3, 300, 300, device="meta"))
+    assert offsets.shape == (2, 4, 8732)
+    assert logits.shape == (2, 7, 8732)
+    channels = feature_channels(backbone)
+    sizes = (38, 19, 10, 5, 3, 1)
+    assert shapes == [(2, c, s, s) for c, s in zip(channels, sizes, strict=True)]
+
+
+def test_feature_channels_are_the_peers() -> None:
+    assert feature_channels("resnet18") == (256, 512, 512, 256, 256, 128)
+    assert feature_channels("resnet34") == (256, 512, 512, 256, 256, 256)
+    for deep in ("resnet50", "resnet101", "resnet152"):
+        assert feature_channels(deep) == (1024, 512, 512, 256, 256, 256)
+
+
+def test_number_of_parameters() -> None:
+    parameters = sum(p.numel() for p in on_meta("resnet34", "none").parameters())
+    assert parameters == 19_972_534
+
+
+@pytest.mark.parametrize(
+    ("backbone", "extra_norm", "forward_gflop", "training_gflop"),
+    [("resnet34", "none", 31.7, 94.7), ("resnet50", "batch", 40.3, 120.5)],
+)
+def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gflop: float) -> None:
+    """A multiplication and an addition count as two: 2 * MAC, as FACTS 1 has it."""
+    model = on_meta(backbone, extra_norm)
+    images = torch.empty(2, 3, 300, 300, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        offsets, logits = model(images)
+        forward = counter.get_total_flops()
+        (offsets.sum() + logits.sum()).backward()
+    assert forward / 2e9 == pytest.approx(forward_gflop, abs=0.05)
+    assert counter.get_total_flops() / 2e9 == pytest.approx(training_gflop, abs=0.05)
+    with FlopCounterMode(display=False) as counter:
+        nn.functional.conv2d(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+    assert counter.get_total_flops() == 2
+
+
+@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
+@pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
+def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
+    model = with_lively_weights(backbone, NORM[peer])
+    image = torch.randn(1, 3, 300, 300, dtype=torch.float64)
+    with torch.inference_mode():
+        found = model(image)
+        expected = reference.Network(to_peer(model.state_dict(), peer), peer)(image)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.std() > 1e-3  # not a dead network
+        assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+
+
+def test_equal_to_the_functional_network_in_training() -> None:
+    """With the batch's statistics."""
+    model = with_lively_weights("resnet18", "batch").train()
+    images = torch.randn(2, 3, 300, 300, dtype=torch.float64)
+    state = {k: v.clone() for k, v in to_peer(model.state_dict(), "nvidia").items()}
+    with torch.inference_mode():
+        found = model(images)
+        expected = reference.Network(state, "nvidia", training=True)(images)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+
+
+def test_outputs_lie_as_the_default_boxes_do() -> None:
+    """A head's bias of one shape shows up at the places of that shape, over rows and columns."""
+    model = SSD300("resnet18", 3, "none").eval()
+    with torch.no_grad():
+        for head in (*model.box_heads, *model.class_heads):
+            head.weight.zero_()
+            head.bias.zero_()
+        model.box_heads[1].bias[2 * 6 + 3] = 1.0  # second map; width of the fourth shape
+        model.class_heads[1].bias[1 * 6 + 5] = 2.0  # label 1 of the sixth shape
+        offsets, logits = model(torch.zeros(1, 3, 300, 300))
+    first = 4 * 38 * 38
+    expected = torch.zeros(4, 8732)
+    expected[2, first + 3 * 361 : first + 4 * 361] = 1.0
+    assert torch.equal(offsets[0], expected)
+    expected = torch.zeros(3, 8732)
+    expected[1, first + 5 * 361 : first + 6 * 361] = 2.0
+    assert torch.equal(logits[0], expected)
+
+
+@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
+@pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
+def test_names_are_the_peers(backbone: str, peer: str) -> None:
+    theirs = to_peer(on_meta(backbone, NORM[peer]).state_dict(), peer)
+    assert set(theirs) == peers_names(backbone, peer)
+    assert peer_of({"model": theirs}) == peer
+    assert backbone_of(from_peer(theirs, peer)) == backbone
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
+def test_peers_round_trip_is_exact(peer: str, prefix: str) -> None:
+    torch.manual_seed(1)
+    ours = SSD300("resnet18", 4, NORM[peer]).state_dict()
+    theirs = {prefix + name: tensor for name, tensor in to_peer(ours, peer).items()}
+    assert peer_of({"model": theirs}) == peer
+    back = from_peer(theirs, peer)
+    assert list(back) == list(ours)
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
+
+
+@pytest.mark.parametrize("backbone", BUILDERS)
+def test_the_backbone_follows_from_the_names(backbone: str) -> None:
+    state = on_meta(backbone, "batch").state_dict()
+    assert backbone_of(state) == backbone
+    fewer: dict[str, Tensor] = {
+        k: v for k, v in state.items() if not re.match(r"backbone\.layer3\.1\.", k)
+    }
+    assert backbone_of(fewer) is None
+
+
+def test_what_is_no_peers_checkpoint() -> None:
+    assert peer_of(None) is None
+    assert peer_of({"state": 1}) is None
+    assert peer_of({"model": [1]}) is None
+    assert peer_of({"model": on_meta("resnet18", "none").state_dict()}) is None
