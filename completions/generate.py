@@ -1,6 +1,6 @@
 """Write the completion scripts; a test fails when they are stale.
 
-    python completions/generate.py
+python completions/generate.py
 """
 
 from __future__ import annotations

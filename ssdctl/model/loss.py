@@ -3,7 +3,8 @@
 Per picture: smooth L1 over the positives, plus cross-entropy over the positives and the hardest
 negatives (three per positive), divided by that picture's number of positives; then the mean over
 the batch. A picture without positives counts as 0. Masks select with `where`, never by
-multiplication, so an infinity outside the mask stays there.
+multiplication, so an infinity outside the mask does not reach the loss. (The gradient of an
+infinite logit is NaN all the same: the guard in train/step.py looks at gradients too.)
 Shapes: B batch, C classes with background, G ground-truth boxes (padded), N default boxes.
 """
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
+from torchvision.ops import nms
 
 from ssdctl.boxes.coder import decode
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb
@@ -59,5 +59,19 @@ def _detect_one(
     chosen = best > threshold
     label = torch.arange(1, len(best) + 1, device=best.device).unsqueeze(1).expand_as(best)
     scores, labels, boxes = best[chosen], label[chosen], boxes_N4[index[chosen]]
-    keep = batched_nms(boxes, scores, labels, nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = nms(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return Detections(boxes[keep], scores[keep], labels[keep])
+
+
+def _apart(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
+    """The boxes with each class moved to a place of its own, so that one NMS serves all classes.
+
+    In fp64 and from the leftmost box on: torchvision's batched_nms does it in fp32 from 0 on, where
+    a box left of the picture meets another class, and a huge one rounds the others' digits away.
+    """
+    boxes = boxes_K4.double()
+    if not len(boxes):
+        return boxes
+    low = boxes.min()
+    room = boxes.max() - low + 1
+    return boxes - low + (labels_K * room).unsqueeze(1)

@@ -156,9 +156,6 @@ def test_bf16_predictions_are_decoded_in_fp32() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="batched_nms moves classes apart by max + 1, which supposes boxes >= 0"
-)
 def test_boxes_left_of_the_picture_do_not_meet_another_class() -> None:
     defaults = torch.tensor([[0.5, 0.5, 0.4, 0.4]]).repeat(200, 1)
     offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 3, 200)
@@ -170,9 +167,6 @@ def test_boxes_left_of_the_picture_do_not_meet_another_class() -> None:
     assert found.labels.tolist() == [1, 2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="batched_nms adds label * (max + 1) in fp32: the digits of small boxes go"
-)
 def test_one_exploded_box_does_not_touch_the_others() -> None:
     """Neighbours of the finest map overlap by 13/29 < .5, so all of them are kept."""
     offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 81, 200)
