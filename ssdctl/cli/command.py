@@ -60,9 +60,10 @@ def command(
         settings: The settings that are its options (`train.*`, `data.root`).
         examples: Command lines for `--help`.
     """
-    chosen = select(*settings) if settings else []
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
+        chosen: list[Setting] = []
+
         def run(**given: Any) -> None:
             console = Console(
                 as_json=given.pop("as_json"),
@@ -71,11 +72,17 @@ def command(
             )
             with_exit_codes(console, lambda: function(_call(console, chosen, given), **given))
 
-        _, *own = inspect.signature(function, eval_str=True).parameters.values()
-        parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        def add_options() -> None:
+            chosen.extend(select(*settings) if settings else [])
+            _, *own = inspect.signature(function, eval_str=True).parameters.values()
+            parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
+            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            run.__annotations__ = {p.name: p.annotation for p in parameters}
+
         run.__name__ = function.__name__
+        run.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+        run.__annotations__ = {}
+        _without_options.append((function.__module__.rpartition(".")[2], add_options))
         app.command(
             name,
             help=inspect.getdoc(function),
@@ -86,6 +93,19 @@ def command(
         return function
 
     return register
+
+
+# Commands whose options are still to be made: (module, how). Hundreds of options would take half of
+# the time that `ssdctl --help` has, which shows none of them.
+_without_options: list[tuple[str, Callable[[], None]]] = []
+
+
+def make_options(module: str | None = None) -> None:
+    """Give the commands of a module (None: all) their options, before typer looks at them."""
+    for entry in list(_without_options):
+        if module in (None, entry[0]):
+            entry[1]()
+            _without_options.remove(entry)
 
 
 def with_exit_codes(console: Console, work: Callable[[], None]) -> None:

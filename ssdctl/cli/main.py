@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ssdctl import __version__
-from ssdctl.cli.command import exit_as_bug
+from ssdctl.cli.command import exit_as_bug, make_options
 from ssdctl.config.settings import all_settings
 
 COMMANDS = (
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _register()
     refuse_old_options(arguments)
+    make_options(_module_of(arguments))
     try:
         typer.main.get_command(app).main(args=arguments, prog_name="ssdctl")
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
@@ -81,8 +82,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_as_bug()
 
 
+def _module_of(arguments: Sequence[str]) -> str | None:
+    """The module of the command that is called; None where all of them may be asked for."""
+    if "_SSDCTL_COMPLETE" in os.environ:
+        return None
+    name = next((a for a in arguments if not a.startswith("-")), "")
+    return name.replace("-", "_")
+
+
 def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> None:
     """Run one command inside another; a failure exits with its code."""
+    make_options()
     root = typer.main.get_command(app)
     with contextlib.redirect_stdout(sys.stderr if stdout_to_stderr else sys.stdout):
         root.main(args=list(arguments), prog_name="ssdctl", standalone_mode=False)
