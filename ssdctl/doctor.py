@@ -67,11 +67,12 @@ def _devices() -> list[Check]:
         count = int(answer.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         return [Check("cuda", "fail", f"torch cannot be imported: {error}", "reinstall torch")]
-    cuda = Check("cuda", "ok", f"{count} GPUs") if count else Check("cuda", "warn", "no GPU")
-    has_bridge = importlib.util.find_spec("habana_frameworks") is not None
-    hpu = Check(
-        "hpu", "ok" if has_bridge else "warn", "bridge found" if has_bridge else "no bridge"
-    )
+    cuda = Check("cuda", "ok", f"{count} GPUs")
+    if not count:
+        cuda = Check("cuda", "warn", "no GPU", "not needed for --device cpu; see nvidia-smi")
+    hpu = Check("hpu", "ok", "bridge found")
+    if importlib.util.find_spec("habana_frameworks") is None:
+        hpu = Check("hpu", "warn", "no bridge", "for Gaudi: run in the vendor's PyTorch image")
     return [cuda, hpu]
 
 

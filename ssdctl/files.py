@@ -110,11 +110,16 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_stale_temporaries(folder: Path) -> list[Path]:
-    """Delete the temporaries of writers that died in `folder`; return what went."""
+    """Delete the temporaries of writers that died in `folder`; return what went.
+
+    To be called before this process writes there: in a pod that was started again it has, as
+    often as not, the dead writer's process id.
+    """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         writer = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
-        if writer.isdigit() and not Path(f"/proc/{writer}").exists():
+        is_alive = writer != str(os.getpid()) and Path(f"/proc/{writer}").exists()
+        if writer.isdigit() and not is_alive:
             path.unlink(missing_ok=True)
             removed.append(path)
     return removed

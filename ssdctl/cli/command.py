@@ -50,6 +50,7 @@ def command(
     panel: str | None = None,
     settings: Sequence[str] = (),
     examples: Sequence[str] = (),
+    is_isolated: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command.
 
@@ -59,6 +60,7 @@ def command(
         panel: The heading under which `ssdctl --help` lists it.
         settings: The settings that are its options (`train.*`, `data.root`).
         examples: Command lines for `--help`.
+        is_isolated: Leave ./ssdctl.toml and SSDCTL_* variables out: for commands that mend them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +72,9 @@ def command(
                 quiet=given.pop("quiet"),
                 verbose=given.pop("verbose"),
             )
-            with_exit_codes(console, lambda: function(_call(console, chosen, given), **given))
+            with_exit_codes(
+                console, lambda: function(_call(console, chosen, given, is_isolated), **given)
+            )
 
         def add_options() -> None:
             chosen.extend(select(*settings) if settings else [])
@@ -122,7 +126,9 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
         raise SystemExit(Interrupted.exit_code) from None
 
 
-def _call(console: Console, chosen: Sequence[Setting], given: dict[str, Any]) -> Call:
+def _call(
+    console: Console, chosen: Sequence[Setting], given: dict[str, Any], is_isolated: bool
+) -> Call:
     """Take the settings' values out of `given` and resolve the config."""
     file = given.pop("config_file")
     assignments = given.pop("assignments") or []
@@ -136,7 +142,12 @@ def _call(console: Console, chosen: Sequence[Setting], given: dict[str, Any]) ->
                 flag = setting.flags[1]
             overrides.append(Override(setting.path, constant or value, flag))
     typed = [parse_assignment(text) for text in assignments]
-    resolved = resolve(file=file, overrides=[*typed, *overrides])
+    resolved = resolve(
+        file=file,
+        overrides=[*typed, *overrides],
+        environment={} if is_isolated else None,
+        default_file=not is_isolated,
+    )
     return Call(resolved, console, file, assignments, overrides)
 
 

@@ -46,7 +46,7 @@ def _table(call: Call) -> Table:
     return table
 
 
-@command(group, "validate", examples=["ssdctl config validate ssdctl.toml"])
+@command(group, "validate", is_isolated=True, examples=["ssdctl config validate ssdctl.toml"])
 def validate(
     call: Call,
     file: Annotated[
@@ -54,12 +54,12 @@ def validate(
     ] = DEFAULT_FILE,
 ) -> None:
     """Check a config file: its keys, types, bounds and what they say together."""
-    resolve(file=file, environment={"PATH": ""})  # the file alone, not this shell's variables
+    resolve(file=file, environment={})  # the file alone, not this shell's variables
     keys = len(read_toml(Path(file)))
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
 
 
-@command(group, "schema", examples=["ssdctl config schema > ssdctl.schema.json"])
+@command(group, "schema", is_isolated=True, examples=["ssdctl config schema > ssdctl.schema.json"])
 def schema(call: Call) -> None:
     """Print the JSON schema of a config file, for editors."""
     import json
@@ -68,7 +68,12 @@ def schema(call: Call) -> None:
     call.console.result(data, json.dumps(data, indent=2))
 
 
-@command(group, "presets", examples=["ssdctl config presets", "ssdctl config presets --json"])
+@command(
+    group,
+    "presets",
+    is_isolated=True,
+    examples=["ssdctl config presets", "ssdctl config presets --json"],
+)
 def presets(call: Call) -> None:
     """Show the recipes side by side."""
     names = all_settings()["train.preset"].choices
@@ -94,6 +99,7 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
 @command(
     group,
     "init",
+    is_isolated=True,
     settings=["train.preset"],
     examples=["ssdctl config init", "ssdctl config init --preset mlperf-r34 mlperf.toml"],
 )
@@ -104,7 +110,9 @@ def init(
     ] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
-    """Write a config file with every setting, its meaning and its value."""
+    """Write a config file with every setting, its meaning and its value.
+
+    The recipe's values are comments: they follow the preset until you set them."""
     path = Path(file)
     if path.exists() and not force:
         raise UsageError(f"{path} exists", hint="--force overwrites it")

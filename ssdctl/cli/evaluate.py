@@ -10,7 +10,8 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import UsageError
+from ssdctl.errors import DataError, UsageError
+from ssdctl.train.ranks import find_ranks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +50,8 @@ def evaluate(
     fp32 unless told otherwise.
     """
     path = Path(what)
+    if find_ranks().world_size > 1:
+        raise UsageError("evaluate runs as one process in this version; start it without launch")
     if not path.exists():
         raise UsageError(f"{path}: no such file or run folder")
     if path.suffix == ".json":
@@ -66,7 +69,7 @@ def evaluate(
         answer = evaluate_checkpoint(
             file,
             call.config,
-            given={o.path for o in call.overrides},
+            given={p for p, source in call.resolved.sources.items() if source != "default"},
             say=call.console.say,
             warn=call.console.warn,
             progress=call.console.progress,
@@ -99,17 +102,19 @@ def _without_name(answer: dict[str, Any]) -> dict[str, Any]:
 def _score_file(call: Call, path: Path) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
     from ssdctl.data.dataset import dataset_folders, find_splits
-    from ssdctl.evaluate.coco_ap import read_detections, score
+    from ssdctl.evaluate.coco_ap import image_ids, read_detections, score
 
     root, _ = dataset_folders(call.config.data)
     wanted = call.config.evaluate.split
     splits = find_splits(root)
     if wanted not in splits:
-        from ssdctl.errors import DataError
-
         raise DataError(f"{root}: has no split {wanted}")
     found = read_detections(path)
-    scores = score(splits[wanted].annotations, found, verify=call.config.evaluate.verify)
+    wishes = call.config.evaluate
+    chosen = None
+    if wishes.limit is not None or wishes.annotated_only:
+        chosen = image_ids(splits[wanted].annotations, wishes.annotated_only)[: wishes.limit]
+    scores = score(splits[wanted].annotations, found, image_ids=chosen, verify=wishes.verify)
     call.console.say(f"{len(found.scores)} detections against {splits[wanted].annotations}")
     data = {**scores.figures, "images": scores.images, "detections": len(found.scores)}
     call.console.result(data, lambda: table(scores))

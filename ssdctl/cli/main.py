@@ -13,6 +13,7 @@ import typer
 from ssdctl import __version__
 from ssdctl.cli.command import exit_as_bug, make_options
 from ssdctl.config.settings import all_settings
+from ssdctl.errors import Interrupted
 
 COMMANDS = (
     "demo",
@@ -68,16 +69,18 @@ def _register() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line; every way out is an exit code of the contract."""
+    """Run the command line; every way out is an exit code of the contract.
+
+    (Typer itself ends quietly where the reader of our output went away, as `| head` does.)
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _register()
-    refuse_old_options(arguments)
-    make_options(_module_of(arguments))
     try:
+        _register()
+        refuse_old_options(arguments)
+        make_options(_module_of(arguments))
         typer.main.get_command(app).main(args=arguments, prog_name="ssdctl")
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
+    except KeyboardInterrupt:  # before a command had begun
+        raise SystemExit(Interrupted.exit_code) from None
     except Exception:
         exit_as_bug()
 

@@ -60,6 +60,7 @@ def predict(
     )
     answers: dict[str, list[Found]] = {}
     bad = 0
+    drawn: set[Path] = set()
     for file in call.console.progress(files, total=len(files), label="predicting", unit="img"):
         try:
             picture = open_picture(file)
@@ -69,7 +70,7 @@ def predict(
             continue
         answers[str(file)] = predictor(picture)
         if out is not None:
-            with atomic_write(Path(out) / f"{file.stem}.png") as target:
+            with atomic_write(_free_name(Path(out), file.stem, drawn)) as target:
                 draw(picture, answers[str(file)]).save(target, "PNG")
     if out is not None:
         call.console.say(f"{len(answers)} pictures drawn into {out}")
@@ -89,6 +90,15 @@ def checkpoint_of(path: Path) -> Path:
         if (path / "checkpoints" / name).is_file():
             return path / "checkpoints" / name
     raise UsageError(f"{path}: a run folder without checkpoints")
+
+
+def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
+    """Where to draw: pictures of one name from two folders must not replace each other."""
+    path, number = folder / f"{stem}.png", 2
+    while path in taken:
+        path, number = folder / f"{stem}-{number}.png", number + 1
+    taken.add(path)
+    return path
 
 
 def _picture_files(names: list[str]) -> list[Path]:

@@ -33,7 +33,7 @@ def prepare(
         bool, typer.Option("--force", help="Write the store anew even if nothing changed")
     ] = False,
 ) -> None:
-    """Check every annotation and image, and write the store that training reads.
+    """Check every annotation and every image's header, and write the store that training reads.
 
     What cannot be trained on is dropped or mended, counted here and listed in the store's
     report.json.

@@ -44,6 +44,13 @@ class TrainingDisplay:
         else:
             self._console.say(text)
 
+    def warn(self, text: str) -> None:
+        """A line that stays, said even with -q."""
+        if self._live is not None:
+            self._live.console.print(f"warning: {text}", style="yellow", markup=False)
+        else:
+            self._console.warn(text)
+
     def show(self, record: dict[str, Any]) -> None:
         """One record of the run."""
         if record["kind"] == "train":

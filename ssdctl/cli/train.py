@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import Stopped
+from ssdctl.errors import DataError, Stopped
 from ssdctl.train import signals
 from ssdctl.train.ranks import find_ranks
 
@@ -54,11 +55,14 @@ def train(
         root, _ = dataset_folders(call.config.data)
         # The run remembers where its data lies, so that `evaluate CKPT` works from anywhere.
         resolved = call.resolved.with_value("data.root", str(root.absolute()))
+        if (store := call.config.data.store) is not None:
+            resolved = resolved.with_value("data.store", str(Path(store).absolute()))
         call.console.say(f"dataset {root}, run folder {run_folder(call.config)}")
         with TrainingDisplay(call.console) as display:
             summary = run_training(
                 resolved,
                 say=display.say,
+                warn=display.warn,
                 emit=display.show,
                 progress=call.console.progress,
             )
@@ -84,6 +88,8 @@ def _show_plan(call: Call) -> None:
     from ssdctl.train.schedule import make_plan
 
     images = count_trainable(*dataset_folders(call.config.data))
+    if not images:
+        raise DataError("no training image has a box to learn from")
     limit = call.config.train.limit_train
     plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
     call.console.result(plan.as_json(), _described(plan))

@@ -34,7 +34,9 @@ def to_toml(resolved: Resolved, *, describe: bool = False) -> str:
         comment = "" if describe else f"  # {resolved.sources[path]}"
         if describe:
             lines += [f"# {setting.help}"]
-        if value is None:
+        if describe and setting.is_recipe:
+            lines.append(f"# {setting.name} = {toml_value(value)}")
+        elif value is None:
             lines.append(f"# {setting.name} ={comment or '  # not set'}")
         else:
             lines.append(f"{setting.name} = {toml_value(value)}{comment}")

@@ -59,6 +59,7 @@ def resolve(
     file: str | None = None,
     overrides: Iterable[Override] = (),
     environment: Mapping[str, str] | None = None,
+    default_file: bool = True,
 ) -> Resolved:
     """The config that every command works with.
 
@@ -66,11 +67,16 @@ def resolve(
         file: `--config`; without it `ssdctl.toml` in the working directory, if there is one.
         overrides: The command line's values, in order; the last one wins.
         environment: The process's environment where not given.
+        default_file: Whether to read `ssdctl.toml` where `file` is None.
 
     Raises:
         UsageError: An unknown key, a value of the wrong type or out of bounds, a broken file.
     """
-    layers = [*_from_file(file), *_from_environment(environment or os.environ), *overrides]
+    layers = [
+        *_from_file(file, default_file),
+        *_from_environment(os.environ if environment is None else environment),
+        *overrides,
+    ]
     checked = [Override(o.path, _converted(o), o.source) for o in layers]
 
     chosen = [o.value for o in checked if o.path == "train.preset"]
@@ -144,10 +150,12 @@ def _lines_of_keys(text: str) -> dict[str, int]:
     return found
 
 
-def _from_file(file: str | None) -> list[Override]:
+def _from_file(file: str | None, default_file: bool) -> list[Override]:
     if file is not None:
         return read_toml(Path(file))
-    return read_toml(Path(DEFAULT_FILE)) if Path(DEFAULT_FILE).is_file() else []
+    if default_file and Path(DEFAULT_FILE).is_file():
+        return read_toml(Path(DEFAULT_FILE))
+    return []
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:

@@ -4,6 +4,7 @@ The command line's options, their help, the JSON schema, `config init` and the d
 this file. A field without a default belongs to the recipe: every preset names it.
 """
 
+import typing
 from typing import Annotated, Literal
 
 import msgspec
@@ -54,7 +55,11 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # "3" or "3ep": epochs; "300st": optimizer steps; "10min": wall time (for saving).
 Passes = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st)?$")]
-PassesOrTime = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st|min)?$")]
+# The same for what is repeated, which needs a length.
+Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st)?$")]
+IntervalOrTime = Annotated[
+    str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st|min)?$")
+]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +157,8 @@ class ModelConfig(Section, frozen=True):
     weights: Annotated[
         str,
         setting(
-            "Backbone weights: a name (ssdctl fetch-weights --list), a file, or none",
+            "Backbone weights: a name (ssdctl fetch-weights --list; imagenet-v1 is the backbone's "
+            "own), a file, or none",
             flag="--backbone-weights",
             metavar="NAME|FILE|none",
             panel="Network",
@@ -182,7 +188,6 @@ class TrainConfig(Section, frozen=True):
             metavar="N",
             panel="Recipe",
             replaces=("--batch-size", "--batch_size", "--eval-batch-size"),
-            maths=True,
         ),
     ]
     lr: Annotated[
@@ -325,7 +330,6 @@ class TrainConfig(Section, frozen=True):
             metavar="N",
             panel="Recipe",
             replaces=("--accumulation", "--batch-splits"),
-            maths=True,
         ),
     ] = 1
     on_nonfinite: Annotated[
@@ -368,7 +372,7 @@ class TrainConfig(Section, frozen=True):
 
     # Evaluation, saving, logging
     eval_every: Annotated[
-        Passes | None,
+        Interval | None,
         setting(
             "Evaluate this often (epochs, or steps with st) [default: at the end]",
             metavar="DURATION",
@@ -386,7 +390,7 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = None
     save_every: Annotated[
-        PassesOrTime,
+        IntervalOrTime,
         setting(
             "Save a checkpoint this often: epochs, steps (st) or minutes (min)",
             metavar="DURATION",
@@ -507,6 +511,11 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     decays = config.train.decay_epochs
     if list(decays) != sorted(set(decays)):
         found.append(("train.decay_epochs", "the epochs must rise"))
+    named = config.model.weights.partition("-")[0]
+    if named in typing.get_args(BackboneName) and named != config.model.backbone:
+        found.append(
+            ("model.weights", f"{config.model.weights} do not fit {config.model.backbone}")
+        )
     if config.train.lr_decay == "cosine" and len(decays) != 2:
         found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import safe_join
 
 SPLITS = ("train", "val")
@@ -49,7 +49,15 @@ def find_splits(root: Path) -> dict[str, SplitFiles]:
             f"{root}: no such dataset folder",
             hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
         )
-    named = _from_toml(root / "dataset.toml") if (root / "dataset.toml").is_file() else {}
+    named: dict[str, SplitFiles] = {}
+    if (root / "dataset.toml").is_file():
+        try:
+            named = _from_toml(root / "dataset.toml")
+        except (
+            UsageError,
+            IntegrityError,
+        ) as error:  # a broken file, a path that leaves the folder
+            raise DataError(f"{root / 'dataset.toml'}: {error}") from None
     if not named:
         for split in SPLITS:
             annotations = root / "annotations" / f"instances_{split}2017.json"

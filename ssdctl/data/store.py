@@ -66,6 +66,7 @@ class Split(NamedTuple):
     starts: NDArray[np.int64]  # N + 1
     boxes: NDArray[np.float32]  # M x 4
     labels: NDArray[np.int32]  # M
+    usable: NDArray[np.bool_]  # N: whether the image opens
     trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
@@ -165,7 +166,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     boxes = table.column("boxes").combine_chunks().flatten().flatten()
     pixels = boxes.to_numpy(zero_copy_only=False).reshape(-1, 4)
     scale = np.repeat(np.tile(sizes, 2), counts, axis=0).astype(np.float32)
-    is_usable = table.column("usable").to_numpy()
+    is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.shards:
         images = PackedImages(folder, metadata.shards)
@@ -178,6 +179,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         starts=starts,
         boxes=pixels / scale,
         labels=labels.flatten().to_numpy(),
+        usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
         most_boxes=int(counts.max(initial=0)),
         images=images,

@@ -10,8 +10,6 @@ import torch
 from ssdctl.device.base import Module, channels_last
 from ssdctl.errors import UsageError
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Cuda:
     """See `ssdctl.device.base.Device`."""
@@ -30,8 +28,7 @@ class Cuda:
         return channels_last(model.to(self.torch_device))
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        dtype = DTYPES.get(precision, torch.bfloat16)
-        return torch.autocast("cuda", dtype, enabled=precision != "fp32")
+        return torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16")
 
     def register_backend(self) -> None:
         pass

@@ -16,7 +16,7 @@ from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.coco_ap import Scores, score
 from ssdctl.evaluate.detect import DetectOptions, detect_split
 from ssdctl.files import write_bytes
@@ -81,6 +81,9 @@ def evaluate_checkpoint(
 
     rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)
     say(f"{path}: step {checkpoint.step}, on {len(rows)} images of {root} ({wishes.split})")
+    if not split.usable[rows].all():
+        bad = split.image_ids[rows[~split.usable[rows]]].tolist()
+        warn(f"{len(bad)} images do not open and count as seen without detections: {bad[:5]}")
     model = device.place(load_network(checkpoint))
     options = DetectOptions(
         batch_size=wishes.batch_size,
@@ -106,9 +109,9 @@ def evaluate_checkpoint(
 
 
 def refuse_other_classes(checkpoint: Checkpoint, classes: list[ClassName], root: Path) -> None:
-    """Raise UsageError where a checkpoint and a dataset do not speak of the same classes."""
+    """Raise IntegrityError where a checkpoint and a dataset do not speak of the same classes."""
     if not same_classes(checkpoint, classes):
-        raise UsageError(
+        raise IntegrityError(
             f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes "
             f"({_names(checkpoint.classes)}), {root} has {len(classes)} ({_names(classes)})",
             hint="name the dataset that it was trained on: --data DIR",
@@ -136,6 +139,8 @@ def _choose_data(
     """The dataset to score on: the one the user names, else the one the checkpoint remembers."""
     if "data.root" in given or checkpoint.peer is not None:
         return data
+    if "data.store" in given:
+        return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
     root, _ = data_of(checkpoint)
     if root.is_dir():
         return _remembered(checkpoint)

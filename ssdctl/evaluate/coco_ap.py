@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data import coco
 from ssdctl.errors import DataError, IntegrityError
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
@@ -110,6 +112,14 @@ def read_detections(path: Path) -> Detections:
     )
 
 
+def image_ids(annotations: Path, annotated_only: bool) -> NDArray[np.int64]:
+    """The images of an annotation file, in its order."""
+    read = coco.read(annotations)
+    with_boxes = {a.image_id for a in read.annotations}
+    chosen = [i.id for i in read.images if not annotated_only or i.id in with_boxes]
+    return np.array(chosen, np.int64)
+
+
 def score(
     annotations: Path,
     detections: Detections,
@@ -131,7 +141,10 @@ def score(
     """
     import hotcoco
 
-    truth = hotcoco.COCO(str(annotations))
+    try:
+        truth = hotcoco.COCO(str(annotations))
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise DataError(f"{annotations}: cannot be scored against: {error}") from None
     _refuse_strangers(truth, detections, annotations)
     evaluation = hotcoco.COCOeval(truth, truth.load_res(detections.table()), "bbox")
     if image_ids is not None:
@@ -201,7 +214,11 @@ def _verify(
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
-        truth = COCO(str(annotations))
+        truth = COCO()
+        truth.dataset = json.loads(annotations.read_bytes())
+        for entry in truth.dataset["annotations"]:
+            entry.setdefault("iscrowd", 0)  # pycocotools needs it, COCO's format does not
+        truth.createIndex()
         if len(detections.scores):
             found = truth.loadRes(detections.table())
         else:

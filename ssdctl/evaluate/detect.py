@@ -43,7 +43,7 @@ def detect_split(
     options: DetectOptions,
     progress: Progress | None = None,
 ) -> Detections:
-    """The detections on some images of a split.
+    """The detections on some images of a split; an image that does not open has none.
 
     Args:
         model: The network, on the device; it is left in the mode it came in.
@@ -59,6 +59,7 @@ def detect_split(
     """
     defaults = default_boxes_cxcywh().to(device.torch_device)
     category_ids = np.array([c.id for c in split.classes], np.int64)
+    rows = rows[split.usable[rows]]
     found: list[Detections] = []
     was_training = model.training
     model.eval()

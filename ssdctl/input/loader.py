@@ -37,7 +37,11 @@ BATCHES_AHEAD = 2
 
 
 class Batch(NamedTuple):
-    """One rank's share of one micro-batch. The pixel buffer is reused two batches later."""
+    """One rank's share of one micro-batch.
+
+    The pixels lie in a buffer that is used again: they are good until the next step's batches are
+    asked for.
+    """
 
     images: Tensor  # B x 300 x 300 x 3, uint8 RGB
     boxes: Tensor  # B x G x 4, float32 ltrb in fractions of the picture
@@ -87,7 +91,7 @@ class TrainLoader:
             for part in range(plan.accumulate)
         )
         work = (self._draw(start) for start in parts)
-        return _decoded(self._split, work, plan.batch_size, plan.threads)
+        return _decoded(self._split, work, plan.batch_size, plan.threads, plan.accumulate)
 
     def _draw(self, start: int) -> _Work:
         """Decide everything about a micro-batch but its pixels."""
@@ -124,7 +128,7 @@ def evaluation_batches(
         return _Work(chosen, crops, np.zeros(len(chosen), np.bool_), None)
 
     work = (draw(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
-    return _decoded(split, work, batch_size, threads)
+    return _decoded(split, work, batch_size, threads, held=1)
 
 
 def padded_boxes(
@@ -154,11 +158,17 @@ class _Pending(NamedTuple):
     futures: list[Future[None]]
 
 
-def _decoded(split: Split, work: Iterator[_Work], batch_size: int, threads: int) -> Iterator[Batch]:
-    """Decode batches ahead of their use, into a ring of buffers."""
+def _decoded(
+    split: Split, work: Iterator[_Work], batch_size: int, threads: int, held: int
+) -> Iterator[Batch]:
+    """Decode batches ahead of their use, into a ring of buffers.
+
+    Args:
+        held: How many batches the caller uses at a time.
+    """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
-    # One buffer is in the caller's hands, and one more because it may keep the last for a while.
-    free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(BATCHES_AHEAD + 2))
+    num_buffers = held + BATCHES_AHEAD + 1
+    free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
     pending: deque[_Pending] = deque()
 
     def start(pool: ThreadPoolExecutor, item: _Work) -> None:
@@ -208,6 +218,6 @@ def _decode(split: Split, row: int, rect: Floats, flip: bool, out: NDArray[np.ui
     except (OSError, SyntaxError, ValueError) as error:
         raise DataError(
             f"image {split.image_ids[row]} cannot be decoded: {error}",
-            hint="run ssdctl prepare --force, which lists and drops such images",
+            hint="replace the file, or take the image out of the annotations; then run it again",
         ) from None
     out[...] = pixels[:, ::-1] if flip else pixels

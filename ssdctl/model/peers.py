@@ -75,7 +75,9 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def label_map(classes: list[ClassName]) -> dict[int, str]:
-    """The peers' table of class names; 0 is the background."""
+    """The peers' table of class names; 0 is the background. Empty where the names are unknown."""
+    if not classes:
+        return {}
     return {0: "background", **{label: c.name for label, c in enumerate(classes, start=1)}}
 
 

@@ -6,7 +6,7 @@ A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read,
 
 from __future__ import annotations
 
-import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +19,7 @@ from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.data.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model import peers
+from ssdctl.model.backbone import BUILDERS
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
@@ -48,6 +49,7 @@ class Checkpoint(NamedTuple):
     epoch: float
     samples_seen: int
     images: int  # that the run trained on
+    global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
     peer: str | None = None  # whose it is, where it is not ours
@@ -69,29 +71,35 @@ def read_checkpoint(path: Path) -> Checkpoint:
             hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
         )
     try:
+        architecture = Architecture(**payload["architecture"])
+        if not _is_state(payload["model"]) or architecture.backbone not in BUILDERS:
+            raise TypeError("model")
         return Checkpoint(
             path=path,
             model=payload["model"],
-            architecture=Architecture(**payload["architecture"]),
+            architecture=architecture,
             classes=[ClassName(**c) for c in payload["classes"]],
             config=payload["config"],
             step=payload["step"],
             epoch=payload["samples_seen"] / payload["images"],
             samples_seen=payload["samples_seen"],
             images=payload["images"],
+            global_batch=payload["global_batch"],
             best_ap=payload["best_ap"],
             optimizer=payload["optimizer"],
         )
-    except (KeyError, TypeError, ZeroDivisionError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
 
 
 def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
     """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
+    if not _is_state(payload["model"]):
+        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are no tensors")
     state = peers.from_peer(payload["model"], peer)
     backbone = peers.backbone_of(state)
     head = state.get("class_heads.0.weight")
-    if backbone is None or not isinstance(head, Tensor) or head.shape[0] % BOXES_PER_CELL[0]:
+    if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
         raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet")
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
@@ -111,6 +119,7 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
         epoch=float(payload.get("epoch", 0)),
         samples_seen=0,
         images=0,
+        global_batch=0,
         best_ap=None,
         optimizer={},
         peer=peer,
@@ -138,7 +147,7 @@ def with_classes(
     Returns:
         The weights, and the names of the classes that were kept.
     """
-    state = dict(checkpoint.model)
+    state = with_counters(checkpoint.model, model)
     old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
     new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
     kept = [name for name in new if name in old]
@@ -157,23 +166,27 @@ def with_classes(
 def read_payload(path: Path) -> Any:
     """What a `.pt` file holds, once its CRCs are right. Tensors land on the CPU.
 
+    Files from before torch 1.6 are no zips and have no CRCs: torch.load alone judges them.
+
     Raises:
         UsageError: There is no such file.
         IntegrityError: It is damaged or would run code.
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
-    verify(path)
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":
+            verify(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).strip().splitlines()[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of formats that are judged by the result
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a hostile pickle can make the unpickler raise anything
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise IntegrityError(
-            f"{path}: refused: it holds more than tensors and plain values ({reason})",
-            hint="it was not loaded, and no code of it ran",
+            f"{path}: no checkpoint, or one that holds more than plain tensors: {reason}",
+            hint="no code of it was run",
         ) from None
-    except (RuntimeError, ValueError, EOFError, OSError) as error:
-        raise IntegrityError(f"{path}: cannot be loaded: {error}") from None
 
 
 def verify(path: Path) -> None:
@@ -181,7 +194,7 @@ def verify(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError) as error:
+    except Exception as error:  # zipfile raises a dozen kinds on a spoiled directory
         raise IntegrityError(
             f"{path}: no checkpoint, or a damaged one: {error}",
             hint="an earlier one may be whole: look in the run's checkpoints/",
@@ -197,7 +210,7 @@ def load_network(checkpoint: Checkpoint) -> SSD300:
         IntegrityError: The weights do not fit; the message lists what differs.
     """
     model = checkpoint.architecture.build()
-    load_state(model, checkpoint.model, checkpoint.path)
+    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
     return model
 
 
@@ -223,15 +236,24 @@ def load_backbone(model: SSD300, path: Path) -> None:
     Raises:
         IntegrityError: The file is damaged, or holds another network.
     """
-    # torchvision's older files are no zips: nothing to check but what torch.load itself checks.
-    if zipfile.is_zipfile(path):
-        verify(path)
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise IntegrityError(f"{path}: no backbone weights: {reason}") from None
-    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+    state = read_payload(path)
+    if not _is_state(state):
         raise IntegrityError(f"{path}: no backbone weights: not a state dict")
     kept = {k: v for k, v in state.items() if not k.startswith(("layer4.", "fc."))}
-    load_state(model.backbone, kept, path)
+    load_state(model.backbone, with_counters(kept, model.backbone), path)
+
+
+def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """A state dict with batch norm's step counters, which PyTorch did not save before 0.4.1."""
+    counters = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in module.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    }
+    return {**counters, **state}
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()
+    )

@@ -13,7 +13,6 @@ from ssdctl.files import atomic_write
 from ssdctl.model.peers import label_map, to_peer
 from ssdctl.model.weights import Checkpoint
 
-FORMATS = ("safetensors", "mlperf", "nvidia")
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 

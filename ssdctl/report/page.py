@@ -37,7 +37,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         charts=[Markup(chart) for chart in charts if chart],  # matplotlib's own SVG
         figures=list(FIGURES),
         class_names=sorted({name for run in runs for name in run.class_ap}),
-        samples={run.name: sample_detections(run) for run in runs},
+        samples=[sample_detections(run) for run in runs],
         version=__version__,
     )
     write_text(target, page)

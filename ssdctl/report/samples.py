@@ -51,9 +51,12 @@ def sample_detections(run: RunData) -> tuple[list[Sample], str]:
             score_threshold=SCORE,
             nms_iou=0.5,
         )
-        rows = np.linspace(0, len(split.image_ids) - 1, NUM_SAMPLES).astype(int)
-        return [_sample(split, int(row), predictor) for row in np.unique(rows)], ""
-    except SsdctlError as error:
+        rows = np.nonzero(split.usable)[0]
+        if not len(rows):
+            return [], f"{root} has no validation image that opens"
+        chosen = np.unique(np.linspace(0, len(rows) - 1, NUM_SAMPLES).astype(int))
+        return [_sample(split, int(row), predictor) for row in rows[chosen]], ""
+    except (SsdctlError, OSError) as error:
         return [], str(error)
 
 

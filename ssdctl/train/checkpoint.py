@@ -42,6 +42,7 @@ class CheckpointFolder:
         step: int,
         samples_seen: int,
         images: int,
+        global_batch: int,
         best_ap: float | None,
         optimizer: torch.optim.Optimizer,
     ) -> Path:
@@ -59,6 +60,7 @@ class CheckpointFolder:
             "step": step,  # optimizer steps done
             "samples_seen": samples_seen,  # position in the stream of samples
             "images": images,  # images in an epoch
+            "global_batch": global_batch,  # samples in a step
             "best_ap": best_ap,  # so far
             "optimizer": optimizer.state_dict(),  # momentum and the like
         }
@@ -83,14 +85,31 @@ class CheckpointFolder:
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
 
+    def retire(self, start_step: int) -> list[Path]:
+        """Rename what lies after the step that a run goes on from: it was damaged, or left behind.
+
+        Those steps come again, and the newest checkpoint must be of the run that is going on.
+        """
+        later = [path for path in self.steps() if int(path.stem.partition("-")[2]) > start_step]
+        return [path.replace(path.with_name(path.name + ".retired")) for path in later]
+
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint that is whole, and a warning for each damaged one before it."""
+        """The newest checkpoint that is whole, and a warning for each damaged one before it.
+
+        Raises:
+            IntegrityError: There are checkpoints, and none is whole.
+        """
         warnings: list[str] = []
         for path in reversed(self.steps()):
             try:
                 return read_checkpoint(path), warnings
             except IntegrityError as error:
                 warnings.append(f"{error}; trying the one before")
+        if warnings:
+            raise IntegrityError(
+                f"none of the {len(warnings)} checkpoints in {self.path} is whole: {warnings[-1]}",
+                hint="start anew with another --out, or name a good one with --resume FILE",
+            )
         return None, warnings
 
 

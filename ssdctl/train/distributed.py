@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
 
 from ssdctl.device.base import Device
 from ssdctl.errors import DistributedError, UsageError
@@ -78,6 +78,15 @@ def agree(flag: bool, ranks: Ranks, device: Device) -> bool:
     raised = torch.tensor([int(flag)], device=device.torch_device)
     dist.all_reduce(raised, dist.ReduceOp.MAX)
     return bool(raised.item())
+
+
+def average(tensor: Tensor, ranks: Ranks) -> Tensor:
+    """The mean of a tensor over the ranks."""
+    if ranks.is_alone:
+        return tensor
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / ranks.world_size
 
 
 def average_batch_norms(model: nn.Module, ranks: Ranks) -> None:

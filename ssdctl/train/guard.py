@@ -73,7 +73,7 @@ class Guard:
             raise NonFiniteError(
                 f"step {bad[0].step}: the loss or a gradient is NaN or infinite "
                 f"({len(bad)} such steps up to step {bad[-1].step}); their images are in {where}",
-                hint="no weight was moved by them, and the last checkpoint is good: lower --lr, "
-                "lengthen --warmup or set --clip-grad, and go on with --resume-changed",
+                hint="no weight was moved by them: lower --lr, lengthen --warmup or set "
+                "--clip-grad, and go on from the last checkpoint with --resume-changed",
             )
         return self.policy == "rollback"

@@ -1,8 +1,9 @@
 """The training loop: linear, from the first step to the last, on one screen.
 
-    summary = run_training(resolved, say=print, emit=show, progress=tqdm_like)
+    summary = run_training(resolved, say=print, warn=print, emit=show, progress=tqdm_like)
 
-`emit` gets every record of metrics.jsonl as it is written; `say` gets what a user should read.
+`emit` gets every record of metrics.jsonl as it is written; `say` and `warn` get
+what a user should read.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ssdctl.config.render import to_toml, values
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.errors import Stopped
-from ssdctl.files import make_dir, write_text
+from ssdctl.files import make_dir, remove_stale_temporaries, write_text
 from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
 from ssdctl.input.order import Order
 from ssdctl.model.weights import load_state
@@ -27,7 +28,7 @@ from ssdctl.train.guard import BadStep, Guard
 from ssdctl.train.metrics import MetricsFile, Record, environment
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.ranks import find_ranks
-from ssdctl.train.resume import find_start
+from ssdctl.train.resume import begin
 from ssdctl.train.schedule import Every, every
 from ssdctl.train.setup import Progress, Say, Setup, prepare_run
 from ssdctl.train.step import TrainStep
@@ -46,7 +47,12 @@ class Summary(NamedTuple):
 
 
 def run_training(
-    resolved: Resolved, *, say: Say, emit: Callable[[Record], None], progress: Progress
+    resolved: Resolved,
+    *,
+    say: Say,
+    warn: Say,
+    emit: Callable[[Record], None],
+    progress: Progress,
 ) -> Summary:
     """Train to the end of the plan, or to the target AP, going on where an earlier run stopped.
 
@@ -59,46 +65,55 @@ def run_training(
     device = open_device(resolved.config.train.device, ranks.local_rank)
     quiet = not ranks.is_first
     with distributed.group(ranks, device):
-        setup = prepare_run(
-            resolved.config, device, ranks, _muted(say, quiet), progress if not quiet else _plain
-        )
-        return _Run(setup, resolved, _muted(say, quiet), _muted(emit, quiet)).train()
+        say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
+        setup = prepare_run(resolved.config, device, ranks, say, progress if not quiet else _plain)
+        return _Run(setup, resolved, say, warn, emit).train()
 
 
 class _Run:
     """The state of a run between its steps."""
 
     def __init__(
-        self, setup: Setup, resolved: Resolved, say: Say, emit: Callable[[Record], None]
+        self,
+        setup: Setup,
+        resolved: Resolved,
+        say: Say,
+        warn: Say,
+        emit: Callable[[Record], None],
     ) -> None:
         config = setup.config.train
-        self.setup, self.say, self._emit = setup, say, emit
+        self.setup, self.say, self.warn, self._emit = setup, say, warn, emit
         self.plan = setup.plan
         self.optimizer = build_optimizer(setup.model, config)
         self.checkpoints = CheckpointFolder(setup.out, config.keep)
         self.save_every = every(config.save_every, self.plan)
         self.eval_every = every(config.eval_every, self.plan) if config.eval_every else None
 
-        start = find_start(setup, self.checkpoints, self.optimizer, say)
+        start = begin(setup, self.checkpoints, self.optimizer, say, warn)
         self.step, self.best_ap, self.first_sample = start.step, start.best_ap, start.samples_seen
         self.first_step = start.step
         self.batches: Iterator[Batch] = iter(())
         self.saved_step = start.step if start.is_saved else None
-        self.evaluated_step: int | None = None
         self.saved_at = self.started_at = time.monotonic()
         self.paused_s = 0.0  # evaluations and saves, which are no training
-        self.steady_rate = 0.0
-        if setup.ranks.is_first:
-            self._open_folder(resolved)
+        self.trained_images = 0
+        evaluated = self._open_folder(resolved) if setup.ranks.is_first else None
+        self.evaluated_step = distributed.broadcast(evaluated, setup.ranks)
 
-    def _open_folder(self, resolved: Resolved) -> None:
+    def _open_folder(self, resolved: Resolved) -> int | None:
+        """Write what describes the run; return the last step that was evaluated already."""
         out = make_dir(self.setup.out)
         make_dir(out / "logs")
+        remove_stale_temporaries(out)
         self.checkpoints.clean()
+        for path in self.checkpoints.retire(self.step):
+            self.warn(f"{path.name}: set aside, the run goes on from step {self.step}")
+        resolved = resolved.with_value("train.precision", self.setup.precision)
         write_text(out / "config.toml", to_toml(resolved))
         facts = environment(self.setup.device.label, self.setup.ranks.world_size)
         write_text(out / "environment.json", json.dumps(facts, indent=2) + "\n")
         self.metrics = MetricsFile(out / "metrics.jsonl", self.step)
+        return self.metrics.last_evaluation
 
     def train(self) -> Summary:
         setup, config, plan = self.setup, self.setup.config.train, self.plan
@@ -110,15 +125,18 @@ class _Run:
 
         logged_step, logged_at = self.step, time.monotonic()
         self._stop_if_asked()
+        if self.step > 0 and self.eval_every is not None and self._is_due(self.eval_every, None):
+            self._evaluate()  # where the run was stopped before it came to that
         while self.step < plan.total_steps and not self._reached_target():
             lr = plan.lr(self.step)
             batches = list(itertools.islice(self.batches, config.accumulate))
             result = take_step(batches, lr)
             self.step += 1
+            self.trained_images += plan.global_batch_size
             guard.watch(self.step, result.is_bad, self._image_ids(batches))
 
             if self.step % config.log_every == 0 or self.step == plan.total_steps:
-                figures = result.read()
+                figures = result.read(setup.ranks)
                 now = time.monotonic()
                 rate = plan.global_batch_size * (self.step - logged_step) / (now - logged_at)
                 self._log_step(figures, lr, rate)
@@ -174,8 +192,8 @@ class _Run:
             if self.setup.ranks.is_first:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
                 write_text(self.setup.out / "nonfinite" / f"step-{entry.step:08d}.json", content)
-        self.say(
-            f"warning: {len(bad)} steps up to step {bad[-1].step} had a NaN or infinite loss or "
+        self.warn(
+            f"{len(bad)} steps up to step {bad[-1].step} had a NaN or infinite loss or "
             f"gradient and were left out; their images are in {self.setup.out / 'nonfinite'}"
         )
 
@@ -197,8 +215,11 @@ class _Run:
             checkpoint.step,
         )
         self._start_input()
+        self.saved_step = self.evaluated_step = None
         if setup.ranks.is_first:
+            self.checkpoints.retire(self.step)
             self.metrics = MetricsFile(setup.out / "metrics.jsonl", self.step)
+        self._save()  # so that a resume too goes on past the offending images
         self._event("rolled_back", from_step=bad_step)
         self.say(f"back to {checkpoint.path} (step {self.step}), past the images up to here")
 
@@ -255,6 +276,7 @@ class _Run:
                 step=self.step,
                 samples_seen=self._next_sample(),
                 images=self.plan.images,
+                global_batch=self.plan.global_batch_size,
                 best_ap=self.best_ap,
                 optimizer=self.optimizer,
             )
@@ -263,27 +285,26 @@ class _Run:
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
     def _finish(self) -> Summary:
+        was_finished = self.trained_images == 0 and self.evaluated_step == self.step
         if self.setup.val is None:
             self.say("no validation split: nothing to evaluate")
         self._evaluate()
         self._save()
+        trained_s = time.monotonic() - self.started_at - self.paused_s
         summary = Summary(
             out=str(self.setup.out),
             step=self.step,
-            images_per_second=round(self.steady_rate, 2),
+            images_per_second=round(self.trained_images / max(trained_s, 1e-9), 2),
             best_ap=self.best_ap,
             peak_memory_bytes=self.setup.device.peak_memory_bytes(),
             total_s=round(time.monotonic() - self.started_at, 1),
         )
-        self._event(
-            "finished", **{k: v for k, v in summary._asdict().items() if k not in ("out", "step")}
-        )
+        if not was_finished:
+            facts = {k: v for k, v in summary._asdict().items() if k not in ("out", "step")}
+            self._event("finished", **facts)
         return summary
 
     def _log_step(self, figures: dict[str, float], lr: float, rate: float) -> None:
-        trained_s = time.monotonic() - self.started_at - self.paused_s
-        images = (self.step - self.first_step) * self.plan.global_batch_size
-        self.steady_rate = images / max(trained_s, 1e-9)
         self._record(
             {
                 "kind": "train",

@@ -26,8 +26,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         self.path = path
+        self.last_evaluation: int | None = None  # the step of the last one that is kept
         if path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", 0) <= start_step]
+            steps = [int(r["step"]) for r in kept if r.get("kind") == "eval"]
+            self.last_evaluation = max(steps, default=None)
             write_text(path, "".join(_line(r) for r in kept))
 
     def write(self, record: Record) -> None:

@@ -1,4 +1,4 @@
-"""SGD or AdamW, fused where the device can, told by the guard when to leave a step out."""
+"""SGD or AdamW, as fused kernels, which the guard can tell on the device to leave a step out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     if config.optimizer == "adamw":
         betas = (config.momentum, 0.999)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+    if config.momentum:
+        # SGD makes its momentum at the first step, of uninitialised memory that the kernel fills;
+        # a first step that is left out would leave it so. Zeros give the same first step.
+        for parameter in trained:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def _is_decayed(parameter: Tensor, config: TrainConfig) -> bool:

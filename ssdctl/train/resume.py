@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or where an earlier one stopped."""
+"""Where a run begins: anew, or where an earlier one stopped. The first rank reads, all follow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import torch
 
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
-from ssdctl.errors import UsageError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint, same_classes
+from ssdctl.train import distributed
 from ssdctl.train.checkpoint import CheckpointFolder
-from ssdctl.train.setup import Say, Setup
+from ssdctl.train.setup import Say, Setup, load_first_weights
+
+HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
 
 
 class Start(NamedTuple):
@@ -24,31 +27,53 @@ class Start(NamedTuple):
     is_saved: bool  # whether the run folder holds a checkpoint of it
 
 
-def find_start(
-    setup: Setup, folder: CheckpointFolder, optimizer: torch.optim.Optimizer, say: Say
+def begin(
+    setup: Setup, folder: CheckpointFolder, optimizer: torch.optim.Optimizer, say: Say, warn: Say
 ) -> Start:
-    """Load the checkpoint to go on from into the network and the optimizer, if there is one.
+    """Load the checkpoint to go on from into network and optimizer; without one, first weights.
 
     Raises:
         UsageError: `--resume never` on a run that has checkpoints; a setting that changes the
             maths differs.
-        IntegrityError: The named checkpoint is damaged.
+        IntegrityError: The named checkpoint, or every one of the run, is damaged; or it knows
+            other classes.
     """
+    checkpoint = None
+    if setup.ranks.is_first:
+        checkpoint = _find(setup, folder, warn)
+    checkpoint = distributed.broadcast(checkpoint, setup.ranks)
+    if checkpoint is None:
+        load_first_weights(setup, say)
+        return Start(0, 0, None, False)
+    load_state(setup.model, checkpoint.model, checkpoint.path)
+    _load_optimizer(optimizer, checkpoint, warn)
+    step = checkpoint.step
+    if checkpoint.global_batch != setup.plan.global_batch_size:
+        # The schedule counts in the new batch: the step that has seen as many samples.
+        step = checkpoint.samples_seen // setup.plan.global_batch_size
+    say(f"going on from {checkpoint.path} (step {step} of {setup.plan.total_steps})")
+    is_own = checkpoint.path.parent == folder.path and step == checkpoint.step
+    return Start(step, checkpoint.samples_seen, checkpoint.best_ap, is_own)
+
+
+def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | None:
+    """The checkpoint to go on from, once it has been found to belong to this run."""
     wanted = setup.config.train.resume
     if wanted == "never":
-        if folder.steps():
+        if setup.out.is_dir() and any(setup.out.iterdir()):
             raise UsageError(
-                f"{setup.out} holds a run, and --resume never would mix another one into it",
+                f"{setup.out} is not empty, and --resume never would mix a new run into it",
                 hint="choose another --out, or leave --resume out to go on with it",
             )
-        return Start(0, 0, None, False)
-    checkpoint, warnings = (
-        folder.newest_intact() if wanted == "auto" else (read_checkpoint(Path(wanted)), [])
-    )
-    for warning in warnings:
-        say(f"warning: {warning}")
-    if checkpoint is None:
-        return Start(0, 0, None, False)
+        return None
+    if wanted == "auto":
+        checkpoint, warnings = folder.newest_intact()
+        for warning in warnings:
+            warn(warning)
+        if checkpoint is None:
+            return None
+    else:
+        checkpoint = read_checkpoint(Path(wanted))
     if checkpoint.peer is not None:
         raise UsageError(
             f"{checkpoint.path} is {checkpoint.peer}'s: it lacks what a resume needs",
@@ -56,12 +81,13 @@ def find_start(
         )
     if not setup.config.train.resume_changed:
         _refuse_changes(setup, checkpoint)
-    _refuse_other_classes(setup, checkpoint)
-    load_state(setup.model, checkpoint.model, checkpoint.path)
-    optimizer.load_state_dict(checkpoint.optimizer)
-    say(f"going on from {checkpoint.path} (step {checkpoint.step} of {setup.plan.total_steps})")
-    is_own = checkpoint.path.parent == folder.path
-    return Start(checkpoint.step, checkpoint.samples_seen, checkpoint.best_ap, is_own)
+    if not same_classes(checkpoint, setup.train.classes):
+        raise IntegrityError(
+            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes, "
+            f"the dataset has {len(setup.train.classes)}, or their names differ",
+            hint="--init takes its weights into a new run",
+        )
+    return checkpoint
 
 
 def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
@@ -71,8 +97,13 @@ def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
         for path, setting in all_settings().items()
         if setting.maths and _plain(checkpoint.config.get(path)) != _plain(now[path])
     ]
-    if checkpoint.images != setup.plan.images:
-        differing.append(f"the dataset had {checkpoint.images} images, has {setup.plan.images}")
+    plan = setup.plan
+    if checkpoint.global_batch != plan.global_batch_size:
+        differing.append(
+            f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}"
+        )
+    if checkpoint.images != plan.images:
+        differing.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
     if differing:
         raise UsageError(
             f"{checkpoint.path} was trained with other settings: {'; '.join(differing)}",
@@ -80,13 +111,21 @@ def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
         )
 
 
-def _refuse_other_classes(setup: Setup, checkpoint: Checkpoint) -> None:
-    if not same_classes(checkpoint, setup.train.classes):
-        raise UsageError(
-            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes, "
-            f"the dataset has {len(setup.train.classes)}, or their names differ",
-            hint="--init takes its weights into a new run",
-        )
+def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, warn: Say) -> None:
+    """The state of the checkpoint's optimizer, with this run's settings."""
+    kind = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "sgd"
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    known = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    if kind != checkpoint.config.get("train.optimizer") or sizes != known:
+        warn("the optimizer differs from the checkpoint's: its momentum starts anew")
+        return
+    wanted = [
+        {name: group[name] for name in HYPERPARAMETERS if name in group}
+        for group in optimizer.param_groups
+    ]
+    optimizer.load_state_dict(checkpoint.optimizer)
+    for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+        group.update(settings)
 
 
 def _plain(value: object) -> object:

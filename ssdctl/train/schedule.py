@@ -75,7 +75,9 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
     def steps(epochs: float) -> int:
         return int(epochs * images / global_batch)
 
-    total = config.steps if config.steps is not None else max(steps(config.epochs), 1)
+    total = max(steps(config.epochs), 1)
+    if config.steps is not None:
+        total = min(total, config.steps)
     value, unit = split_duration(config.warmup)
     warmup = int(value) if unit == "st" else steps(value)
     if warmup > total:

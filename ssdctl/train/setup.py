@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from ssdctl.config import Config
@@ -26,6 +27,7 @@ from ssdctl.model.weights import (
     read_checkpoint,
     same_classes,
     with_classes,
+    with_counters,
 )
 from ssdctl.train import distributed
 from ssdctl.train.ranks import Ranks
@@ -75,24 +77,22 @@ def choose_precision(wanted: str, device: Device) -> str:
 def prepare_run(
     config: Config, device: Device, ranks: Ranks, say: Say, progress: Progress
 ) -> Setup:
-    """Open the dataset, make the plan, build the network with its first weights.
+    """Open the dataset, make the plan, build the network with random weights.
 
     Raises:
-        UsageError, DataError, NetworkError, IntegrityError: See the modules that are asked.
+        UsageError, DataError: See the modules that are asked.
     """
     precision = choose_precision(config.train.precision, device)
+    # What `auto` came down to belongs to the run: a resume elsewhere must notice.
+    train_config = msgspec.structs.replace(config.train, precision=precision)
+    config = msgspec.structs.replace(config, train=train_config)
     root, folder = dataset_folders(config.data)
     if ranks.is_first:  # the others find it prepared
         open_dataset(root, folder, say=say, progress=progress)
     distributed.barrier(ranks)
     splits = open_dataset(root, folder, say=lambda _: None)
-    if "train" not in splits:
-        raise DataError(f"{root}: has no training split")
-    train = splits["train"]
-    limit = config.train.limit_train
-    train = train._replace(trainable=train.trainable[:limit])
-    if not len(train.trainable):
-        raise DataError(f"{root}: no training image has a box to learn from")
+    train, val = _checked_splits(splits, root)
+    train = train._replace(trainable=train.trainable[: config.train.limit_train])
     plan = make_plan(config.train, len(train.trainable), ranks.world_size)
 
     architecture = Architecture(
@@ -100,10 +100,8 @@ def prepare_run(
     )
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
-    _load_first_weights(model, config, train, ranks, say)
     if config.train.freeze_stem:
         freeze_stem(model.backbone)
-    model = device.place(model)
     return Setup(
         config=config,
         device=device,
@@ -111,26 +109,47 @@ def prepare_run(
         precision=precision,
         plan=plan,
         train=train,
-        val=splits.get("val"),
+        val=val,
         architecture=architecture,
-        model=model,
+        model=device.place(model),
         out=run_folder(config),
         threads=config.train.workers or _share_of_cores(ranks),
     )
 
 
-def _load_first_weights(
-    model: SSD300, config: Config, train: Split, ranks: Ranks, say: Say
-) -> None:
+def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
+    """The splits to train and to validate on, once they are found to speak of the same classes."""
+    if "train" not in splits:
+        raise DataError(f"{root}: has no training split")
+    train, val = splits["train"], splits.get("val")
+    if not len(train.trainable):
+        raise DataError(f"{root}: no training image has a box to learn from")
+    if val is not None and val.classes != train.classes:
+        named = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
+        raise DataError(
+            f"{root}: the splits list different categories, or in another order: "
+            f"train {named[0]}; val {named[1]}",
+            hint="give both annotation files the same list of categories",
+        )
+    return train, val
+
+
+def load_first_weights(setup: Setup, say: Say) -> None:
+    """The weights of a run that starts: of `--init`, or a backbone's.
+
+    Raises:
+        UsageError, NetworkError, IntegrityError: They cannot be had, or do not fit.
+    """
+    config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
         checkpoint = read_checkpoint(Path(config.train.init))
-        state = checkpoint.model
+        state = with_counters(checkpoint.model, model)
         say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
-        if not same_classes(checkpoint, train.classes):
-            state, kept = with_classes(checkpoint, model, train.classes)
+        if not same_classes(checkpoint, classes):
+            state, kept = with_classes(checkpoint, model, classes)
             say(
                 f"it knows {checkpoint.architecture.num_classes - 1} classes, the dataset has "
-                f"{len(train.classes)}: the class heads start anew, but for "
+                f"{len(classes)}: the class heads start anew, but for "
                 f"{', '.join(kept) or 'none'} that both know by name"
             )
         load_state(model, state, checkpoint.path)
@@ -141,9 +160,11 @@ def _load_first_weights(
     if Path(name).is_file():
         path = Path(name)
     else:
-        if ranks.is_first:
+        if name.startswith("imagenet-"):  # the backbone's own
+            name = f"{config.model.backbone}-{name}"
+        if setup.ranks.is_first:
             fetch_weights(name, mirror=config.download.mirror, say=say)
-        distributed.barrier(ranks)
+        distributed.barrier(setup.ranks)
         path = fetch_weights(name, say=lambda _: None)  # found in the cache by now
     load_backbone(model, path)
     say(f"backbone weights: {path}")

@@ -16,7 +16,9 @@ from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.model.augment import normalise
 from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.train import distributed
 from ssdctl.train.optimizer import set_lr
+from ssdctl.train.ranks import Ranks
 
 
 class StepResult:
@@ -27,9 +29,10 @@ class StepResult:
         self.grad_norm = grad_norm
         self.is_bad = is_bad  # 1.0 where the step was left out
 
-    def read(self) -> dict[str, float]:
-        """The figures, waited for once."""
-        values = torch.stack([*self.losses, self.grad_norm, self.is_bad]).tolist()
+    def read(self, ranks: Ranks) -> dict[str, float]:
+        """The figures, waited for once; the losses are means over the ranks."""
+        losses = distributed.average(torch.stack(list(self.losses)), ranks)
+        values = torch.cat([losses, torch.stack([self.grad_norm, self.is_bad])]).tolist()
         names = ("loss", "loss_box", "loss_class", "grad_norm", "is_bad")
         return dict(zip(names, values, strict=True))
 

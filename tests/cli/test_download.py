@@ -18,7 +18,7 @@ from data.http_server import Reply, Server, changed, file
 from data.zips import tree, zipped
 
 import ssdctl.cli.download  # registers the command
-from ssdctl.cli.main import app
+from ssdctl.cli.main import main
 
 CONTENT = {f"val2017/{i:06d}.jpg": random.Random(i).randbytes(500) for i in range(30)}
 ARCHIVE = zipped(CONTENT)
@@ -42,11 +42,9 @@ def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: st
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of `ssdctl download ...`."""
-    import typer
-
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        typer.main.get_command(app).main(["download", *arguments], prog_name="ssdctl")
+        main(["download", *arguments])
     said = capsys.readouterr()
     return int(end.value.code or 0), said.out, said.err
 
@@ -190,15 +188,13 @@ def test_a_signal_ends_it_with_75_and_the_next_run_goes_on(
     content = random.Random(0).randbytes(2_000_000)
     slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", 0.2))
     file_list = manifest(server.route("/a.bin", slow), content, "a.bin")
-    program = (
-        "import typer, ssdctl.cli.download; from ssdctl.cli.main import app; "
-        "typer.main.get_command(app).main(prog_name='ssdctl')"
-    )
+    program = "from ssdctl.cli.main import main; main()"
     options = ["download", "--dest", "data", "--manifest", file_list, "--connections", "2"]
     process = subprocess.Popen(
         [sys.executable, "-c", program, *options], stderr=subprocess.PIPE, text=True
     )
     while server.body_bytes < 300_000:
+        assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(sent)
     _, err = process.communicate(timeout=10)

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from data.http_server import Server, file
 
 import ssdctl.cli.fetch_weights  # noqa: F401 - registers the command
-from ssdctl.cli.main import app
+from ssdctl.cli.main import main
 from ssdctl.data import sources
 from ssdctl.data.sources import PinnedFile, Weights
 
@@ -39,7 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     """(exit code, stdout, stderr) of `ssdctl fetch-weights ...`."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        typer.main.get_command(app).main(["fetch-weights", *arguments], prog_name="ssdctl")
+        main(["fetch-weights", *arguments])
     said = capsys.readouterr()
     return int(end.value.code or 0), said.out, said.err
 

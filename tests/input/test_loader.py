@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,22 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
         parts = [shared[rank][2 * step + part] for part in (0, 1) for rank in (0, 1)]
         assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
         assert torch.equal(torch.cat([p.boxes for p in parts]), batch.boxes)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 6])
+def test_a_steps_batches_are_good_until_the_next_step(
+    splits: dict[str, Split], accumulate: int
+) -> None:
+    """The caller holds all micro-batches of a step; no buffer of theirs may be written again."""
+    plan = PLAN._replace(batch_size=1, accumulate=accumulate)
+    copies = taken(splits["train"], plan, range(4))
+    loader = TrainLoader(splits["train"], Order(splits["train"].trainable, plan.seed), plan)
+    batches = loader.batches(0, 4)
+    for step in range(4):
+        held = [next(batches) for _ in range(accumulate)]
+        time.sleep(0.05)  # what is decoded ahead lands meanwhile
+        for part, batch in enumerate(held):
+            assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
 def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.model.weights import load_backbone, load_network, read_checkpoint
+from ssdctl.model.weights import Architecture, load_backbone, load_network, read_checkpoint
 from ssdctl.train.checkpoint import CheckpointFolder
 
 
@@ -90,6 +91,47 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
         load_network(read._replace(model=model))
     for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (64,)"):
         assert words in str(caught.value)
+
+
+def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
+    """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
+    from torchvision.models import resnet18
+
+    state = {k: v for k, v in resnet18().state_dict().items() if "num_batches" not in k}
+    path = tmp_path / "old.pth"
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    load_backbone(SSD300("resnet18", 3, "none"), path)
+
+
+def test_peers_file_from_before_zip_is_read(tmp_path: Path) -> None:
+    state = to_peer(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
+    path = tmp_path / "epoch_1.pt"
+    torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
+    read = read_checkpoint(path)
+    assert read.architecture == Architecture("resnet18", "batch", 4)
+    load_network(read)
+
+
+def test_flipped_bits_in_the_zip_directory_are_damage(checkpoint: Path, tmp_path: Path) -> None:
+    content = checkpoint.read_bytes()
+    path = tmp_path / "x.pt"
+    start = content.rindex(b"PK\x01\x02", 0, len(content) - 3000)
+    for offset in range(4, 46, 3):
+        spoiled = bytearray(content)
+        spoiled[start + offset] ^= 0x55
+        path.write_bytes(spoiled)
+        try:
+            read_checkpoint(path)
+        except IntegrityError:
+            continue  # anything else would be a bug; some bits mean nothing
+
+
+def test_none_intact_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
+    with pytest.raises(IntegrityError, match="none of the 1 checkpoints"):
+        CheckpointFolder(tmp_path, keep=1).newest_intact()
 
 
 def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:

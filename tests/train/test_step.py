@@ -15,7 +15,10 @@ from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.guard import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStep, Guard
 from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.ranks import Ranks
 from ssdctl.train.step import TrainStep
+
+ALONE = Ranks(0, 1, 0)
 
 
 def config(**changes: object) -> TrainConfig:
@@ -61,7 +64,7 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
         if isinstance(v, torch.Tensor)
     ]
     bad = step([batch(1, jitter=float("inf"))], 1e-3)
-    assert bad.read()["is_bad"] == 1
+    assert bad.read(ALONE)["is_bad"] == 1
     for name, tensor in model.state_dict().items():  # batch norm's statistics too
         if name.endswith("num_batches_tracked"):
             continue
@@ -69,7 +72,7 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
     after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(after, momenta, strict=True))
     good = step([batch(1, seed=2)], 1e-3)
-    assert good.read()["is_bad"] == 0
+    assert good.read(ALONE)["is_bad"] == 0
     assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
@@ -90,7 +93,7 @@ def test_accumulation_equals_the_larger_batch() -> None:
 def test_clipping_bounds_the_update() -> None:
     model, _, step = made(clip_grad=0.5, momentum=0, weight_decay=0)
     before = [p.detach().clone() for p in model.parameters()]
-    result = step([batch(1)], 1.0).read()
+    result = step([batch(1)], 1.0).read(ALONE)
     assert result["grad_norm"] > 0.5
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-3)
@@ -158,3 +161,18 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics(backbone: str) -
     assert "backbone.bn1.running_mean" not in same
     assert "backbone.layer1.1.conv1.weight" not in same
     assert ("backbone.layer1.0.conv2.weight" in same) == (backbone == "resnet50")
+
+
+@pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
+def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
+    """The step after it is the one that a fresh run would have taken."""
+    ends = []
+    for batches in ([batch(1, jitter=float("inf")), batch(1)], [batch(1)]):
+        model, _, step = made(optimizer=optimizer_name)
+        for entry in batches:
+            result = step([entry], 1e-3)
+        assert result.read(ALONE)["is_bad"] == 0
+        ends.append(model.state_dict())
+    for name, tensor in ends[0].items():
+        if not name.endswith("num_batches_tracked"):
+            torch.testing.assert_close(tensor, ends[1][name], rtol=0, atol=0, msg=name)
