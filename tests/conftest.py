@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -12,6 +13,10 @@ from typing import NamedTuple
 import pytest
 
 from ssdctl.data.shapes import generate
+
+# Where the suite itself runs in the background, its shell ignores SIGINT, and children inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -55,12 +55,23 @@ def detect(
 def _detect_one(
     boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float
 ) -> Detections:
-    best, index = scores_CN.topk(CANDIDATES_PER_CLASS, dim=1)
-    chosen = best > threshold
-    label = torch.arange(1, len(best) + 1, device=best.device).unsqueeze(1).expand_as(best)
-    scores, labels, boxes = best[chosen], label[chosen], boxes_N4[index[chosen]]
+    row, index = (scores_CN > threshold).nonzero(as_tuple=True)
+    scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
+    if len(scores) > CANDIDATES_PER_CLASS:
+        best = _best_per_class(scores, labels)
+        scores, boxes, labels = scores[best], boxes[best], labels[best]
     keep = nms(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return Detections(boxes[keep], scores[keep], labels[keep])
+
+
+def _best_per_class(scores_K: Tensor, labels_K: Tensor) -> Tensor:
+    """Which candidates are among the 200 best of their class."""
+    order = scores_K.argsort(descending=True, stable=True)
+    order = order[labels_K[order].argsort(stable=True)]  # by class, the best first
+    ranked = labels_K[order]
+    first_of_class = torch.searchsorted(ranked, ranked)
+    rank = torch.arange(len(order), device=order.device) - first_of_class
+    return order[rank < CANDIDATES_PER_CLASS]
 
 
 def _apart(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
