@@ -1,0 +1,171 @@
+"""Going on with a run whose surroundings changed: nothing is lost, mixed up or trained for nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+
+from ssdctl.data.prepare import prepare
+from ssdctl.model.weights import read_checkpoint
+
+Cli = Callable[..., Result]
+OPTIONS = TINY_RUN.split()
+
+
+@pytest.fixture
+def run(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny run (three steps of two images) that a test may go on with."""
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run, folder)
+    return folder
+
+
+def steps(run: Path, kind: str = "train") -> list[int]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r["step"] for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def test_going_back_retires_what_comes_later(run: Path, shapes: Path, cli: Cli) -> None:
+    train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "1st", "--keep", 9]
+    assert cli(*train, "--steps", 6).code == 0
+    earlier = run / "checkpoints/step-00000004.pt"
+    result = cli(*train, "--steps", 5, "--resume", earlier)
+    assert result.code == 0, result.err
+    names = sorted(p.name for p in (run / "checkpoints").glob("step-*"))
+    assert names[-2:] == ["step-00000005.pt.retired", "step-00000006.pt.retired"] or names[-3:] == [
+        "step-00000005.pt",
+        "step-00000005.pt.retired",
+        "step-00000006.pt.retired",
+    ]
+    assert read_checkpoint(run / "checkpoints/last.pt").step == 5
+    assert steps(run) == [1, 2, 3, 4, 5]
+
+
+def test_no_intact_checkpoint_is_an_integrity_error(run: Path, shapes: Path, cli: Cli) -> None:
+    for path in (run / "checkpoints").glob("step-*"):
+        path.write_bytes(path.read_bytes()[:2000])
+    before = (run / "metrics.jsonl").read_text()
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 5)
+    assert result.code == 5
+    assert "is whole" in result.err
+    assert (run / "metrics.jsonl").read_text() == before
+
+
+def test_a_resume_needs_no_first_weights(run: Path, shapes: Path, cli: Cli) -> None:
+    """The backbone's weights lie elsewhere, or nowhere, by the time a run goes on."""
+    options = [o for o in OPTIONS if o not in ("--backbone-weights", "none")]
+    train = ["train", "--data", shapes, "--out", run, *options, "--steps", 4]
+    result = cli(*train, "--backbone-weights", "/nowhere/resnet.pth")
+    assert result.code == 0, result.err
+    assert steps(run) == [1, 2, 3, 4]
+
+
+def test_another_global_batch_is_refused_or_counted_anew(run: Path, shapes: Path, cli: Cli) -> None:
+    train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 3, "--accumulate", 2]
+    result = cli(*train)
+    assert result.code == 2
+    assert "the global batch was 2, is 4" in result.err
+    assert cli(*train, "--resume-changed").code == 0
+    # Six samples were seen: one step of four, rounded down; then two more steps.
+    assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 6 + 2 * 4
+
+
+def test_the_same_global_batch_in_other_parts_goes_on(run: Path, shapes: Path, cli: Cli) -> None:
+    options = [*OPTIONS, "--bs", 1, "--accumulate", 2]
+    result = cli("train", "--data", shapes, "--out", run, *options, "--steps", 4)
+    assert result.code == 0, result.err
+    assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 8
+
+
+def test_changed_optimizer_settings_take_hold(run: Path, shapes: Path, cli: Cli) -> None:
+    train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--resume-changed"]
+    assert cli(*train, "--steps", 4, "--weight-decay", "0.25").code == 0
+    groups = read_checkpoint(run / "checkpoints/last.pt").optimizer["param_groups"]
+    assert groups[0]["weight_decay"] == 0.25
+    result = cli(*train, "--steps", 5, "--optimizer", "adamw")
+    assert result.code == 0, result.err
+    assert "momentum starts anew" in result.err
+    assert cli(*train, "--steps", 6, "--optimizer", "adamw", "--freeze-stem").code == 0
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up(run: Path, shapes: Path, cli: Cli) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    kept = [line for line in lines if json.loads(line)["kind"] == "train"]
+    (run / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--eval-every", "3st"]
+    assert cli(*train, "--steps", 4).code == 0
+    assert steps(run, "eval") == [3, 4]
+    assert cli(*train, "--steps", 4).code == 0
+    assert steps(run, "eval") == [3, 4]
+
+
+def test_splits_of_other_classes_are_refused_before_training(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    path = root / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    document["categories"].reverse()
+    path.write_text(json.dumps(document))
+    result = cli("train", "--data", root, "--out", "run", *OPTIONS, "--steps", 1)
+    assert result.code == 3
+    assert "different categories" in result.err
+
+
+def test_a_validation_image_that_does_not_open_counts_without_detections(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    (root / "val2017/000000000002.jpg").write_bytes(b"spoiled")
+    prepare(root, root / "prepared", pack=False)
+    options = ["--data", root, "--device", "cpu", "--score-threshold", 0.01, "--json"]
+    result = cli(
+        "evaluate", tiny_run / "checkpoints/last.pt", *options, "--detections", "found.json"
+    )
+    assert result.code == 0, result.err
+    assert "1 images do not open" in result.err
+    assert json.loads(result.out)["images"] == 9
+    found = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
+    assert 2 not in found
+    assert found
+
+
+def test_weights_of_another_backbone_are_refused_at_once(cli: Cli) -> None:
+    result = cli("train", "--preset", "mlperf-r34", "--backbone", "resnet50", "--data", "none")
+    assert result.code == 2
+    assert "resnet34-333f7ec4 do not fit resnet50" in result.err
+
+
+def test_data_of_a_file_or_a_variable_beat_the_checkpoints(
+    tiny_run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_run / "checkpoints/last.pt"
+    for given in (["--set", "data.root=nowhere"], []):
+        if not given:
+            monkeypatch.setenv("SSDCTL_DATA__ROOT", "nowhere")
+        result = cli("evaluate", checkpoint, "--device", "cpu", *given)
+        assert result.code == 3
+        assert "nowhere" in result.err
+
+
+def test_a_broken_local_config_does_not_keep_others_from_being_checked(cli: Cli) -> None:
+    Path("ssdctl.toml").write_text("[train]\nlrr = 1\n")
+    Path("good.toml").write_text("[train]\nlr = 1\n")
+    assert cli("config", "validate", "good.toml").code == 0
+    assert cli("config", "validate").code == 2
+    assert cli("config", "init", "--force").code == 0
+    assert cli("config", "validate").code == 0
+
+
+def test_torch_is_not_surprised_by_the_payload(tiny_run: Path) -> None:
+    payload = torch.load(tiny_run / "checkpoints/last.pt", weights_only=True)
+    assert payload["global_batch"] == 2
+    assert payload["config"]["train.precision"] == "fp32"
