@@ -43,7 +43,7 @@ def train(
     if dry_run:
         _show_plan(call)
         return
-    signals.install()  # before torch is imported, which takes seconds
+    signals.install()  # in place already where this is the process's own command
     is_first = find_ranks().is_first
     call.console.quiet = call.console.quiet or not is_first  # one voice for all ranks
     try:

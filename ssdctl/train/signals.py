@@ -18,8 +18,7 @@ _received: list[int] = []
 
 
 def install() -> None:
-    """Put the handlers in place (main thread only)."""
-    _received.clear()
+    """Put the handlers in place (main thread only); what came already is kept."""
     for number in ASKS_TO_STOP:
         signal.signal(number, _handle)
 

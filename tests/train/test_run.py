@@ -134,12 +134,19 @@ def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("moment", ["start", "steps"])
@@ -147,8 +154,8 @@ def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli, mome
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS]
     process = start(*options, "--steps", 1000)
-    if moment == "start":
-        time.sleep(0.6)  # imports are under way
+    if moment == "start":  # as early as the handler is there: imports are under way
+        wait_for(lambda: catches(process.pid, signal.SIGTERM), process)
     else:
         wait_for(
             lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process
