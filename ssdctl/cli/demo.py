@@ -12,11 +12,11 @@ import typer
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app, run_command
 
-# Found by trials on two cores (benchmarks/RESULTS.md): one pass over 880 pictures, from random
+# Found by trials on two cores (benchmarks/RESULTS.md): one pass over 1,040 pictures, from random
 # weights. No crops: each picture is seen once, so there is nothing to vary.
 RECIPE = (
     "--backbone resnet18 --backbone-weights none --augment none "
-    "--optimizer adamw --weight-decay 0.01 --clip-grad 10 --bs 4 --steps 220 --lr 8e-3 "
+    "--optimizer adamw --weight-decay 0.01 --clip-grad 10 --bs 4 --steps 260 --lr 8e-3 "
     "--warmup 20st --lr-decay cosine --decay-epochs 0.2,1"
 )
 
@@ -40,7 +40,7 @@ def demo(
     folder = Path(out)
     data, run = folder / "shapes", folder / "run"
     commands = [
-        ["download", "--dataset", "shapes", "--dest", str(data), "--images", "920",
+        ["download", "--dataset", "shapes", "--dest", str(data), "--images", "1080",
          "--seed", str(seed)],
         ["prepare", "--data", str(data)],
         ["train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split()],
