@@ -50,7 +50,7 @@ def _table(call: Call) -> Table:
 def validate(
     call: Call,
     file: Annotated[
-        str, typer.Argument(help="Config file", metavar="[FILE]", show_default=False)
+        str, typer.Argument(help="Config file", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
 ) -> None:
     """Check a config file: its keys, types, bounds and what they say together."""
@@ -106,7 +106,7 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
 def init(
     call: Call,
     file: Annotated[
-        str, typer.Argument(help="File to write", metavar="[FILE]", show_default=False)
+        str, typer.Argument(help="File to write", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
