@@ -84,6 +84,7 @@ def command(
             run.__annotations__ = {p.name: p.annotation for p in parameters}
 
         run.__name__ = function.__name__
+        # Typer reads a function's signature; mypy knows no such attribute of a function.
         run.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
         run.__annotations__ = {}
         _without_options.append((function.__module__.rpartition(".")[2], add_options))

@@ -95,7 +95,8 @@ class TrainStep:
             # nan_to_num: a bad norm must not spread; the optimizer leaves that step out anyway.
             scale = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
             torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], scale)
-        # The fused kernels read this flag on the device (as GradScaler has them do).
+        # The fused kernels read this flag on the device (as GradScaler has them do); torch's stubs
+        # do not know the attribute.
         self._optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         self._optimizer.step()
         for buffer, before in zip(self._statistics, statistics, strict=True):
