@@ -29,7 +29,7 @@ def match(boxes_BG4: Tensor, labels_BG: Tensor, defaults_ltrb_N4: Tensor) -> tup
     """
     is_real = labels_BG > 0
     iou_BGN = pairwise_iou(boxes_BG4, defaults_ltrb_N4)
-    iou_BGN = iou_BGN.where(is_real.unsqueeze(-1), torch.full_like(iou_BGN, -1.0))
+    iou_BGN.masked_fill_(~is_real.unsqueeze(-1), -1.0)
     best_iou, best_box = iou_BGN.max(dim=1)
 
     # The forced matches: scatter each ground truth's index to its best default box; the highest

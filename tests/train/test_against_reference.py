@@ -138,17 +138,19 @@ def our_losses(
     return [r.losses.total.item() for r in results], rates
 
 
+# ResNet-50 at its recipe's own rate. At 2e-2 its loss rises from 56 to 137, and a change of 1e-15 in
+# the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
 CASES = [
-    ("mlperf", "resnet18", []),
-    ("nvidia", "resnet18", []),
-    ("mlperf", "resnet34", [pytest.mark.slow]),
-    ("nvidia", "resnet50", [pytest.mark.slow]),
+    pytest.param("mlperf", "resnet18", 2e-2),
+    pytest.param("nvidia", "resnet18", 2e-2),
+    pytest.param("mlperf", "resnet34", 2e-2, marks=pytest.mark.slow),
+    pytest.param("nvidia", "resnet50", 2.6e-3, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("layout", "backbone"), [pytest.param(a, b, marks=m) for a, b, m in CASES])
+@pytest.mark.parametrize(("layout", "backbone", "lr"), CASES)
 def test_loss_and_six_steps_equal_the_reference(
-    dataset: Path, tmp_path: Path, layout: str, backbone: str
+    dataset: Path, tmp_path: Path, layout: str, backbone: str, lr: float
 ) -> None:
     torch.manual_seed(1)
     model = SSD300(backbone, NUM_CLASSES, "none" if layout == "mlperf" else "batch")
@@ -158,7 +160,7 @@ def test_loss_and_six_steps_equal_the_reference(
         Override("train.preset", preset, "test"),
         Override("train.batch_size", 2, "test"),
         Override("train.warmup", "2st", "test"),
-        Override("train.lr", 2e-2, "test"),
+        Override("train.lr", lr, "test"),
         Override("train.steps", STEPS, "test"),
         Override("train.decay_epochs", "4", "test"),  # one step an epoch
     ]
@@ -175,8 +177,8 @@ def test_loss_and_six_steps_equal_the_reference(
     model = SSD300(backbone, NUM_CLASSES, "none" if layout == "mlperf" else "batch").double()
     losses, rates = our_losses(model, dataset, tmp_path / "store", overrides, STEPS)
     assert rates[0] == 0
-    assert rates[2] == pytest.approx(2e-2 * 2 / 32)
-    assert rates[4] == pytest.approx(2e-2 * 2 / 32 / 10)
+    assert rates[2] == pytest.approx(lr * 2 / 32)
+    assert rates[4] == pytest.approx(lr * 2 / 32 / 10)
     double = {k: v.double() if v.is_floating_point() else v for k, v in state.items()}
     truth = Truth(dataset, torch.float64)
     expected = reference_losses(double, layout, truth, rates, decay_all=layout == "mlperf")
