@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.config import Config
@@ -30,13 +29,8 @@ from ssdctl.model.augment import normalise
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.setup import choose_precision
-from ssdctl.train.step import TrainStep
 
 Figures = dict[str, float | int | str]
-MATMUL_SIZE = {"cpu": 2048}
-MATMUL_SIZE_ELSEWHERE = 8192
 WARMUP_STEPS = 3
 
 
@@ -49,7 +43,7 @@ def make_shapes(folder: Path) -> dict[str, Split]:
 def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     """Images per second of the host stage, and with colour, normalisation and targets added."""
     threads = config.train.workers or len(os.sched_getaffinity(0))
-    batches = _endless(split, config, batch_size=32, threads=threads)
+    batches = endless_batches(split, config, batch_size=32, threads=threads)
     host = _rate(batches, seconds, lambda batch: None)
     loss = MultiboxLoss()
     offsets, logits = torch.zeros(32, 4, 8732), torch.zeros(32, len(split.classes) + 1, 8732)
@@ -61,42 +55,6 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
 
     full = _rate(batches, seconds, finish)
     return {"images_per_second": host, "images_per_second_full": full, "workers": threads}
-
-
-def benchmark_train(split: Split, config: Config, seconds: float) -> Figures:
-    """Optimizer steps on real images: rate, step time, arithmetic and its share of the peak."""
-    device = open_device(config.train.device)
-    precision = choose_precision(config.train.precision, device)
-    model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
-    model = device.place(model).train()
-    flops = _train_flops(model, device)
-    step = TrainStep(model, build_optimizer(model, config.train), device, config.train, precision)
-    size = config.train.batch_size
-    threads = config.train.workers or len(os.sched_getaffinity(0))
-    batches = _endless(split, config, batch_size=size, threads=threads)
-    for batch in itertools.islice(batches, WARMUP_STEPS):
-        step([batch], 1e-6)
-    device.synchronize()
-    steps, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds or steps < WARMUP_STEPS:
-        step([next(batches)], 1e-6)
-        steps += 1
-    device.synchronize()
-    spent = time.perf_counter() - start
-    achieved = flops * size * steps / spent
-    peak = matmul_flops(device, precision)
-    return {
-        "images_per_second": round(size * steps / spent, 2),
-        "step_ms": round(1000 * spent / steps, 2),
-        "tflops": round(achieved / 1e12, 4),
-        "peak_fraction": round(achieved / peak, 4),
-        "peak_tflops": round(peak / 1e12, 4),
-        "device": device.label,
-        "precision": precision,
-        "backbone": config.model.backbone,
-        "batch_size": size,
-        "peak_memory_bytes": device.peak_memory_bytes(),
-    }
 
 
 def benchmark_evaluate(split: Split, config: Config, seconds: float) -> Figures:
@@ -127,30 +85,6 @@ def benchmark_evaluate(split: Split, config: Config, seconds: float) -> Figures:
     }
 
 
-def matmul_flops(device: Device, precision: str) -> float:
-    """What the device reaches on a large square matrix product, in FLOP/s: the practical peak."""
-    size = MATMUL_SIZE.get(device.name, MATMUL_SIZE_ELSEWHERE)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    a = torch.randn(size, size, device=device.torch_device).to(dtype)
-    best = float("inf")
-    for _ in range(6):
-        device.synchronize()
-        start = time.perf_counter()
-        a @ a
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def _train_flops(model: SSD300, device: Device) -> float:
-    """FLOP of forward and backward on one image, counted."""
-    with FlopCounterMode(display=False) as counter:
-        offsets, logits = model(torch.zeros(1, 3, 300, 300, device=device.torch_device))
-        (offsets.sum() + logits.sum()).backward()
-    model.zero_grad(set_to_none=True)
-    return float(counter.get_total_flops())
-
-
 def _decode_rate(device: Device, num_classes: int, seconds: float) -> float:
     """Images per second of box decoding with NMS, batch 8, on scores like a trained network's."""
     generator = torch.Generator().manual_seed(0)
@@ -167,7 +101,9 @@ def _decode_rate(device: Device, num_classes: int, seconds: float) -> float:
     return round(count / (time.perf_counter() - start), 1)
 
 
-def _endless(split: Split, config: Config, *, batch_size: int, threads: int) -> Iterator[Batch]:
+def endless_batches(
+    split: Split, config: Config, *, batch_size: int, threads: int
+) -> Iterator[Batch]:
     plan = TrainPlan(
         seed=config.train.seed,
         first_sample=0,

@@ -42,15 +42,41 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
 @command(
     group,
     "train",
-    settings=["data.*", "model.*", "train.batch_size", "train.precision", "train.device"],
-    examples=["ssdctl benchmark train --bs 8 --fp32", "ssdctl benchmark train --backbone resnet50"],
+    settings=[
+        "data.*",
+        "model.*",
+        "train.preset",
+        "train.batch_size",
+        "train.precision",
+        "train.device",
+        "train.execution",
+        "train.tf32",
+        "train.workers",
+    ],
+    examples=[
+        "ssdctl benchmark train --bs 8 --fp32",
+        "ssdctl benchmark train --backbone resnet50 --bs auto --fake-data",
+        "ssdctl launch --gpus 8 -- benchmark train --bs 128   # with the scaling efficiency",
+    ],
 )
-def train(call: Call, seconds: Seconds = 20.0) -> None:
-    """Measure training: images per second, step time, arithmetic rate and share of the peak."""
-    from ssdctl.benchmark import benchmark_train
+def train(
+    call: Call,
+    seconds: Seconds = 20.0,
+    fake_data: Annotated[
+        bool, typer.Option("--fake-data", help="Measure the device alone, without images")
+    ] = False,
+) -> None:
+    """Measure training: images per second, step time, share of the peak, memory, hours of a run.
 
-    with _splits(call) as splits:
-        _show(call, benchmark_train(splits["train"], call.config, seconds))
+    The rate is that of real images, and what they cost against fake ones is told beside it.
+    """
+    from ssdctl.benchmark_train import benchmark_train
+
+    with contextlib.nullcontext() if fake_data else _splits(call) as splits:
+        split = splits["train"] if splits else None
+        figures = benchmark_train(split, call.config, seconds, call.console.say)
+    if figures is not None:
+        _show(call, figures)
 
 
 @command(

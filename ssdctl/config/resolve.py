@@ -203,6 +203,8 @@ def _explained(setting: Setting, problem: str) -> str:
         return f"expected one of {', '.join(setting.choices)}"
     if "regex" in problem:
         return f"expected a duration ({setting.help})"
+    if "enum" in problem:  # a number or a word
+        return f"expected {setting.metavar} ({setting.help})"
     return problem[0].lower() + problem[1:].replace("`", "")
 
 

@@ -181,11 +181,11 @@ class TrainConfig(Section, frozen=True):
     # Recipe
     epochs: Annotated[Count, setting("Length of the run, in epochs", metavar="N", panel="Recipe")]
     batch_size: Annotated[
-        Count,
+        Count | Literal["auto"],
         setting(
-            "Images per device and step",
+            "Images per device and step; auto = as many as the device's memory holds",
             flag="--bs",
-            metavar="N",
+            metavar="N|auto",
             panel="Recipe",
             replaces=("--batch-size", "--batch_size", "--eval-batch-size"),
         ),
@@ -350,6 +350,34 @@ class TrainConfig(Section, frozen=True):
             replaces=("--use-hpu", "--hpu-lazy-mode", "--no-cuda", "--hpu"),
         ),
     ] = "auto"
+    execution: Annotated[
+        Literal["eager", "compile", "lazy"] | None,
+        setting(
+            "How a step runs: operation by operation, by torch.compile, or as graphs gathered by "
+            "the device [default: the device's fastest]",
+            panel="Device",
+            replaces=("--use-torch-compile", "--compile", "--use-lazy-mode"),
+        ),
+    ] = None
+    tf32: Annotated[
+        bool,
+        setting(
+            "Round the factors of fp32 products to TF32, where a GPU can",
+            panel="Device",
+            replaces=("--allow-tf32",),
+            maths=True,
+        ),
+    ] = False
+    profile: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d*,[1-9]\d*$")] | None,
+        setting(
+            "Profile these optimizer steps, both included: a Chrome trace and a table of the "
+            "slowest kernels and waits, in RUN/profile",
+            metavar="FIRST,LAST",
+            panel="Run",
+            replaces=("--profiling", "--profile-steps", "--profiler"),
+        ),
+    ] = None
 
     # Input
     workers: Annotated[
@@ -520,4 +548,8 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):
         found.append(("train.init", "--init starts a new run and --resume FILE goes on with one"))
+    if config.train.profile is not None:
+        first, last = map(int, config.train.profile.split(","))
+        if last < first:
+            found.append(("train.profile", f"step {last} comes before step {first}"))
     return found

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ssdctl.errors import UsageError
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-def channels_last(model: Module) -> Module:
-    """Convolutions are fastest with the channels innermost, on every device so far."""
-    return model.to(memory_format=torch.channels_last)
+ParameterGroups = list[dict[str, Any]]
 
 
 class Device(Protocol):
@@ -25,6 +25,11 @@ class Device(Protocol):
     backend: str  # of torch.distributed
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
+    execution: str  # eager, compile or lazy: how a step runs
+    remarks: tuple[str, ...]  # what the user should know, such as why a wish was not granted
+    is_host: bool  # tensors of the host are its own: nothing is copied
+    averages_in_backward: bool  # DistributedDataParallel works here
+    optimizers_leave_out: bool  # its optimizers read `found_inf` on the device and stay put
 
     def place(self, model: Module) -> Module:
         """Move a network here, in the memory layout that is fastest here."""
@@ -32,6 +37,32 @@ class Device(Protocol):
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """The context in which the network runs in that precision."""
+        ...
+
+    def set_tf32(self, wanted: bool) -> None:
+        """Let fp32 products round their factors to TF32, where the hardware can; or not."""
+        ...
+
+    def compile(self, module: nn.Module) -> None:
+        """Have a module's calls compiled, in place; nothing unless `execution` is compile."""
+        ...
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy here of a tensor of the host, which may be overwritten at once. Never waits."""
+        ...
+
+    def await_copies(self) -> None:
+        """Have what the device does next wait for the copies so far; the host goes on."""
+        ...
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        """The fastest SGD here."""
+        ...
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        """The fastest AdamW here."""
         ...
 
     def register_backend(self) -> None:
@@ -49,3 +80,58 @@ class Device(Protocol):
     def peak_memory_bytes(self) -> int:
         """The most memory that this process held on the device so far."""
         ...
+
+    def memory_bytes(self) -> int | None:
+        """The memory that this process may fill in all; None where that cannot be asked."""
+        ...
+
+    def release_memory(self) -> None:
+        """Give back what is cached, and count the peak anew."""
+        ...
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether an error says that the device's memory is full."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Of a lazy device: graphs compiled (`compiles`) and values fetched (`pulls`) so far."""
+        ...
+
+
+def channels_last(model: Module) -> Module:
+    """Convolutions are fastest so, except where a compiler lays memory out itself."""
+    return model.to(memory_format=torch.channels_last)
+
+
+def choose_execution(device: str, wanted: str | None, offered: tuple[str, ...]) -> str:
+    """How steps run: as wished, else the first of what the device offers.
+
+    Raises:
+        UsageError: The device does not offer it.
+    """
+    if wanted is None:
+        return offered[0]
+    if wanted not in offered:
+        raise UsageError(
+            f"device {device} has no {wanted} execution",
+            hint=f"--execution {' or '.join(offered)}",
+        )
+    return wanted
+
+
+def compile_cache(name: str, local_rank: int = 0) -> Path:
+    """Where compiled graphs are kept, so that a resumed run need not compile them again."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "ssdctl" / f"{name}-{local_rank}"
+
+
+def fused_sgd(groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+    """PyTorch's SGD as one kernel."""
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+
+
+def fused_adamw(
+    groups: ParameterGroups, lr: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """PyTorch's AdamW as one kernel."""
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)

@@ -9,10 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ssdctl.device.base import Module, channels_last
+from ssdctl.device import inductor
+from ssdctl.device.base import (
+    Module,
+    ParameterGroups,
+    channels_last,
+    choose_execution,
+    fused_adamw,
+    fused_sgd,
+)
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# How PyTorch's and oneDNN's allocators say that there is no memory left.
+ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
 class Cpu:
@@ -20,10 +32,15 @@ class Cpu:
 
     name = "cpu"
     backend = "gloo"
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    is_host = True
+    averages_in_backward = True
+    optimizers_leave_out = True
 
-    def __init__(self) -> None:
+    def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
+        wanted = choose_execution("cpu", execution, ("eager", "compile"))
+        self.execution, self.remarks = inductor.granted(wanted)
         facts = _cpuinfo()
         self.label = facts.get("model name", platform.processor() or "CPU")
         flags = (facts.get("flags") or facts.get("Features") or "").split()
@@ -33,7 +50,28 @@ class Cpu:
         return channels_last(model.to(self.torch_device))
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        return torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
+
+    def set_tf32(self, wanted: bool) -> None:
+        pass
+
+    def compile(self, module: nn.Module) -> None:
+        if self.execution == "compile":
+            inductor.compile_in_place(module)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def await_copies(self) -> None:
+        pass
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        return fused_sgd(groups, lr, momentum)
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        return fused_adamw(groups, lr, betas)
 
     def register_backend(self) -> None:
         pass
@@ -47,9 +85,45 @@ class Cpu:
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def memory_bytes(self) -> int | None:
+        resident = _status_bytes("VmRSS")
+        limits = [_meminfo_bytes("MemAvailable") + resident]
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if soft != resource.RLIM_INFINITY:  # it counts addresses, most of which hold no memory
+            limits.append(soft - _status_bytes("VmSize") + resident)
+        return max(min(limits), 0)
 
-def open_cpu(local_rank: int) -> Cpu:
-    return Cpu()
+    def release_memory(self) -> None:
+        pass
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and any(w in str(error) for w in ALLOCATION_FAILED)
+        )
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+def open_cpu(local_rank: int, execution: str | None) -> Cpu:
+    return Cpu(execution)
+
+
+def _status_bytes(field: str) -> int:
+    return _kilobytes("/proc/self/status", field)
+
+
+def _meminfo_bytes(field: str) -> int:
+    return _kilobytes("/proc/meminfo", field)
+
+
+def _kilobytes(path: str, field: str) -> int:
+    """A field of one of the kernel's tables, in bytes."""
+    for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    return 0
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through PyTorch's own CUDA support."""
+"""NVIDIA GPUs through PyTorch's own CUDA support. Not run on hardware yet."""
 
 from __future__ import annotations
 
@@ -6,29 +6,76 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ssdctl.device.base import Module, channels_last
+from ssdctl.device import inductor
+from ssdctl.device.base import (
+    Module,
+    ParameterGroups,
+    channels_last,
+    choose_execution,
+    fused_adamw,
+    fused_sgd,
+)
 from ssdctl.errors import UsageError
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Cuda:
     """See `ssdctl.device.base.Device`."""
 
     name = "cuda"
-    backend = "nccl"
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    backend = "cpu:gloo,cuda:nccl"  # what ranks tell each other beside the gradients needs no GPU
+    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    is_host = False
+    averages_in_backward = True
+    optimizers_leave_out = True
 
-    def __init__(self, local_rank: int) -> None:
+    def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         self.label = torch.cuda.get_device_name(self.torch_device)
         self.has_native_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        wanted = choose_execution("cuda", execution, ("compile", "eager"))
+        self.execution, self.remarks = inductor.granted(wanted, needs_triton=True)
+        torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
+        self.set_tf32(False)
+        self._copies = torch.cuda.Stream(self.torch_device)
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16")
+        return torch.autocast("cuda", DTYPES.get(precision), enabled=precision in DTYPES)
+
+    def set_tf32(self, wanted: bool) -> None:
+        # PyTorch's own default is TF32 for convolutions, which is not what fp32 promises.
+        torch.set_float32_matmul_precision("high" if wanted else "highest")
+        torch.backends.cudnn.allow_tf32 = wanted
+
+    def compile(self, module: nn.Module) -> None:
+        if self.execution == "compile":
+            inductor.compile_in_place(module, mode="reduce-overhead")  # with CUDA graphs
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        # The pinned copy is freed at once; its memory is used again only after the transfer.
+        pinned = tensor.pin_memory()
+        with torch.cuda.stream(self._copies):
+            copied = pinned.to(self.torch_device, non_blocking=True)
+        copied.record_stream(torch.cuda.current_stream(self.torch_device))
+        return copied
+
+    def await_copies(self) -> None:
+        torch.cuda.current_stream(self.torch_device).wait_stream(self._copies)
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        return fused_sgd(groups, lr, momentum)
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        return fused_adamw(groups, lr, betas)
 
     def register_backend(self) -> None:
         pass
@@ -42,13 +89,27 @@ class Cuda:
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.torch_device)
 
+    def memory_bytes(self) -> int | None:
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        return free + torch.cuda.memory_reserved(self.torch_device)
+
+    def release_memory(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
 
 def is_there() -> bool:
     """Whether this machine has a GPU that PyTorch can use."""
     return torch.cuda.is_available()
 
 
-def open_cuda(local_rank: int) -> Cuda:
+def open_cuda(local_rank: int, execution: str | None) -> Cuda:
     """This process's GPU.
 
     Raises:
@@ -64,4 +125,4 @@ def open_cuda(local_rank: int) -> Cuda:
             f"device cuda: local rank {local_rank} has no GPU; this node has "
             f"{torch.cuda.device_count()}"
         )
-    return Cuda(local_rank)
+    return Cuda(local_rank, execution)

@@ -1,6 +1,8 @@
 """Intel Gaudi through habana_frameworks, which the vendor's image brings.
 
-The import of the bridge registers the device "hpu" with PyTorch. Not run on hardware yet.
+The import of the bridge registers the device "hpu" with PyTorch and settles the mode: lazy
+(`PT_HPU_LAZY_MODE=1`: graphs are gathered and compiled at each `mark_step`), or eager (0), alone or
+with torch.compile. Not run on hardware yet: tested with a recording stand-in for the bridge.
 """
 
 from __future__ import annotations
@@ -8,14 +10,21 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ssdctl.device.base import Module, channels_last
+from ssdctl.device.base import Module, ParameterGroups, choose_execution, compile_cache
 from ssdctl.errors import UsageError
 
 BRIDGE = "habana_frameworks"
+TORCH_DEVICE = "hpu"  # the stand-in of the tests computes on the CPU
+MODE = "PT_HPU_LAZY_MODE"
+RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
+RECIPES_MB = 4096
 
 
 class Hpu:
@@ -23,26 +32,66 @@ class Hpu:
 
     name = "hpu"
     label = "Intel Gaudi"
-    backend = "hccl"
+    backend = "cpu:gloo,hpu:hccl"  # what ranks tell each other beside the gradients needs no card
     has_native_bf16 = True
     precisions: tuple[str, ...] = ("bf16", "fp32")
+    remarks: tuple[str, ...] = ()
+    is_host = False
+    averages_in_backward = True
+    optimizers_leave_out = False
 
-    def __init__(self) -> None:
+    def __init__(self, execution: str) -> None:
+        self.execution = execution
+        # Both are read when the bridge is imported. The cache is what resumes need not compile.
+        os.environ[MODE] = str(int(execution == "lazy"))
+        os.environ.setdefault(RECIPES, f"{compile_cache('hpu')},false,{RECIPES_MB}")
         self._core = importlib.import_module(f"{BRIDGE}.torch.core")
         self._hpu = importlib.import_module(f"{BRIDGE}.torch.hpu")
-        self.torch_device = torch.device("hpu")
+        self.torch_device = torch.device(TORCH_DEVICE)
 
     def place(self, model: Module) -> Module:
-        return channels_last(model.to(self.torch_device))
+        with _translated():  # the first tensor takes the card
+            return model.to(self.torch_device)
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("hpu", torch.bfloat16, enabled=precision == "bf16")
+        return torch.autocast(self.torch_device.type, torch.bfloat16, enabled=precision == "bf16")
+
+    def set_tf32(self, wanted: bool) -> None:
+        pass
+
+    def compile(self, module: nn.Module) -> None:
+        if self.execution == "compile":
+            module.compile(backend="hpu_backend", dynamic=False)
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.clone().to(self.torch_device, non_blocking=True)
+
+    def await_copies(self) -> None:
+        pass
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        if self.execution == "lazy":
+            return self._vendors().FusedSGD(groups, lr=lr, momentum=momentum)
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        if self.execution == "lazy":
+            return self._vendors().FusedAdamW(groups, lr=lr, betas=betas)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas)
+
+    def _vendors(self) -> Any:
+        return importlib.import_module(f"{BRIDGE}.torch.hpex.optimizers")
 
     def register_backend(self) -> None:
-        importlib.import_module(f"{BRIDGE}.torch.distributed.hccl")
+        hccl = importlib.import_module(f"{BRIDGE}.torch.distributed.hccl")
+        with _translated():
+            hccl.initialize_distributed_hpu()  # gives this rank its card
 
     def mark_step(self) -> None:
-        self._core.mark_step()
+        if self.execution == "lazy":
+            self._core.mark_step()
 
     def synchronize(self) -> None:
         self._hpu.synchronize()
@@ -50,13 +99,43 @@ class Hpu:
     def peak_memory_bytes(self) -> int:
         return int(self._hpu.max_memory_allocated())
 
+    def memory_bytes(self) -> int | None:
+        _, total = self._hpu.mem_get_info()
+        return int(total)
+
+    def release_memory(self) -> None:
+        self._hpu.reset_peak_memory_stats()
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        words = str(error).lower()
+        return isinstance(error, RuntimeError) and (
+            "out of memory" in words or "allocation failed" in words
+        )
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Say what the bridge means by "Device acquire failed"."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "acquire failed" not in str(error):
+            raise
+        raise UsageError(
+            "device hpu: no free Gaudi card: another process holds it",
+            hint="hl-smi lists the processes that hold cards; end the one that is not needed",
+        ) from error
+
 
 def is_there() -> bool:
     """Whether the bridge is installed."""
     return importlib.util.find_spec(BRIDGE) is not None
 
 
-def open_hpu(local_rank: int) -> Hpu:
+def open_hpu(local_rank: int, execution: str | None) -> Hpu:
     """This process's Gaudi card.
 
     Raises:
@@ -68,12 +147,8 @@ def open_hpu(local_rank: int) -> Hpu:
             hint="run inside the vendor's PyTorch image for Gaudi, and install ssdctl there with "
             "pip install --no-deps so that its torch stays",
         )
-    try:
-        return Hpu()
-    except RuntimeError as error:
-        if "acquire failed" not in str(error):
-            raise
-        raise UsageError(
-            "device hpu: no free Gaudi card: another process holds it",
-            hint="hl-smi lists the processes that hold cards",
-        ) from error
+    if execution is None and os.environ.get(MODE) == "0":
+        execution = "compile"  # the user chose the newer mode in the vendor's own way
+    execution = choose_execution("hpu", execution, ("lazy", "compile", "eager"))
+    with _translated():
+        return Hpu(execution)

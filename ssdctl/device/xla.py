@@ -1,18 +1,133 @@
-"""TPUs through torch_xla: a later version's work. Asking for one is refused, never replaced."""
+"""TPUs, and whatever else PJRT drives, through torch_xla (extra `tpu`).
+
+Lazy: operations are gathered, and compiled and run at each `mark_step`. Run on the CPU
+(`PJRT_DEVICE=CPU`); not on a TPU yet, and not with several replicas.
+"""
 
 from __future__ import annotations
 
-from ssdctl.device.base import Device
+import contextlib
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.device.base import Module, ParameterGroups, choose_execution, compile_cache
 from ssdctl.errors import UsageError
+from ssdctl.files import make_dir
+
+PACKAGE = "torch_xla"
 
 
-def open_xla(local_rank: int) -> Device:
-    """Refuse.
+class Xla:
+    """See `ssdctl.device.base.Device`."""
+
+    name = "xla"
+    backend = "cpu:gloo,xla:xla"  # what ranks tell each other beside the gradients needs no graph
+    has_native_bf16 = True
+    precisions: tuple[str, ...] = ("bf16", "fp32")
+    execution = "lazy"
+    remarks: tuple[str, ...] = ()
+    is_host = False
+    averages_in_backward = False  # one reduction in the step's own graph, not per bucket
+    optimizers_leave_out = False
+
+    def __init__(self, local_rank: int) -> None:
+        # A learning rate of 0 or 1 would else become part of the graph, and compile it anew.
+        os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
+        self._xla = importlib.import_module(PACKAGE)
+        self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")
+        self._metrics = importlib.import_module(f"{PACKAGE}.debug.metrics")
+        runtime = importlib.import_module(f"{PACKAGE}.runtime")
+        # PJRT's CPU client can write compiled graphs, but not read them.
+        if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
+            runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
+        self.torch_device = self._xla.device()
+        self.label = f"XLA {self._model.xla_device_hw(self.torch_device)}"
+
+    def place(self, model: Module) -> Module:
+        return model.to(self.torch_device)  # the compiler chooses the layout
+
+    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("xla", torch.bfloat16, enabled=precision == "bf16")
+
+    def set_tf32(self, wanted: bool) -> None:
+        pass
+
+    def compile(self, module: nn.Module) -> None:
+        pass
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.clone().to(self.torch_device)
+
+    def await_copies(self) -> None:
+        pass
+
+    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, foreach=False)
+
+    def adamw(
+        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
+    ) -> torch.optim.Optimizer:
+        # `capturable` keeps its count of steps on the device, where the graph can use it.
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, foreach=False, capturable=True)
+
+    def register_backend(self) -> None:
+        importlib.import_module(f"{PACKAGE}.distributed.xla_backend")
+
+    def mark_step(self) -> None:
+        self._xla.sync()
+
+    def synchronize(self) -> None:
+        self._xla.sync(wait=True)
+        self._model.wait_device_ops()
+
+    def peak_memory_bytes(self) -> int:
+        return int(self._memory().get("peak_bytes_used", 0))
+
+    def memory_bytes(self) -> int | None:
+        limit = int(self._memory().get("bytes_limit", 0))
+        return limit or None
+
+    def _memory(self) -> dict[str, int]:
+        try:
+            return self._model.get_memory_info(self.torch_device)
+        except RuntimeError:  # PJRT's CPU client keeps no such statistics
+            return {}
+
+    def release_memory(self) -> None:
+        pass
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+    def counters(self) -> dict[str, int]:
+        def count(metric: str) -> int:
+            data = self._metrics.metric_data(metric)
+            return int(data[0]) if data else 0
+
+        return {"compiles": count("CompileTime"), "pulls": count("TransferFromDeviceTime")}
+
+
+def open_xla(local_rank: int, execution: str | None) -> Xla:
+    """This process's XLA device.
 
     Raises:
-        UsageError: Always, in this version.
+        UsageError: torch_xla is absent, or PJRT finds no device.
     """
-    raise UsageError(
-        "device xla: this version of ssdctl does not train on TPUs yet",
-        hint="--device cpu or --device cuda",
-    )
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UsageError(
+            f"device xla: the package {PACKAGE} is not installed here",
+            hint="pip install 'ssdctl[tpu]', with the torch of the same version (2.9)",
+        )
+    choose_execution("xla", execution, ("lazy",))
+    try:
+        return Xla(local_rank)
+    except (RuntimeError, ImportError) as error:
+        raise UsageError(
+            f"device xla: {str(error).splitlines()[0]}",
+            hint="PJRT_DEVICE names the hardware (TPU, or CPU to try it out)",
+        ) from error

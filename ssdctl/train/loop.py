@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ssdctl.config.render import to_toml, values
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
@@ -25,13 +27,16 @@ from ssdctl.model.weights import load_state
 from ssdctl.train import distributed, signals
 from ssdctl.train.checkpoint import CheckpointFolder
 from ssdctl.train.guard import BadStep, Guard
+from ssdctl.train.memory import explained
 from ssdctl.train.metrics import MetricsFile, Record, environment
 from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.profile import StepProfiler
 from ssdctl.train.ranks import find_ranks
 from ssdctl.train.resume import begin
+from ssdctl.train.scaling import loss_scale
 from ssdctl.train.schedule import Every, every
 from ssdctl.train.setup import Progress, Say, Setup, prepare_run
-from ssdctl.train.step import TrainStep
+from ssdctl.train.step import TrainStep, copied_ahead
 from ssdctl.train.validate import validate
 
 
@@ -62,10 +67,13 @@ def run_training(
         DistributedError: Another rank was lost.
     """
     ranks = find_ranks()
-    device = open_device(resolved.config.train.device, ranks.local_rank)
+    wishes = resolved.config.train
+    device = open_device(wishes.device, ranks.local_rank, wishes.execution)
     quiet = not ranks.is_first
     with distributed.group(ranks, device):
         say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
+        for remark in device.remarks:
+            warn(remark)
         setup = prepare_run(resolved.config, device, ranks, say, progress if not quiet else _plain)
         return _Run(setup, resolved, say, warn, emit).train()
 
@@ -84,7 +92,8 @@ class _Run:
         config = setup.config.train
         self.setup, self.say, self.warn, self._emit = setup, say, warn, emit
         self.plan = setup.plan
-        self.optimizer = build_optimizer(setup.model, config)
+        self.optimizer = build_optimizer(setup.model, config, setup.device)
+        self.scale = loss_scale(setup.precision, setup.device, self.optimizer)
         self.checkpoints = CheckpointFolder(setup.out, config.keep)
         self.save_every = every(config.save_every, self.plan)
         self.eval_every = every(config.eval_every, self.plan) if config.eval_every else None
@@ -109,6 +118,7 @@ class _Run:
         for path in self.checkpoints.retire(self.step):
             self.warn(f"{path.name}: set aside, the run goes on from step {self.step}")
         resolved = resolved.with_value("train.precision", self.setup.precision)
+        resolved = resolved.with_value("train.batch_size", self.plan.batch_size)
         write_text(out / "config.toml", to_toml(resolved))
         facts = environment(self.setup.device.label, self.setup.ranks.world_size)
         write_text(out / "environment.json", json.dumps(facts, indent=2) + "\n")
@@ -117,9 +127,17 @@ class _Run:
 
     def train(self) -> Summary:
         setup, config, plan = self.setup, self.setup.config.train, self.plan
-        network = distributed.wrap(setup.model, setup.ranks, setup.device)
-        take_step = TrainStep(network, self.optimizer, setup.device, config, setup.precision)
+        take_step = TrainStep(
+            setup.model,
+            self.optimizer,
+            setup.device,
+            config,
+            setup.precision,
+            setup.ranks,
+            self.scale,
+        )
         guard = Guard(config.on_nonfinite)
+        profiler = StepProfiler(config.profile, setup.out, setup.device, setup.ranks)
         self._start_input()
         setup.model.train()
 
@@ -129,14 +147,18 @@ class _Run:
             self._evaluate()  # where the run was stopped before it came to that
         while self.step < plan.total_steps and not self._reached_target():
             lr = plan.lr(self.step)
-            batches = list(itertools.islice(self.batches, config.accumulate))
-            result = take_step(batches, lr)
+            profiler.before(self.step + 1)
+            with torch.profiler.record_function("wait: next batch"):
+                batches = list(itertools.islice(self.batches, config.accumulate))
+            with explained(setup.architecture, config, setup.device, setup.precision):
+                result = take_step(batches, lr)
             self.step += 1
             self.trained_images += plan.global_batch_size
             guard.watch(self.step, result.is_bad, self._image_ids(batches))
 
             if self.step % config.log_every == 0 or self.step == plan.total_steps:
-                figures = result.read(setup.ranks)
+                with torch.profiler.record_function("wait: device, at a log point"):
+                    figures = result.read(setup.ranks)
                 now = time.monotonic()
                 rate = plan.global_batch_size * (self.step - logged_step) / (now - logged_at)
                 self._log_step(figures, lr, rate)
@@ -148,6 +170,8 @@ class _Run:
                 logged_step, logged_at = self.step, now
 
             paused_at = time.monotonic()
+            if profile := profiler.after(self.step, is_last=self.step == plan.total_steps):
+                self.say(profile)
             self._stop_if_asked()
             if self.eval_every is not None and self._is_due(self.eval_every, None):
                 self._evaluate()
@@ -164,7 +188,7 @@ class _Run:
         plan = TrainPlan(
             seed=config.seed,
             first_sample=self._next_sample(),
-            batch_size=config.batch_size,
+            batch_size=self.plan.batch_size,
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
             accumulate=config.accumulate,
@@ -174,7 +198,8 @@ class _Run:
             max_boxes=max(setup.train.most_boxes, 1),
         )
         loader = TrainLoader(setup.train, order, plan)
-        self.batches = loader.batches(0, self.plan.total_steps - self.step)
+        batches = loader.batches(0, self.plan.total_steps - self.step)
+        self.batches = copied_ahead(batches, setup.device)
 
     def _next_sample(self) -> int:
         """The stream's first sample that no step has taken yet."""

@@ -1,4 +1,4 @@
-"""SGD or AdamW, as fused kernels, which the guard can tell on the device to leave a step out."""
+"""SGD or AdamW as the device has them fastest, and how one is told to leave a step out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config import TrainConfig
+from ssdctl.device.base import Device
+
+SMALLEST_LR = 1e-30
 
 
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
     """The recipe's optimizer. Its learning rate is set at every step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if _is_decayed(p, config)]
@@ -18,13 +21,19 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    # An optimizer makes its state at the first step, some of uninitialised memory that the kernel
+    # fills; a first step that is left out would leave it so. Zeros give the same first step.
     if config.optimizer == "adamw":
-        betas = (config.momentum, 0.999)
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
-    optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
+        optimizer = device.adamw(groups, config.lr, (config.momentum, 0.999))
+        for parameter in trained:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+        return optimizer
+    optimizer = device.sgd(groups, config.lr, config.momentum)
     if config.momentum:
-        # SGD makes its momentum at the first step, of uninitialised memory that the kernel fills;
-        # a first step that is left out would leave it so. Zeros give the same first step.
         for parameter in trained:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -38,7 +47,37 @@ def _is_decayed(parameter: Tensor, config: TrainConfig) -> bool:
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """The learning rate of the next step."""
     for group in optimizer.param_groups:
+        # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
+        rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = lr
+            group["lr"] = rate
+
+
+def update(
+    optimizer: torch.optim.Optimizer, device: Device, is_left_out: Tensor, scale: Tensor | None
+) -> None:
+    """Step, unless the flag on the device says to leave this one out. Never waits.
+
+    Args:
+        optimizer: From `build_optimizer`.
+        device: Where it is.
+        is_left_out: A scalar: 1.0 leaves weights and state as they are.
+        scale: What the gradients were multiplied by.
+    """
+    if device.optimizers_leave_out:
+        # The fused kernels read these on the device (as GradScaler has them do); torch's stubs do
+        # not know the attributes.
+        optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
+        optimizer.step()
+        return
+    assert scale is None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor)]
+    with torch.no_grad():
+        before = [t.detach().clone() for t in (*parameters, *states)]
+        optimizer.step()
+        for tensor, old in zip((*parameters, *states), before, strict=True):
+            tensor.copy_(torch.where(is_left_out > 0, old, tensor))

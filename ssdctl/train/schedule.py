@@ -34,11 +34,12 @@ class Plan(NamedTuple):
     peak_lr: float
     decay_steps: tuple[int, ...]
     is_cosine: bool
+    batch_size: int  # per rank and micro-batch
 
     def as_json(self) -> dict[str, Any]:
         """The keys of the contract."""
         fields = self._asdict()
-        del fields["is_cosine"]
+        del fields["is_cosine"], fields["batch_size"]
         return {**fields, "decay_steps": list(self.decay_steps)}
 
     def lr(self, step: int) -> float:
@@ -68,8 +69,13 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
         world_size: Ranks.
 
     Raises:
-        UsageError: The warm-up is longer than the run.
+        UsageError: The warm-up is longer than the run; the batch size is not known.
     """
+    if isinstance(config.batch_size, str):
+        raise UsageError(
+            "--bs auto asks the device's memory, which a plan alone does not open",
+            hint="give --bs a number",
+        )
     global_batch = config.batch_size * world_size * config.accumulate
 
     def steps(epochs: float) -> int:
@@ -94,6 +100,7 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
         peak_lr=config.lr * global_batch / 32,
         decay_steps=tuple(steps(epoch) for epoch in config.decay_epochs),
         is_cosine=config.lr_decay == "cosine",
+        batch_size=config.batch_size,
     )
 
 

@@ -30,6 +30,7 @@ from ssdctl.model.weights import (
     with_counters,
 )
 from ssdctl.train import distributed
+from ssdctl.train.memory import with_batch_size
 from ssdctl.train.ranks import Ranks
 from ssdctl.train.schedule import Plan, make_plan
 
@@ -93,11 +94,12 @@ def prepare_run(
     splits = open_dataset(root, folder, say=lambda _: None)
     train, val = _checked_splits(splits, root)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
-    plan = make_plan(config.train, len(train.trainable), ranks.world_size)
-
     architecture = Architecture(
         config.model.backbone, config.model.extra_norm, len(train.classes) + 1
     )
+    config = with_batch_size(config, architecture, device, ranks, precision)
+    plan = make_plan(config.train, len(train.trainable), ranks.world_size)
+
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
     if config.train.freeze_stem:

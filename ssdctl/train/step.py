@@ -1,12 +1,13 @@
 """One optimizer step: colour, network, targets, loss, backward, guard, update.
 
 Nothing here waits for the device: what went wrong is counted there, and read at a log point.
+Shapes never change, so a device that compiles does it once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
-from ssdctl.model.augment import normalise
-from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.loss import Losses
 from ssdctl.train import distributed
-from ssdctl.train.optimizer import set_lr
+from ssdctl.train.objective import Objective
+from ssdctl.train.optimizer import set_lr, update
 from ssdctl.train.ranks import Ranks
+from ssdctl.train.scaling import LossScale
+
+ALONE = Ranks(0, 1, 0)
 
 
 class StepResult:
@@ -27,7 +31,7 @@ class StepResult:
     def __init__(self, losses: Losses, grad_norm: Tensor, is_bad: Tensor) -> None:
         self.losses = losses
         self.grad_norm = grad_norm
-        self.is_bad = is_bad  # 1.0 where the step was left out
+        self.is_bad = is_bad  # 1.0 where the step was left out, and not just to find a scale
 
     def read(self, ranks: Ranks) -> dict[str, float]:
         """The figures, waited for once; the losses are means over the ranks."""
@@ -41,11 +45,13 @@ class TrainStep:
     """The network, its loss and its optimizer, ready to step.
 
     Args:
-        model: The network on the device, wrapped for the ranks.
-        optimizer: Fused, so that it can be told on the device to leave a step out.
+        model: The network on the device.
+        optimizer: Of `build_optimizer`.
         device: Where all of it is.
         config: The run.
-        precision: bf16 or fp32.
+        precision: Of the network.
+        ranks: Who averages the gradients.
+        scale: For fp16.
     """
 
     def __init__(
@@ -55,16 +61,20 @@ class TrainStep:
         device: Device,
         config: TrainConfig,
         precision: str,
+        ranks: Ranks = ALONE,
+        scale: LossScale | None = None,
     ) -> None:
-        self._model = model
         self._optimizer = optimizer
         self._device = device
-        self._precision = precision
+        self._ranks = ranks
+        self._scale = scale
         self._clip = config.clip_grad
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._dtype = self._parameters[0].dtype
-        self._loss = MultiboxLoss(self._dtype).to(device.torch_device)
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
+        device.set_tf32(config.tf32)
+        objective = Objective(model, device, precision)
+        device.compile(objective)
+        self._objective = distributed.wrap(objective, ranks, device)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
@@ -73,51 +83,118 @@ class TrainStep:
         momentum nor the statistics of batch norm. All ranks decide alike.
         """
         set_lr(self._optimizer, lr)
-        self._optimizer.zero_grad(set_to_none=True)
-        statistics = [b.clone() for b in self._statistics]
+        self._clear_gradients(adds_up=len(batches) > 1)
+        statistics = _joined(self._statistics)
         parts = []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self._without_sync():
-                losses = self._forward(batch)
-                (losses.total / len(batches)).backward()
-            parts.append(torch.stack([loss.detach() for loss in losses]))
+                losses = self._objective(*_moved(batch, self._device.torch_device))
+                self._backward(losses[0] / len(batches))
+            parts.append(losses.detach().clone())
             self._device.mark_step()
-        losses = Losses(*torch.stack(parts).mean(dim=0))
+        mean = torch.stack(parts).mean(dim=0)
+        norm, is_left_out = self._judge(mean[0])
+        is_bad = is_left_out
+        if self._scale is not None:
+            is_bad = is_left_out * (~self._scale.is_ordinary(mean[0])).float()
+        scale = None if self._scale is None else self._scale.scale
+        update(self._optimizer, self._device, is_left_out, scale)
+        if self._scale is not None:
+            self._scale.adapt(is_left_out)
+        self._restore(statistics, is_left_out)
+        self._device.mark_step()
+        return StepResult(Losses(*mean), norm, is_bad)
 
-        norm = torch.nn.utils.get_total_norm(
-            [p.grad for p in self._parameters if p.grad is not None]
-        )
-        is_bad = (~(torch.isfinite(norm) & torch.isfinite(losses.total))).float()
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(is_bad, torch.distributed.ReduceOp.MAX)
+    def _clear_gradients(self, *, adds_up: bool) -> None:
+        """Forget the last step's gradients.
+
+        Gradients that add up need memory of their own: a CUDA graph writes each into the same.
+        """
+        if not adds_up:
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_zero_(self._gradients())
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = loss if self._scale is None else loss * self._scale.scale
+        scaled.backward()
+
+    def _judge(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient's norm, to which it is clipped; and 1.0 where the step must be left out."""
+        gradients = self._gradients()
+        if self._ranks.world_size > 1 and not self._device.averages_in_backward:
+            for gradient in gradients:
+                torch.distributed.all_reduce(gradient)
+            torch._foreach_div_(gradients, self._ranks.world_size)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._scale is not None:
+            norm = norm / self._scale.scale
+        is_left_out = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+        if self._ranks.world_size > 1:
+            torch.distributed.all_reduce(is_left_out, torch.distributed.ReduceOp.MAX)
         if self._clip:
             # nan_to_num: a bad norm must not spread; the optimizer leaves that step out anyway.
-            scale = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
-            torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], scale)
-        # The fused kernels read this flag on the device (as GradScaler has them do); torch's stubs
-        # do not know the attribute.
-        self._optimizer.found_inf = is_bad  # type: ignore[attr-defined]
-        self._optimizer.step()
-        for buffer, before in zip(self._statistics, statistics, strict=True):
-            buffer.copy_(torch.where(is_bad > 0, before, buffer))
-        self._device.mark_step()
-        return StepResult(losses, norm, is_bad)
+            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
+            torch._foreach_mul_(gradients, factor)
+        return norm, is_left_out
 
-    def _forward(self, batch: Batch) -> Losses:
-        place = self._device.torch_device
-        images = batch.images.to(place, non_blocking=True)
-        jitter = None if batch.jitter is None else batch.jitter.to(place, non_blocking=True)
-        pixels = normalise(images, jitter, dtype=self._dtype)
-        with self._device.autocast(self._precision):
-            offsets, logits = self._model(pixels)
-        boxes = batch.boxes.to(place, self._dtype, non_blocking=True)
-        labels = batch.labels.to(place, non_blocking=True)
-        result: Losses = self._loss(offsets, logits, boxes, labels)
-        return result
+    def _restore(self, before: Tensor, is_left_out: Tensor) -> None:
+        """Put batch norm's statistics back where the step was left out."""
+        if self._statistics:
+            kept = torch.where(is_left_out > 0, before, _joined(self._statistics))
+            parts = kept.split([b.numel() for b in self._statistics])
+            torch._foreach_copy_(
+                self._statistics,
+                [p.view_as(b) for p, b in zip(parts, self._statistics, strict=True)],
+            )
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients are averaged over the ranks once a step, with the last micro-batch."""
-        if isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return self._model.no_sync()
+        if isinstance(self._objective, nn.parallel.DistributedDataParallel):
+            return self._objective.no_sync()
         return contextlib.nullcontext()
+
+
+def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+    """The batches on the device, each copied while the device works on the one before."""
+    if device.is_host:
+        yield from batches
+        return
+    waiting: Batch | None = None
+    for batch in batches:
+        device.await_copies()  # of the one that waits, not of the one that comes
+        copied = batch._replace(
+            images=device.copy(batch.images),
+            boxes=device.copy(batch.boxes),
+            labels=device.copy(batch.labels),
+            jitter=None if batch.jitter is None else device.copy(batch.jitter),
+        )
+        if waiting is not None:
+            yield waiting
+        waiting = copied
+    if waiting is not None:
+        device.await_copies()
+        yield waiting
+
+
+def _moved(batch: Batch, place: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What the objective takes; nothing is copied that lies on the device already."""
+    jitter = None if batch.jitter is None else batch.jitter.to(place, non_blocking=True)
+    return (
+        batch.images.to(place, non_blocking=True),
+        jitter,
+        batch.boxes.to(place, non_blocking=True),
+        batch.labels.to(place, non_blocking=True),
+    )
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """One flat copy of many small tensors: a kernel instead of one for each."""
+    return torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)

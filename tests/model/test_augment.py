@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.model.augment import MEAN, STD, colour_map, normalise
+from ssdctl.model.augment import MEAN, STD, ColourMap, normalise
 
 FACTORS = st.floats(0.5, 1.5)
 TURNS = st.floats(-math.pi, math.pi)
@@ -22,7 +22,7 @@ IDENTITY = (1.0, 1.0, 1.0, 0.0)
 def jittered(picture: np.ndarray, *jitter: float) -> np.ndarray:
     """(H, W, 3) in 0 to 1 -> the same under ssdctl's map: brightness, contrast, saturation, hue."""
     mean = torch.from_numpy(picture.mean(axis=(0, 1)))[None]
-    matrix, offset = colour_map(torch.tensor([jitter], dtype=torch.float64), mean)
+    matrix, offset = ColourMap(torch.float64)(torch.tensor([jitter], dtype=torch.float64), mean)
     return picture @ matrix[0].numpy().T + offset[0].numpy()
 
 

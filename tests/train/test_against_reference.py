@@ -132,7 +132,7 @@ def our_losses(
     )
     device = open_device("cpu")
     model = device.place(model).train()
-    step = TrainStep(model, build_optimizer(model, config), device, config, "fp32")
+    step = TrainStep(model, build_optimizer(model, config, device), device, config, "fp32")
     rates = [plan.lr(s) for s in range(steps)]
     results = [step([b], r) for b, r in zip(loader.batches(0, steps), rates, strict=True)]
     return [r.losses.total.item() for r in results], rates

@@ -19,6 +19,7 @@ from ssdctl.train.ranks import Ranks
 from ssdctl.train.step import TrainStep
 
 ALONE = Ranks(0, 1, 0)
+CPU = open_device("cpu")
 
 
 def config(**changes: object) -> TrainConfig:
@@ -41,8 +42,8 @@ def made(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, TrainStep]:
     torch.manual_seed(0)
     settings = config(**changes)
     model = SSD300("resnet18", 4, "none").train()
-    optimizer = build_optimizer(model, settings)
-    return model, optimizer, TrainStep(model, optimizer, open_device("cpu"), settings, "fp32")
+    optimizer = build_optimizer(model, settings, CPU)
+    return model, optimizer, TrainStep(model, optimizer, CPU, settings, "fp32")
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
@@ -106,7 +107,7 @@ def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
     assert others["weight_decay"] == 0
     assert all(p.dim() > 1 for p in decayed["params"])
     assert all(p.dim() == 1 for p in others["params"])
-    (everything,) = build_optimizer(model, config(decay_bias_and_norm=True)).param_groups
+    (everything,) = build_optimizer(model, config(decay_bias_and_norm=True), CPU).param_groups
     assert len(everything["params"]) == len(list(model.parameters()))
 
 
@@ -153,7 +154,7 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics(backbone: str) -
     model = SSD300(backbone, 4, "none").train()
     freeze_stem(model.backbone)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    step = TrainStep(model, build_optimizer(model, settings), open_device("cpu"), settings, "fp32")
+    step = TrainStep(model, build_optimizer(model, settings, CPU), CPU, settings, "fp32")
     step([batch(2)], 1e-2)
     same = {n for n, t in model.state_dict().items() if torch.equal(t, before[n])}
     frozen = {"backbone.conv1.weight", "backbone.bn1.weight", "backbone.layer1.0.conv1.weight"}

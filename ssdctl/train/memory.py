@@ -1,0 +1,185 @@
+"""What a training step needs of a device's memory: before it starts (`--bs auto`), and after it
+failed.
+
+The activations that backward needs are counted on fake tensors: shapes without memory, on any
+machine. Where the device can be asked, `--bs auto` takes real steps to measure what they need.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssdctl.config import Config, TrainConfig
+from ssdctl.device.base import Device
+from ssdctl.device.cpu import Cpu
+from ssdctl.errors import UsageError
+from ssdctl.input.loader import Batch
+from ssdctl.model.weights import Architecture
+from ssdctl.train import distributed
+from ssdctl.train.objective import Objective
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.ranks import Ranks
+from ssdctl.train.scaling import loss_scale
+from ssdctl.train.step import TrainStep
+
+USED_SHARE = 0.9  # of the memory: the allocator splits some, kernels want room to work in
+PROBES = (4, 12)  # images of the two steps whose difference is what an image needs
+WORKSPACE = 1.15  # gradients of activations and kernels' room, on top of what is saved
+
+
+class Need(NamedTuple):
+    """Bytes: of the network, its gradients and its optimizer; and of each image of a batch."""
+
+    fixed: int
+    per_image: int
+
+    def fits(self, memory_bytes: int) -> int:
+        """The largest batch for that much memory; a multiple of 8 where it is larger than 8."""
+        most = max(int((USED_SHARE * memory_bytes - self.fixed) / self.per_image), 0)
+        return most if most < 8 else most - most % 8
+
+
+def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> Need:
+    """What a step needs, counted."""
+    with FakeTensorMode():
+        model = architecture.build()
+    parameters = sum(p.numel() for p in model.parameters())
+    copies = 4 if config.optimizer == "adamw" else 3  # weights, gradients, state
+    per_image = activation_bytes(architecture, precision)
+    return Need(4 * copies * parameters, int(WORKSPACE * per_image))
+
+
+def activation_bytes(architecture: Architecture, precision: str) -> int:
+    """What backward keeps of one image's forward."""
+    one, two = (_saved_bytes(architecture, precision, size) for size in (1, 2))
+    return two - one
+
+
+def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) -> int:
+    seen: dict[StorageWeakRef, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return tensor
+
+    with FakeTensorMode():
+        device = Cpu()
+        model = device.place(architecture.build()).train()
+        objective = Objective(model, device, precision)
+        batch = random_batch(batch_size, architecture.num_classes)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+        own = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
+        del loss
+        return sum(size for ref, size in seen.items() if ref not in own)
+
+
+def random_batch(
+    batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
+) -> Batch:
+    """Noise with as many boxes as COCO has on a picture: costs what a real batch costs."""
+    generator = torch.Generator().manual_seed(0)
+    low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    labels = torch.randint(1, num_classes, (batch_size, max_boxes), generator=generator)
+    labels[:, real_boxes:] = 0
+    pixels = torch.randint(
+        0, 256, (batch_size, 300, 300, 3), dtype=torch.uint8, generator=generator
+    )
+    jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
+    rows = torch.zeros(batch_size, dtype=torch.int64)
+    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)  # type: ignore[arg-type]
+
+
+def with_batch_size(
+    config: Config, architecture: Architecture, device: Device, ranks: Ranks, precision: str
+) -> Config:
+    """The config with `--bs auto` replaced by what it comes down to, the same on every rank.
+
+    Raises:
+        UsageError: The device's memory cannot be asked, or not even one image fits.
+    """
+    if config.train.batch_size != "auto":
+        return config
+    if device.is_host:
+        raise UsageError(
+            f"--bs auto: the memory of device {device.name} says nothing about a good batch size",
+            hint="give a number, as in --bs 8",
+        )
+    memory = device.memory_bytes()
+    if memory is None:
+        raise UsageError(
+            f"--bs auto: device {device.name} does not tell its memory",
+            hint="give a number, as in --bs 32",
+        )
+    fits = _measure(config.train, architecture, device, precision).fits(memory)
+    fits = distributed.broadcast(min(distributed.gather(fits, ranks), default=0), ranks)
+    if fits < 1:
+        raise UsageError(
+            f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB at all",
+            hint="choose a smaller --backbone",
+        )
+    train = msgspec.structs.replace(config.train, batch_size=fits)
+    return msgspec.structs.replace(config, train=train)
+
+
+def _measure(
+    config: TrainConfig, architecture: Architecture, device: Device, precision: str
+) -> Need:
+    """What a step needs, by the peak of two real ones on a network that is thrown away."""
+    peaks = []
+    for size in PROBES:
+        device.release_memory()
+        model = device.place(architecture.build()).train()
+        optimizer = build_optimizer(model, config, device)
+        scale = loss_scale(precision, device, optimizer)
+        step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+        step([random_batch(size, architecture.num_classes)], 0.0)
+        device.synchronize()
+        peaks.append(device.peak_memory_bytes())
+        del model, optimizer, step, scale
+    device.release_memory()
+    per_image = max((peaks[1] - peaks[0]) / (PROBES[1] - PROBES[0]), 1)
+    return Need(int(peaks[0] - PROBES[0] * per_image), int(per_image))
+
+
+@contextlib.contextmanager
+def explained(
+    architecture: Architecture, config: TrainConfig, device: Device, precision: str
+) -> Iterator[None]:
+    """Turn an allocator's error into one that says which `--bs` would fit.
+
+    Raises:
+        UsageError: Instead of the device's own error that its memory is full.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        memory = device.memory_bytes()
+        raise UsageError(
+            f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
+            hint=_what_fits(estimate(architecture, config, precision), memory, config),
+        ) from error
+
+
+def _what_fits(need: Need, memory: int | None, config: TrainConfig) -> str:
+    tried = config.batch_size
+    assert isinstance(tried, int)
+    if tried == 1:
+        return "not even one image fits: choose a smaller --backbone, or --bf16"
+    fits = min(need.fits(memory) if memory else tried // 2, tried - 1)
+    # What is left of a device that others use too can be too little for the estimate.
+    fits = max(fits, 1)
+    more = -(-tried * config.accumulate // fits)
+    return f"--bs {fits} would fit; with --accumulate {more} the global batch stays about the same"

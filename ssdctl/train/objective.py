@@ -1,0 +1,39 @@
+"""From uint8 pictures and their boxes to the loss: the piece of a step that is compiled as one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.device.base import Device
+from ssdctl.model.augment import Normalise
+from ssdctl.model.loss import Losses, MultiboxLoss
+
+
+class Objective(nn.Module):
+    """Colour, normalisation, network, targets and loss.
+
+    Args:
+        model: The network, on the device.
+        device: Where all of it is.
+        precision: Of the network; the rest computes in the weights' own.
+    """
+
+    def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
+        super().__init__()
+        self._dtype = next(model.parameters()).dtype
+        self.model = model
+        self.normalise = Normalise(self._dtype).to(device.torch_device)
+        self.loss = MultiboxLoss(self._dtype).to(device.torch_device)
+        self._device = device
+        self._precision = precision
+
+    def forward(
+        self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
+    ) -> Tensor:
+        """The fields of `Losses` as one tensor of three."""
+        pixels = self.normalise(images_BHW3, jitter_B4)
+        with self._device.autocast(self._precision):
+            offsets, logits = self.model(pixels)
+        losses: Losses = self.loss(offsets, logits, boxes_BG4.to(self._dtype), labels_BG)
+        return torch.stack(list(losses))

@@ -1,0 +1,66 @@
+"""`--profile FIRST,LAST`: a Chrome trace of some steps, and a table of the slowest.
+
+RUN/profile/trace.json      for chrome://tracing or ui.perfetto.dev
+RUN/profile/table.txt       kernels and waits, the slowest first
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ssdctl.device.base import Device
+from ssdctl.files import atomic_write, write_text
+from ssdctl.train.ranks import Ranks
+
+ROWS = 40
+
+
+class StepProfiler:
+    """Watches the steps that it was told to.
+
+    Args:
+        wanted: `FIRST,LAST` as on the command line, both included; None watches nothing.
+        out: The run folder.
+        device: Whose work is watched.
+        ranks: Each rank writes its own files; the first one's names are plain.
+    """
+
+    def __init__(self, wanted: str | None, out: Path, device: Device, ranks: Ranks) -> None:
+        first, last = (int(part) for part in wanted.split(",")) if wanted else (0, -1)
+        self._steps = range(first, last + 1)
+        self._folder = out / "profile"
+        self._suffix = "" if ranks.is_first else f"-rank{ranks.rank}"
+        self._device = device
+        self._profiler: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Begin, if that step is to be watched."""
+        if step in self._steps and self._profiler is None:
+            self._device.synchronize()  # what came before is not part of it
+            self._profiler = torch.profiler.profile(activities=_activities(self._device))
+            self._profiler.start()
+
+    def after(self, step: int, *, is_last: bool) -> str | None:
+        """End, if that was the last step to be watched; what to tell the user then."""
+        if self._profiler is None or not (step == self._steps[-1] or is_last):
+            return None
+        self._device.synchronize()
+        self._profiler.stop()
+        found, self._profiler = self._profiler, None
+        trace = self._folder / f"trace{self._suffix}.json"
+        with atomic_write(trace) as file:
+            found.export_chrome_trace(file.name)
+        averages = found.key_averages()
+        on_device = any(row.self_device_time_total for row in averages)
+        key = "self_device_time_total" if on_device else "self_cpu_time_total"
+        table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=70)
+        write_text(self._folder / f"table{self._suffix}.txt", table + "\n")
+        return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt beside it"
+
+
+def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
+    """The host's, and the device's where PyTorch's profiler knows it."""
+    known = torch.profiler.supported_activities()
+    return [a for a in known if a.name.lower() in {"cpu", device.name}]
