@@ -59,8 +59,8 @@ def estimate(architecture: Architecture, config: TrainConfig, precision: str) ->
 
 def activation_bytes(architecture: Architecture, precision: str) -> int:
     """What backward keeps of one image's forward."""
-    one, two = (_saved_bytes(architecture, precision, size) for size in (1, 2))
-    return two - one
+    two, three = (_saved_bytes(architecture, precision, size) for size in (2, 3))
+    return three - two
 
 
 def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) -> int:
@@ -72,9 +72,8 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
         return tensor
 
     with FakeTensorMode():
-        device = Cpu()
-        model = device.place(architecture.build()).train()
-        objective = Objective(model, device, precision)
+        model = architecture.build().train()
+        objective = Objective(model, Cpu(), precision)
         batch = random_batch(batch_size, architecture.num_classes)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]

@@ -6,7 +6,9 @@ RUN/profile/table.txt       kernels and waits, the slowest first
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from ssdctl.files import atomic_write, write_text
 from ssdctl.train.ranks import Ranks
 
 ROWS = 40
+WAIT = "wait: "  # what the loop calls the places where it waits
 
 
 class StepProfiler:
@@ -56,8 +59,18 @@ class StepProfiler:
         on_device = any(row.self_device_time_total for row in averages)
         key = "self_device_time_total" if on_device else "self_cpu_time_total"
         table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=70)
-        write_text(self._folder / f"table{self._suffix}.txt", table + "\n")
+        lines = [table, "Waits of the host:", *_waits(averages)]
+        write_text(self._folder / f"table{self._suffix}.txt", "\n".join(lines) + "\n")
         return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt beside it"
+
+
+def _waits(averages: Iterable[Any]) -> list[str]:
+    """What the loop waited for, in ms."""
+    return [
+        f"  {row.key:<40}{row.cpu_time_total / 1000:>12.3f} ms in {row.count}"
+        for row in averages
+        if row.key.startswith(WAIT)
+    ]
 
 
 def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:

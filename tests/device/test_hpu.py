@@ -1,0 +1,142 @@
+"""Gaudi, against a recording stand-in for the bridge (tests/standin): no card was at hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from tiny import batch, losses, made
+
+from ssdctl.device import hpu, open_device
+from ssdctl.errors import UsageError
+from ssdctl.train import distributed
+from ssdctl.train.ranks import Ranks
+
+Cli = Callable[..., Result]
+STANDIN = Path(__file__).parent.parent / "standin"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """What the bridge was asked, in order."""
+    monkeypatch.syspath_prepend(str(STANDIN))
+    monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in (hpu.MODE, hpu.RECIPES):  # set by the device: undone after the test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    from habana_frameworks.torch import calls
+
+    yield calls
+    calls.clear()
+    for name in [n for n in sys.modules if n.startswith("habana_frameworks")]:
+        del sys.modules[name]
+
+
+def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: list[str]) -> None:
+    device = open_device("hpu")
+    assert device.execution == "lazy"
+    _, _, step = made(device)
+    assert calls == []
+    step([batch()], 1e-3)
+    assert calls == ["mark_step", "FusedSGD.step", "mark_step"]
+    calls.clear()
+    step([batch(), batch()], 1e-3)
+    assert calls == ["mark_step", "mark_step", "FusedSGD.step", "mark_step"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
+    ours, theirs = (
+        losses(made(d, optimizer=optimizer)[2]) for d in (open_device("hpu"), open_device("cpu"))
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert f"Fused{'SGD' if optimizer == 'sgd' else 'AdamW'}.step" in calls
+
+
+def test_a_bad_step_moves_nothing_though_the_vendors_optimizer_cannot_leave_it_out(
+    calls: list[str],
+) -> None:
+    model, optimizer, step = made(open_device("hpu"))
+    step([batch()], 1e-3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    momenta = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
+    for name, tensor in model.state_dict().items():
+        assert "num_batches" in name or torch.equal(tensor, before[name]), name
+    for state, momentum in zip(optimizer.state.values(), momenta, strict=True):
+        assert torch.equal(state["momentum_buffer"], momentum)
+
+
+def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
+    calls: list[str], tmp_path: Path
+) -> None:
+    open_device("hpu", execution="compile")
+    from habana_frameworks.torch import environment
+
+    assert environment[hpu.MODE] == "0"
+    folder, delete, _ = environment[hpu.RECIPES].split(",")
+    assert folder.startswith(str(tmp_path / "cache"))
+    assert delete == "false"  # what a resumed run finds there
+
+
+def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer, step = made(open_device("hpu", execution="eager"))
+    step([batch()], 1e-3)
+    assert calls == []
+    assert type(optimizer) is torch.optim.SGD
+    monkeypatch.setenv(hpu.MODE, "0")
+    assert open_device("hpu").execution == "compile"
+
+
+def test_ranks_get_their_card_and_the_backend(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "0"
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    device = open_device("hpu")
+    joined: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        torch.distributed,
+        "init_process_group",
+        lambda backend, **_: joined.append((backend, [*calls])),
+    )
+    with distributed.group(Ranks(0, 2, 0), device):
+        pass
+    assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 1"])]
+
+
+def test_a_card_that_another_process_holds_is_named(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("hpu")
+
+    def taken(*_: object, **__: object) -> None:
+        raise RuntimeError("synStatus=8 [Device not found] Device acquire failed.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", taken)
+    with pytest.raises(UsageError, match="another process holds it") as caught:
+        made(device)
+    assert "hl-smi" in (caught.value.hint or "")
+
+
+def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
+    result = cli("train", "--device", "hpu")
+    assert result.code == 2
+    assert "habana_frameworks" in result.err
+    assert "vendor's PyTorch image" in result.err
+
+
+def test_a_whole_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Through the command line: train, evaluate and save."""
+    options = TINY_RUN.replace("--device cpu", "--device hpu").replace("--fp32", "--bf16").split()
+    result = cli("train", "--data", shapes, "--out", tmp_path / "run", "--steps", 1, *options)
+    assert result.code == 0, result.err
+    assert calls.count("FusedSGD.step") == 1
+    assert "Intel Gaudi" in (tmp_path / "run/environment.json").read_text()

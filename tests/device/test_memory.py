@@ -1,0 +1,168 @@
+"""What fits into a device's memory: before a run, after a failure, by count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from tiny import config
+
+from ssdctl.config import resolve
+from ssdctl.device.cpu import Cpu
+from ssdctl.errors import UsageError
+from ssdctl.model.weights import Architecture
+from ssdctl.train.memory import Need, activation_bytes, estimate, explained, with_batch_size
+from ssdctl.train.step import ALONE
+
+Cli = Callable[..., Result]
+R18 = Architecture("resnet18", "none", 6)
+
+
+def test_resnet50_at_256_trains_within_80_gb() -> None:
+    network = Architecture("resnet50", "batch", 81)
+    need = estimate(network, config(), "bf16")
+    assert 25e9 < 256 * need.per_image < 40e9
+    assert need.fits(80_000_000_000) >= 256
+
+
+def test_activations_are_what_backward_really_keeps() -> None:
+    """Against the storages that a real forward leaves alive."""
+    from ssdctl.train.memory import random_batch
+    from ssdctl.train.objective import Objective
+
+    held = []
+    for size in (1, 2):
+        model = R18.build().train()
+        objective = Objective(model, Cpu(), "fp32")
+        batch = random_batch(size, 6)
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+        own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        held.append(sum(t.untyped_storage().nbytes() for k, t in kept.items() if k not in own))
+        del loss
+    assert activation_bytes(R18, "fp32") == pytest.approx(held[1] - held[0], rel=0.02)
+
+
+class Card(Cpu):
+    """A CPU that calls itself a card with so much memory, and fails like one."""
+
+    name = "card"
+    is_host = False
+
+    def __init__(self, memory: int | None) -> None:
+        super().__init__()
+        self.memory = memory
+        self.images = 0
+
+    def memory_bytes(self) -> int | None:
+        return self.memory
+
+    def release_memory(self) -> None:
+        self.images = 0
+
+    def peak_memory_bytes(self) -> int:
+        return 500_000_000 + 10_000_000 * self.images
+
+
+def auto(device: Cpu) -> int:
+    overrides = resolve(environment={"HOME": "/"}).config
+    train = msgspec.structs.replace(overrides.train, batch_size="auto")
+    wanted = msgspec.structs.replace(overrides, train=train)
+    found = with_batch_size(wanted, R18, device, ALONE, "fp32").train.batch_size
+    assert isinstance(found, int)
+    return found
+
+
+def test_bs_auto_measures_two_steps_and_fills_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ssdctl.train import memory
+
+    class Step:
+        def __init__(
+            self, model: object, optimizer: object, device: Card, *_: object, **__: object
+        ):
+            self.device = device
+
+        def __call__(self, batches: list[memory.Batch], lr: float) -> None:
+            self.device.images = len(batches[0].images)
+
+    monkeypatch.setattr(memory, "TrainStep", Step)
+    # 0.9 x 2 GB less the 500 MB that are always held: 130 images of 10 MB, in eights.
+    assert auto(Card(2_000_000_000)) == 128
+    assert auto(Card(600_000_000)) == 4
+    with pytest.raises(UsageError, match="does not fit"):
+        auto(Card(400_000_000))
+    with pytest.raises(UsageError, match="does not tell"):
+        auto(Card(None))
+
+
+def test_bs_auto_is_refused_where_it_means_nothing(cli: Cli, shapes: Path) -> None:
+    options = ["train", "--data", shapes, "--bs", "auto", *TINY_RUN.replace("--bs 2", "").split()]
+    result = cli(*options)
+    assert result.code == 2
+    assert "--bs 8" in result.err
+    result = cli(*options, "--dry-run")
+    assert result.code == 2
+    assert "give --bs a number" in result.err
+    assert "N|auto" in cli("train", "--bs", "many").err
+
+
+@pytest.mark.parametrize(
+    ("words", "is_memory"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes", True),
+        ("could not create a memory object", True),
+        ("shapes do not match", False),
+    ],
+)
+def test_an_allocators_error_says_what_would_fit(words: str, is_memory: bool) -> None:
+    card = Card(4_000_000_000)
+    with (
+        pytest.raises(UsageError if is_memory else RuntimeError) as caught,
+        explained(R18, config(batch_size=512), card, "fp32"),
+    ):
+        raise RuntimeError(words)
+    if isinstance(caught.value, UsageError):
+        fits = Need.fits(estimate(R18, config(), "fp32"), 4_000_000_000)
+        assert "--bs 512" in str(caught.value)
+        assert 8 <= fits < 100
+        assert f"--bs {fits} would fit" in (caught.value.hint or "")
+        assert f"--accumulate {-(-512 // fits)}" in (caught.value.hint or "")
+
+
+@pytest.mark.slow
+def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) -> None:
+    """A run under a limit on its addresses, with a batch far beyond it."""
+    code = (
+        "import resource, sys, torch, torchvision\n"
+        "from ssdctl.cli.main import main\n"
+        "import ssdctl.train.loop\n"
+        "held = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmSize')][0]\n"
+        "limit = held * 1024 + 3_000_000_000\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "main(sys.argv[1:])\n"
+    )
+    options = TINY_RUN.replace("--bs 2", "--bs 96").split()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--data", shapes, "--out", tmp_path / "run",
+         "--steps", "1", *options],
+        capture_output=True, text=True, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "out of memory on device cpu" in done.stderr
+    assert "would fit" in done.stderr
+    assert "Traceback" not in done.stderr
+    suggested = int(done.stderr.partition("--bs ")[2].partition("--bs ")[2].split()[0])
+    assert 1 <= suggested <= 48

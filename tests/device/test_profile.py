@@ -1,0 +1,54 @@
+"""`--profile FIRST,LAST`: which steps, and what lies in the run folder then."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import TINY_RUN, Result
+from tiny import batch, made
+
+from ssdctl.device import open_device
+from ssdctl.train.profile import StepProfiler
+from ssdctl.train.step import ALONE
+
+Cli = Callable[..., Result]
+CPU = open_device("cpu")
+
+
+def test_profile_holds_the_steps_from_first_to_last(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    result = cli(
+        "train", "--data", shapes, "--out", run, "--steps", 4, "--profile", "2,3", *TINY_RUN.split()
+    )
+    assert result.code == 0, result.err
+    assert "profile of steps 2 to 3" in result.err
+    events = json.loads((run / "profile/trace.json").read_text())["traceEvents"]
+    names = [str(event.get("name")) for event in events]
+    assert names.count("wait: next batch") == 2
+    assert names.count("wait: device, at a log point") == 2
+    assert sum("Optimizer.step#" in name for name in names) == 2
+    table = (run / "profile/table.txt").read_text()
+    assert "aten::convolution_backward" in table
+    assert "wait: next batch" in table
+
+
+def test_profile_ends_with_the_run(tmp_path: Path) -> None:
+    _, _, step = made(CPU)
+    profiler = StepProfiler("2,9", tmp_path, CPU, ALONE)
+    said = []
+    for number in (1, 2, 3):
+        profiler.before(number)
+        step([batch()], 1e-3)
+        said.append(profiler.after(number, is_last=number == 3))
+    assert said[:2] == [None, None]
+    assert "steps 2 to 3" in (said[2] or "")
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_profile_is_refused_where_it_makes_no_sense(cli: Cli) -> None:
+    for wanted, words in (("5,3", "step 3 comes before step 5"), ("0,3", "--profile"), ("7", "7")):
+        result = cli("train", "--profile", wanted)
+        assert result.code == 2
+        assert words in result.err

@@ -1,0 +1,266 @@
+"""How a step runs on a device: without waiting for it, compiled as one, in fp16 with a scale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, batch, losses, made
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ssdctl.device import open_device
+from ssdctl.device.cpu import Cpu
+from ssdctl.errors import UsageError
+from ssdctl.train.guard import Guard
+from ssdctl.train.scaling import FIRST, LossScale
+from ssdctl.train.step import copied_ahead
+
+CPU = open_device("cpu")
+# What makes the host wait for the device: reading a value, or shapes that depend on one.
+WAITS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::lift_fresh",  # a constant made of host values: a copy that is waited for
+    "aten::_unique2",
+    "aten::unique_dim",
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.name().partition(".")[0] in WAITS:
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Elsewhere(Cpu):
+    """A device that no value can be read from, as PyTorch's meta device computes shapes alone:
+    whatever asks for a value raises."""
+
+    is_host = False
+    optimizers_leave_out = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_device = torch.device("meta")
+
+    def autocast(self, precision: str) -> Any:
+        return contextlib.nullcontext()
+
+    def sgd(self, groups: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.torch_device)
+
+
+def no_autocast(*_: Any, **__: Any) -> Any:
+    """The meta device has none."""
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_never_waits_for_the_device(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "autocast", no_autocast)
+    for device in (CPU, Elsewhere()):
+        _, _, step = made(device, clip_grad=10.0)
+        batches = [batch(seed=number) for number in range(2)]
+        guard = Guard("skip")
+        with Waits() as waits:
+            for number in range(2):
+                result = step([batches[number]] * accumulate, 1e-3)
+                guard.watch(number, result.is_bad, [])
+        assert waits.found == [], device.torch_device
+
+
+def test_a_wait_that_creeps_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Tiny.forward
+
+    def waiting(self: Tiny, images: torch.Tensor) -> Any:
+        images.mean().item()
+        return forward(self, images)
+
+    monkeypatch.setattr(torch, "autocast", no_autocast)
+    monkeypatch.setattr(Tiny, "forward", waiting)
+    _, _, step = made(CPU)
+    pictures = batch()
+    with Waits() as waits:
+        step([pictures], 1e-3)
+    assert waits.found == ["aten::_local_scalar_dense"]
+    with pytest.raises(RuntimeError, match="meta"):
+        made(Elsewhere())[2]([batch()], 1e-3)
+
+
+def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
+    """Plain optimizers with everything put back where a step is bad: the same weights."""
+
+    class Plain(Cpu):
+        optimizers_leave_out = False
+
+        def sgd(self, groups: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+
+        def adamw(self, groups: Any, lr: float, betas: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(groups, lr=lr, betas=betas)
+
+    for name in ("sgd", "adamw"):
+        ends = []
+        for device in (CPU, Plain()):
+            model, optimizer, step = made(device, optimizer=name, weight_decay=0.1)
+            for number, jitter in enumerate((float("inf"), 1.0, 1.0, float("inf"), 1.0)):
+                result = step([batch(seed=number, jitter=jitter)], 1e-2)
+                assert bool(result.is_bad) == (jitter != 1.0)
+            ends.append((model.state_dict(), optimizer.state_dict()["state"]))
+        for key, tensor in ends[0][0].items():
+            torch.testing.assert_close(tensor, ends[1][0][key], rtol=1e-5, atol=1e-7)
+        for key, state in ends[0][1].items():
+            for entry, value in state.items():
+                torch.testing.assert_close(
+                    torch.as_tensor(value), torch.as_tensor(ends[1][1][key][entry])
+                )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.slow  # the C++ compiler takes its time
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own imports
+def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
+    compiled = open_device("cpu", execution="compile")
+    if compiled.execution != "compile":
+        pytest.skip(compiled.remarks[0])
+    eager = losses(made(CPU)[2])
+    model, _, step = made(compiled)
+    assert losses(step) == pytest.approx(eager, rel=1e-5)
+    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
+    with torch.compiler.set_stance("fail_on_recompile"):
+        losses(step, steps=2)
+    assert not any(name.startswith("_orig_mod") for name in model.state_dict())
+
+
+def test_without_a_compiler_steps_run_eagerly_and_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    device = open_device("cpu", execution="compile")
+    assert device.execution == "eager"
+    assert "C++ compiler" in device.remarks[0]
+    losses(made(device)[2], steps=1)
+
+
+def test_an_execution_that_a_device_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="no lazy execution"):
+        open_device("cpu", execution="lazy")
+
+
+def test_fp16_finds_its_scale_without_an_alarm() -> None:
+    """A scale far too high makes gradients infinite; it halves until they are not."""
+    model, optimizer, step = made(CPU, "fp16")
+    state = optimizer.state_dict()
+    state["loss_scale"][0] = torch.tensor(2.0**40)
+    optimizer.load_state_dict(state)
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    results = [step([batch(seed=number)], 1e-3) for number in range(40)]
+    assert all(float(r.is_bad) == 0 for r in results)
+    infinite = [not torch.isfinite(r.grad_norm).item() for r in results]
+    assert infinite[0]
+    assert not infinite[-1]
+    count = sum(infinite)
+    assert infinite == [True] * count + [False] * (40 - count)
+    assert optimizer.state_dict()["loss_scale"][0].item() == 2.0 ** (40 - count)
+    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_fp16_raises_the_alarm_where_the_loss_is_not_finite() -> None:
+    _, optimizer, step = made(CPU, "fp16")
+    assert float(step([batch(jitter=float("inf"))], 1e-3).is_bad) == 1
+    assert optimizer.state_dict()["loss_scale"][0].item() == FIRST / 2
+
+
+def test_fp16_gradients_are_those_of_fp32() -> None:
+    norms = []
+    for precision in ("fp32", "fp16"):
+        _, optimizer, step = made(CPU, precision, clip_grad=0)
+        state = optimizer.state_dict()
+        state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
+        optimizer.load_state_dict(state)
+        norms.append(float(step([batch()], 1e-3).grad_norm))
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+def test_scale_never_falls_below_its_floor_nor_hides_bad_steps_there() -> None:
+    scale = LossScale(CPU)
+    for _ in range(30):
+        scale.adapt(torch.tensor(1.0))
+    assert scale.scale.item() == 1
+    assert not scale.is_ordinary(torch.tensor(2.0))
+
+
+def test_batches_are_copied_one_ahead_and_in_order() -> None:
+    asked: list[str] = []
+
+    class Recording(Elsewhere):
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            asked.append("copy")
+            return super().copy(tensor)
+
+        def await_copies(self) -> None:
+            asked.append("wait")
+
+    def numbered() -> Iterator[Any]:
+        for number in range(3):
+            asked.append(f"batch {number}")
+            yield batch(size=number + 1)
+
+    sizes = []
+    for copied in copied_ahead(numbered(), Recording()):
+        asked.append("step")
+        assert copied.images.device.type == "meta"
+        sizes.append(len(copied.images))
+    assert sizes == [1, 2, 3]
+    one = ["copy"] * 4
+    assert asked == [
+        *("batch 0", "wait", *one),
+        *("batch 1", "wait", *one, "step"),
+        *("batch 2", "wait", *one, "step"),
+        *("wait", "step"),
+    ]  # fmt: skip
+
+
+def test_tf32_is_off_unless_asked() -> None:
+    """On GPUs PyTorch's own default rounds convolutions to TF32."""
+    from ssdctl.device.cuda import Cuda
+
+    device = object.__new__(Cuda)  # the switches exist without a GPU
+    was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for wanted in (True, False):
+            device.set_tf32(wanted)
+            assert torch.backends.cudnn.allow_tf32 == wanted
+            assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
+    finally:
+        torch.set_float32_matmul_precision(was[0])
+        torch.backends.cudnn.allow_tf32 = was[1]

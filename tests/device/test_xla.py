@@ -1,0 +1,122 @@
+"""The lazy path, really run: torch_xla on the CPU. Skipped where torch_xla is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from tiny import Tiny, batch, losses, made
+
+from ssdctl.device import open_device
+from ssdctl.device.base import Device
+from ssdctl.train.step import ALONE
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch_xla") is None,
+    reason="torch_xla is not installed (extra tpu; .ci/run has an environment with it)",
+)
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def xla() -> Device:
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    return open_device("xla")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_losses_are_those_of_the_cpu(xla: Device, optimizer: str) -> None:
+    ours, theirs = (losses(made(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu")))
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, optimizer: str) -> None:
+    """With a warm-up from 0, a bad step, and clipping; then a log point, which pulls once."""
+    _, _, step = made(xla, optimizer=optimizer, clip_grad=1.0)
+    for number in range(2):  # the second has the first's results as inputs: another graph
+        step([batch(seed=number)], 0.0)
+    before = xla.counters()
+    for number in range(5):
+        jitter = float("inf") if number == 2 else 1.0
+        result = step([batch(seed=number, jitter=jitter)], 1e-4 * number)
+    assert xla.counters() == before
+    figures = result.read(ALONE)
+    assert figures["loss"] > 0
+    after = xla.counters()
+    assert after["pulls"] == before["pulls"] + 1
+    for _ in range(3):
+        step([batch()], 1e-3)
+    assert xla.counters()["compiles"] == after["compiles"]
+    assert xla.counters()["pulls"] == after["pulls"]
+
+
+def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
+    xla: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, step = made(xla)
+    for number in range(2):
+        step([batch(seed=number)], 1e-3)
+    before = xla.counters()
+    step([batch(size=3)], 1e-3)
+    assert xla.counters()["compiles"] > before["compiles"]
+    forward = Tiny.forward
+
+    def waiting(self: Tiny, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        images.mean().item()
+        return forward(self, images)
+
+    monkeypatch.setattr(Tiny, "forward", waiting)
+    before = xla.counters()
+    step([batch()], 1e-3)
+    assert xla.counters()["pulls"] > before["pulls"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
+    model, state, step = made(xla, optimizer=optimizer)
+    step([batch()], 1e-3)
+    xla.synchronize()
+
+    def everything() -> dict[str, torch.Tensor]:
+        found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
+        for key, entry in state.state_dict()["state"].items():
+            found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
+        return found
+
+    before = everything()
+    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
+    after = everything()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    step([batch(seed=1)], 1e-3)
+    assert not torch.equal(everything()["heads.weight"], before["heads.weight"])
+
+
+def test_bf16_runs(xla: Device) -> None:
+    ours = losses(made(xla, "bf16")[2], steps=2)
+    assert ours == pytest.approx(losses(made(open_device("cpu"))[2], steps=2), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_whole_run_and_its_resume(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train, evaluate, save, stop, go on: the losses are those of the CPU."""
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    options = TINY_RUN.replace("--device cpu", "").split()
+    found = {}
+    for device in ("cpu", "xla"):
+        run = tmp_path / device
+        for steps in (2, 3):
+            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
+            result = cli(*command, "--device", device, "--augment", "none")
+            assert result.code == 0, result.err
+        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        found[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+    assert found["xla"] == pytest.approx(found["cpu"], rel=1e-3)
