@@ -72,8 +72,10 @@ class Xla:
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        # `capturable` keeps its count of steps on the device, where the graph can use it.
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, foreach=False, capturable=True)
+        # `capturable` keeps its count of steps on the device, where the graph can use it; a rate
+        # that is a tensor is an input of the graph, whatever its value.
+        rate = torch.tensor(lr, device=self.torch_device)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)
 
     def register_backend(self) -> None:
         importlib.import_module(f"{PACKAGE}.distributed.xla_backend")

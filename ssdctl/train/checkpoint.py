@@ -62,7 +62,7 @@ class CheckpointFolder:
             "images": images,  # images in an epoch
             "global_batch": global_batch,  # samples in a step
             "best_ap": best_ap,  # so far
-            "optimizer": optimizer.state_dict(),  # momentum and the like
+            "optimizer": _on_host(optimizer.state_dict()),  # momentum and the like
         }
         target = self.path / f"step-{step:08d}.pt"
         with atomic_write(target) as file:
@@ -115,4 +115,13 @@ class CheckpointFolder:
 
 def _contiguous(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights in plain memory order, so that any reader finds the usual layout."""
-    return {name: tensor.contiguous() for name, tensor in state.items()}
+    return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+
+
+def _on_host(value: Any) -> Any:
+    """Tensors at any depth on the CPU: other devices' do not load everywhere."""
+    if isinstance(value, dict):
+        return {key: _on_host(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_on_host(entry) for entry in value]
+    return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -75,7 +75,7 @@ def agree(flag: bool, ranks: Ranks, device: Device) -> bool:
     """Whether any rank raised the flag; every rank gets the same answer."""
     if ranks.is_alone:
         return flag
-    raised = torch.tensor([int(flag)], device=device.torch_device)
+    raised = torch.tensor([int(flag)])  # on the host: the device need not be waited for
     dist.all_reduce(raised, dist.ReduceOp.MAX)
     return bool(raised.item())
 

@@ -1,6 +1,7 @@
 import os
 
 import torch
+
 from habana_frameworks.torch import calls
 
 

@@ -1,6 +1,7 @@
 from typing import Any
 
 import torch
+
 from habana_frameworks.torch import calls
 
 
