@@ -1,0 +1,198 @@
+"""Training speed of this machine in one table, beside plain re-implementations of the peers' steps.
+
+    python benchmarks/train.py                    # a CUDA GPU, under ten minutes, no network
+    python benchmarks/train.py --device cpu       # two CPU cores: ResNet-34 at batch 8
+
+Each row is a process of its own: `ssdctl benchmark train`, with images of the shapes generator or
+with fake ones, or (`peer`) our own version of the peers' training step: channels-first, eager,
+autocast where it names a half precision, targets made beforehand, a loss with masks by
+multiplication and two sorts, an optimizer that is not fused, the loss read at every step. A row
+that fails says why and the next one goes on; rows that the time does not allow are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+COLUMNS = (
+    ("who", 7), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
+    ("img/s", 8), ("step ms", 9), ("TFLOP/s", 8), ("of peak", 7), ("GB", 6), ("epoch h", 7),
+    ("warm-up s", 9),
+)  # fmt: skip
+LONGEST_ROW_S = 240
+
+
+class Row(NamedTuple):
+    """One measurement."""
+
+    who: str  # ssdctl or peer
+    backbone: str
+    precision: str
+    execution: str
+    batch: str
+    data: str  # fake, or real (fake beside it)
+
+
+# What is most telling comes first: rows after the time's end are left out.
+GPU = (
+    Row("ssdctl", "resnet34", "bf16", "compile", "128", "real"),
+    Row("peer", "resnet34", "bf16", "eager", "128", "fake"),
+    Row("ssdctl", "resnet50", "bf16", "compile", "128", "fake"),
+    Row("peer", "resnet50", "fp16", "eager", "128", "fake"),
+    Row("ssdctl", "resnet34", "bf16", "eager", "128", "fake"),
+    Row("ssdctl", "resnet50", "fp16", "compile", "128", "fake"),
+    Row("ssdctl", "resnet34", "bf16", "compile", "auto", "fake"),
+    Row("ssdctl", "resnet34", "tf32", "compile", "128", "fake"),
+    Row("peer", "resnet34", "fp32", "eager", "128", "fake"),
+)
+CPU = (
+    Row("peer", "resnet34", "fp32", "eager", "8", "fake"),
+    Row("ssdctl", "resnet34", "fp32", "eager", "8", "real"),
+    Row("ssdctl", "resnet34", "bf16", "eager", "8", "fake"),
+    Row("ssdctl", "resnet34", "fp32", "compile", "8", "fake"),
+    Row("peer", "resnet34", "bf16", "eager", "8", "fake"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--minutes", type=float, default=9.5, help="of the whole table")
+    parser.add_argument("--only", default="", help="rows that hold this word alone")
+    parser.add_argument("--peer", nargs=3, metavar=("BACKBONE", "PRECISION", "BATCH"))
+    options = parser.parse_args()
+    if options.peer:
+        backbone, precision, batch = options.peer
+        measured = measure_peer(options.device, backbone, precision, int(batch), options.seconds)
+        print(json.dumps(measured))
+        return
+    print("  ".join(f"{name:>{width}}" for name, width in COLUMNS), flush=True)
+    end = time.monotonic() + 60 * options.minutes
+    device = ""
+    for row in CPU if options.device == "cpu" else GPU:
+        if options.only and options.only not in row:
+            continue
+        left = end - time.monotonic()
+        if left < 30:
+            print("no time left for:", *row)
+            continue
+        found = measured_row(row, options.device, options.seconds, min(left, LONGEST_ROW_S))
+        device = found.get("device", device)
+        print(line(row, found), flush=True)
+    print(f"device: {device}; peak: a measured matrix product; epoch: 117,266 images")
+
+
+def measured_row(row: Row, device: str, seconds: float, limit_s: float) -> dict[str, Any]:
+    """Run one row in a process of its own; what it printed, or why there is nothing."""
+    if row.who == "peer":
+        command = [sys.executable, __file__, "--device", device, "--seconds", str(seconds)]
+        command += ["--peer", row.backbone, row.precision, row.batch]
+    else:
+        precision = ["--fp32", "--tf32"] if row.precision == "tf32" else [f"--{row.precision}"]
+        command = [sys.executable, "-m", "ssdctl", "benchmark", "train", "--json", *precision]
+        command += ["--device", device, "--seconds", str(seconds), "--backbone", row.backbone]
+        command += ["--bs", row.batch, "--execution", row.execution]
+        command += ["--preset", "nvidia-r50"] if row.backbone == "resnet50" else []
+        command += ["--fake-data"] if row.data == "fake" else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took longer than {limit_s:.0f} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def line(row: Row, found: dict[str, Any]) -> str:
+    """A row of the table; a second figure where real data were measured beside fake ones."""
+    if "error" in found:
+        return f"{' '.join(row)}: {found['error']}"
+    cells = [
+        row.who, row.backbone, row.precision, found["execution"], str(found["batch_size"]),
+        row.data,
+        f"{found['images_per_second']:.2f}", f"{found['step_ms']:.1f}", f"{found['tflops']:.3f}",
+        f"{100 * found['peak_fraction']:.0f}%", f"{found['peak_memory_bytes'] / 1e9:.2f}",
+        f"{found['coco_epoch_hours']:.3f}", f"{found['warmup_s']:.1f}",
+    ]  # fmt: skip
+    text = "  ".join(f"{c:>{width}}" for c, (_, width) in zip(cells, COLUMNS, strict=True))
+    if "input_cost" in found:
+        fake, cost = found["images_per_second_fake"], 100 * found["input_cost"]
+        text += f"  (fake: {fake:.2f} img/s; real images cost {cost:.1f}%)"
+    return text
+
+
+def measure_peer(
+    device_name: str, backbone: str, precision: str, batch_size: int, seconds: float
+) -> dict[str, Any]:
+    """The peers' step, timed."""
+    import torch
+    from boxes import peer_loss
+    from torch import nn
+
+    from ssdctl.benchmark_train import COCO_IMAGES, DTYPES, matmul_flops, train_flops
+    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+    from ssdctl.device import open_device
+    from ssdctl.model.weights import Architecture
+    from ssdctl.train.memory import random_batch
+
+    device = open_device(device_name, execution="eager")
+    place = device.torch_device
+    norm = "batch" if backbone == "resnet50" else "none"
+    architecture = Architecture(backbone, norm, 81)
+    torch.manual_seed(0)
+    model: nn.Module = architecture.build().to(place).train()  # channels first
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9, weight_decay=5e-4)
+    is_half = precision in ("bf16", "fp16")
+    scaler = torch.amp.GradScaler(place.type, enabled=precision == "fp16")
+    batch = random_batch(batch_size, 81)
+    pixels = (batch.images.permute(0, 3, 1, 2).float() / 255 - 0.45).contiguous()
+    generator = torch.Generator().manual_seed(0)
+    label = torch.zeros(batch_size, len(default_boxes_cxcywh()), dtype=torch.long)
+    label[:, :20] = torch.randint(1, 81, (batch_size, 20), generator=generator)
+    target = torch.randn(batch_size, 4, label.shape[1], generator=generator)
+
+    def step() -> float:
+        images, labels, targets = (t.to(place) for t in (pixels, label, target))
+        optimizer.zero_grad()
+        with torch.autocast(place.type, DTYPES[precision] if is_half else None, enabled=is_half):
+            offsets, logits = model(images)
+        loss = peer_loss(offsets.float(), logits.float(), targets, labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item()
+
+    begin = time.perf_counter()
+    for _ in range(3):
+        step()
+    warm = time.perf_counter() - begin
+    steps, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        step()
+        steps += 1
+    spent = time.perf_counter() - begin
+    rate = batch_size * steps / spent
+    achieved, peak = rate * train_flops(architecture), matmul_flops(device, precision)
+    return {
+        "images_per_second": rate,
+        "step_ms": 1000 * spent / steps,
+        "tflops": achieved / 1e12,
+        "peak_fraction": achieved / peak,
+        "peak_memory_bytes": device.peak_memory_bytes(),
+        "coco_epoch_hours": COCO_IMAGES / rate / 3600,
+        "warmup_s": warm,
+        "batch_size": batch_size,
+        "execution": "eager",
+        "device": device.label,
+    }
+
+
+if __name__ == "__main__":
+    main()
