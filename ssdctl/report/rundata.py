@@ -47,6 +47,20 @@ class RunData(NamedTuple):
         return None
 
 
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint itself, or the best (else the last) one of a run folder.
+
+    Raises:
+        UsageError: A run folder without checkpoints.
+    """
+    if not path.is_dir():
+        return path
+    for name in ("best.pt", "last.pt"):
+        if (path / "checkpoints" / name).is_file():
+            return path / "checkpoints" / name
+    raise UsageError(f"{path}: a run folder without checkpoints")
+
+
 def read_run(path: Path) -> RunData:
     """Read a run folder.
 
