@@ -8,6 +8,7 @@ The report page is drawn from this file, so a network need not run again for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,17 +261,22 @@ def _samples(engine: Any, detections: Detections) -> list[Sample]:
 def _sample(truth: Any, detections: Detections, image_id: int) -> Sample:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
     found = [
-        Found(c, (b[0], b[1], b[2], b[3]), round(s, 4))
+        Found(c, _box(b), round(s, 4))
         for c, b, s in zip(
             detections.category_ids[is_shown].tolist(),
-            detections.boxes[is_shown].round(2).tolist(),
+            detections.boxes[is_shown].tolist(),
             detections.scores[is_shown].tolist(),
             strict=True,
         )
     ]
     there = [
-        Truth(a["category_id"], tuple(round(float(v), 2) for v in a["bbox"]))
+        Truth(a["category_id"], _box(a["bbox"]))
         for a in truth.load_anns(truth.get_ann_ids(img_ids=[image_id]))
     ]
     file_name = truth.load_imgs([image_id])[0]["file_name"]
     return Sample(image_id, file_name, there, sorted(found, key=lambda f: -f.score))
+
+
+def _box(values: Sequence[float]) -> Box:
+    left, top, width, height = (round(float(v), 2) for v in values)
+    return left, top, width, height

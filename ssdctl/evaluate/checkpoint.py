@@ -141,9 +141,9 @@ def _all_parts(detect: Callable[[], Detections], together: Together) -> Detectio
     except SsdctlError as error:
         part = error
     parts = together.gather(part)
-    error = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
-    if error is not None:
-        raise error
+    failure = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
+    if failure is not None:
+        raise failure
     return merge(parts) if together.is_first else None
 
 

@@ -217,7 +217,8 @@ def _compare(
     defaults = default_boxes_cxcywh()
     with torch.inference_mode():
         theirs = answers if is_decoded else boxes_and_scores(answers[0], answers[1], defaults)
-        ours = boxes_and_scores(*network(normalise(torch.from_numpy(pictures))), defaults)
+        offsets, logits = network(normalise(torch.from_numpy(pictures)))
+        ours = boxes_and_scores(offsets, logits, defaults)
     boxes, scores = (float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     if not (boxes <= TOLERANCE and scores <= TOLERANCE):  # NaN fails too
         raise IntegrityError(
@@ -239,8 +240,10 @@ def _compare_detections(
     """Compare what is left after NMS."""
     theirs = _run(runtime, model, pictures)
     with torch.inference_mode():
+        offsets, logits = network(normalise(torch.from_numpy(pictures)))
         ours = detect(
-            *network(normalise(torch.from_numpy(pictures))),
+            offsets,
+            logits,
             default_boxes_cxcywh(),
             score_threshold=score_threshold,
             nms_iou=nms_iou,
