@@ -137,8 +137,11 @@ def _chart(title: str, x: str) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure) -> str:
+    import matplotlib as mpl
+
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    with mpl.rc_context({"svg.hashsalt": "ssdctl"}):  # the same page from the same run
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :]
 
