@@ -154,6 +154,8 @@ def _checkpoints(run: Path) -> list[Path]:
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
+    import numpy as np
+
     from ssdctl.data.dataset import dataset_folders, find_splits
     from ssdctl.evaluate.analysis import About, analyse
     from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
@@ -172,6 +174,12 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     call.console.say(f"{len(found.scores)} detections against {annotations}")
     if not len(found.scores):
         call.console.warn(f"{path} holds no detection: AP is 0")
+    known = [c.category_id for c in scoring.scores.per_class]
+    if strangers := int((~np.isin(found.category_ids, known)).sum()):
+        call.console.warn(
+            f"{strangers} detections are of categories that {annotations} does not list and count "
+            f"as none; it lists the ids {', '.join(map(str, known[:5]))}, ..."
+        )
     about = About(
         source=str(path),
         data=str(root),

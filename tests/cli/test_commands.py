@@ -200,6 +200,16 @@ def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -
     assert "not found at all" in human.out  # what the errors cost
 
 
+def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
+    Path("d.json").write_text(
+        '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
+    )
+    result = cli("evaluate", "d.json", "--data", shapes, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["AP"] == 0
+    assert "warning: 1 detections are of categories that" in result.err
+
+
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
     assert [c["step"] for c in json.loads(result.out)["checkpoints"]] == [3]

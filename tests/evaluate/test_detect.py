@@ -39,9 +39,8 @@ def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -
 def test_batches_do_not_matter(checkpoint: Path, split: Split) -> None:
     whole = detected(checkpoint, split, list(range(9)), 9)
     assert len(whole.scores)
-    for batch_size in (2, 4):  # the last batch holds one image
-        parts = detected(checkpoint, split, list(range(9)), batch_size)
-        assert np.array_equal(parts.table(), whole.table())
+    parts = detected(checkpoint, split, list(range(9)), 4)  # the last batch holds one image
+    assert np.array_equal(parts.table(), whole.table())
     shares = [detected(checkpoint, split, list(range(9))[rank::2], 4) for rank in (0, 1)]
     table = np.concatenate([s.table() for s in shares])
     assert np.array_equal(table[np.argsort(table[:, 0], kind="stable")], whole.table())
