@@ -38,16 +38,6 @@ def draw(picture: Image.Image, marks: Sequence[Mark]) -> Image.Image:
     return result
 
 
-def outline(picture: Image.Image, boxes: Sequence[tuple[float, float, float, float]]) -> None:
-    """Draw plain boxes into a picture: white on black, seen on any ground."""
-    pen = ImageDraw.Draw(picture)
-    width = max(2, min(picture.size) // 150)
-    for left, top, right, bottom in boxes:
-        pen.rectangle((left, top, right, bottom), outline="black", width=width + 2)
-        pen.rectangle((left + 1, top + 1, max(right - 1, left + 1), max(bottom - 1, top + 1)),
-                      outline="white", width=width)  # fmt: skip
-
-
 def _luma(colour: str) -> float:
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue

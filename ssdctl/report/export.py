@@ -111,7 +111,7 @@ def _pictures(root: Path) -> tuple[NDArray[np.uint8], str]:
     """Some pictures to compare two programs on, and where they come from."""
     try:
         splits = find_splits(root)
-        found = _some_of(splits.get("val", splits.get("train")).images)  # type: ignore[union-attr]
+        found = _some_of(splits["val" if "val" in splits else "train"].images)
         if len(found) == NUM_PICTURES:
             return np.stack(found), str(root)
     except DataError:

@@ -15,6 +15,8 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.evaluate.analysis import FILE, Evaluation, read_evaluation
 from ssdctl.train.metrics import Record, read_metrics
 
+EVENT_KEYS = ("kind", "step", "epoch", "event")
+
 
 class RunData(NamedTuple):
     """One run, read from its folder."""
@@ -65,9 +67,6 @@ class RunData(NamedTuple):
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-EVENT_KEYS = ("kind", "step", "epoch", "event")
 
 
 def checkpoint_of(path: Path) -> Path:
