@@ -1,3 +1,47 @@
-"""ssdctl: train, evaluate and ship SSD300 detectors. Importing it never imports torch."""
+"""ssdctl: train, evaluate and ship SSD300 detectors. Importing it never imports torch.
+
+import ssdctl
+
+for found in ssdctl.load("runs/stable-r34").predict("street.jpg"):
+    print(found.name, found.score, found.box)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ssdctl.report.predict import Predictor
 
 __version__ = "0.1.0.dev0"
+__all__ = ["__version__", "load"]
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    score: float = 0.3,
+    nms_iou: float = 0.5,
+    precision: str = "fp32",
+) -> Predictor:
+    """A detector that is ready for pictures.
+
+    Args:
+        checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
+            best checkpoint, else its last.
+        device: `auto` is the accelerator that this machine has, else the CPU.
+        score: Detections score more than this, 0 to 1.
+        nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
+        precision: `fp32` or `bf16`.
+
+    Raises:
+        ssdctl.errors.UsageError: No such file, device or precision.
+        ssdctl.errors.IntegrityError: The file is damaged, no checkpoint, or would run code.
+    """
+    from ssdctl.report import predict  # late: torch takes seconds
+
+    return predict.load(
+        checkpoint, device=device, score=score, nms_iou=nms_iou, precision=precision
+    )

@@ -12,6 +12,7 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
+from ssdctl.errors import DataError
 
 if TYPE_CHECKING:
     from ssdctl.benchmark import Figures
@@ -82,15 +83,33 @@ def train(
 @command(
     group,
     "evaluate",
-    settings=["data.*", "model.backbone", "evaluate.*"],
+    settings=[
+        "data.*",
+        "model.backbone",
+        *(
+            f"evaluate.{name}"
+            for name in (
+                "split",
+                "batch_size",
+                "precision",
+                "device",
+                "workers",
+                "score_threshold",
+                "nms_iou",
+            )
+        ),
+    ],
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
-    """Measure evaluation: box decoding with NMS, detection as a whole, COCO scoring."""
-    from ssdctl.benchmark import benchmark_evaluate
+    """Measure evaluation: network, detection, latency of one picture, scoring of COCO's size."""
+    from ssdctl.evaluate.benchmark import benchmark_evaluate
 
     with _splits(call) as splits:
-        _show(call, benchmark_evaluate(splits["val"], call.config, seconds))
+        wanted = call.config.evaluate.split
+        if wanted not in splits:
+            raise DataError(f"the dataset has no split {wanted}")
+        _show(call, benchmark_evaluate(splits[wanted], call.config, seconds))
 
 
 @contextlib.contextmanager

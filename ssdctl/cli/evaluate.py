@@ -10,13 +10,14 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import DataError, UsageError
-from ssdctl.train.ranks import find_ranks
+from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.train.ranks import Ranks, find_ranks
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
-    from ssdctl.evaluate.coco_ap import Scores
+    from ssdctl.evaluate.analysis import Evaluation
+    from ssdctl.evaluate.checkpoint import Talk, Together
 
 
 @command(
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     examples=[
         "ssdctl evaluate runs/stable-r34/checkpoints/best.pt",
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
+        "ssdctl evaluate ckpt.pt --report evaluation   # a page: what to mend next",
         "ssdctl evaluate runs/stable-r34   # every checkpoint of the run",
         "ssdctl evaluate detections.json --data /data/coco --verify",
+        "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
 )
 def evaluate(
@@ -43,45 +46,99 @@ def evaluate(
         str | None,
         typer.Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
     ] = None,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            "--report",
+            metavar="DIR",
+            help="Write report.html and evaluation.json there: PR curves, errors, samples",
+        ),
+    ] = None,
 ) -> None:
     """Score a checkpoint, every checkpoint of a run, or a file of detections by COCO AP.
 
     A checkpoint remembers its dataset, so its path is enough. All images of the split count; in
-    fp32 unless told otherwise.
+    fp32 unless told otherwise. Says what the errors cost, by kind, so that you know what to mend.
     """
     path = Path(what)
-    if find_ranks().world_size > 1:
-        raise UsageError("evaluate runs as one process in this version; start it without launch")
     if not path.exists():
         raise UsageError(f"{path}: no such file or run folder")
     if path.suffix == ".json":
-        _score_file(call, path)
+        if find_ranks().is_first:  # one process is plenty
+            _score_file(call, path, report)
         return
-    from ssdctl.evaluate.checkpoint import evaluate_checkpoint
-
-    files = [path]
-    if path.is_dir():
-        files = _checkpoints(path)
+    files = _checkpoints(path) if path.is_dir() else [path]
     if len(files) > 1 and detections:
         raise UsageError(f"--detections writes one file, {path} holds {len(files)} checkpoints")
+    answers = _evaluate(call, files, Path(detections) if detections else None)
+    if not answers:  # another rank has them
+        return
+    if report is not None:
+        best = max(answers, key=lambda a: a.figures["AP"])
+        _write_report(call, best, Path(report))
+    if not call.console.as_json:
+        return
+    if path.is_dir():
+        named = [{"checkpoint": a.about.source, **a.as_json()} for a in answers]
+        call.console.result({"checkpoints": named})
+    else:
+        call.console.result(answers[0].as_json())
+
+
+def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
+    """Score checkpoints on all ranks; the answers on the first one."""
+    from ssdctl.device import open_device
+    from ssdctl.evaluate.checkpoint import evaluate_checkpoint
+    from ssdctl.train import distributed
+
+    ranks = find_ranks()
+    given = {p for p, source in call.resolved.sources.items() if source != "default"}
+    device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
-    for file in files:
-        answer = evaluate_checkpoint(
-            file,
-            call.config,
-            given={p for p, source in call.resolved.sources.items() if source != "default"},
-            say=call.console.say,
-            warn=call.console.warn,
-            progress=call.console.progress,
-            detections_file=Path(detections) if detections else None,
-        )
-        answers.append({"checkpoint": str(file), **answer.as_json()})
-        if not call.console.as_json:
-            call.console.result(None, functools.partial(table, answer.scores))
-    if call.console.as_json:
-        call.console.result(
-            {"checkpoints": answers} if path.is_dir() else _without_name(answers[0])
-        )
+    with distributed.group(ranks, device):
+        for file in files:
+            answer = evaluate_checkpoint(
+                file,
+                call.config,
+                device,
+                given=given,
+                talk=_talk(call, ranks),
+                together=_together(ranks),
+                detections_file=detections,
+            )
+            if answer is not None:
+                answers.append(answer)
+                if not call.console.as_json:
+                    call.console.result(None, functools.partial(tables, answer))
+        distributed.barrier(ranks)
+    return answers
+
+
+def _talk(call: Call, ranks: Ranks) -> Talk:
+    from ssdctl.evaluate.checkpoint import Talk
+
+    if ranks.is_first:
+        return Talk(call.console.say, call.console.warn, call.console.progress)
+    return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
+
+
+def _together(ranks: Ranks) -> Together:
+    from ssdctl.evaluate.checkpoint import Together
+    from ssdctl.train import distributed
+
+    def broadcast(value: Any) -> Any:
+        value = distributed.broadcast(value, ranks)
+        if isinstance(value, SsdctlError) and not ranks.is_first:
+            raise SystemExit(value.exit_code)  # the first rank says it
+        return value
+
+    return Together(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        gather=functools.partial(distributed.gather, ranks=ranks),
+        broadcast=broadcast,
+        barrier=functools.partial(distributed.barrier, ranks),
+    )
 
 
 def _checkpoints(run: Path) -> list[Path]:
@@ -95,44 +152,82 @@ def _checkpoints(run: Path) -> list[Path]:
     return files
 
 
-def _without_name(answer: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in answer.items() if k != "checkpoint"}
-
-
-def _score_file(call: Call, path: Path) -> None:
+def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
-    from ssdctl.data.dataset import dataset_folders, find_splits
-    from ssdctl.evaluate.coco_ap import image_ids, read_detections, score
+    import numpy as np
 
-    root, _ = dataset_folders(call.config.data)
-    wanted = call.config.evaluate.split
-    splits = find_splits(root)
-    if wanted not in splits:
-        raise DataError(f"{root}: has no split {wanted}")
-    found = read_detections(path)
+    from ssdctl.data.dataset import dataset_folders, find_splits
+    from ssdctl.evaluate.analysis import About, analyse
+    from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
+
+    root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
+    splits = find_splits(root)
+    if wishes.split not in splits:
+        raise DataError(f"{root}: has no split {wishes.split}")
+    annotations = splits[wishes.split].annotations
+    found = read_detections(path)
     chosen = None
     if wishes.limit is not None or wishes.annotated_only:
-        chosen = image_ids(splits[wanted].annotations, wishes.annotated_only)[: wishes.limit]
-    scores = score(splits[wanted].annotations, found, image_ids=chosen, verify=wishes.verify)
-    call.console.say(f"{len(found.scores)} detections against {splits[wanted].annotations}")
-    data = {**scores.figures, "images": scores.images, "detections": len(found.scores)}
-    call.console.result(data, lambda: table(scores))
+        chosen = image_ids(annotations, wishes.annotated_only)[: wishes.limit]
+    scoring = run_scoring(annotations, found, image_ids=chosen, verify=wishes.verify)
+    call.console.say(f"{len(found.scores)} detections against {annotations}")
+    if not len(found.scores):
+        call.console.warn(f"{path} holds no detection: AP is 0")
+    known = [c.category_id for c in scoring.scores.per_class]
+    if strangers := int((~np.isin(found.category_ids, known)).sum()):
+        call.console.warn(
+            f"{strangers} detections are of categories that {annotations} does not list and count "
+            f"as none; it lists the ids {', '.join(map(str, known[:5]))}, ..."
+        )
+    about = About(
+        source=str(path),
+        data=str(root),
+        store=str(folder),
+        split=wishes.split,
+        images=scoring.scores.images,
+        detections=len(found.scores),
+    )
+    evaluation = analyse(scoring, found, about)
+    if report is not None:
+        _write_report(call, evaluation, Path(report))
+    call.console.result(evaluation.as_json(), lambda: tables(evaluation))
 
 
-def table(scores: Scores) -> Table:
-    """The 12 figures and AP per class."""
+def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
+    from ssdctl.evaluate.analysis import FILE, write_evaluation
+    from ssdctl.files import make_dir
+    from ssdctl.report.page import write_report
+    from ssdctl.report.rundata import read_run
+
+    write_evaluation(make_dir(folder) / FILE, evaluation)
+    write_report([read_run(folder)], folder / "report.html")
+    call.console.say(f"report: {folder / 'report.html'}")
+
+
+def tables(evaluation: Evaluation) -> Group:
+    """The 12 figures, the classes, and what the errors cost."""
+    from rich.console import Group
     from rich.table import Table
 
-    result = Table()
-    result.add_column("figure")
-    result.add_column("value", justify="right")
-    for name, value in scores.figures.items():
-        result.add_row(name, shown(value))
-    result.add_section()
-    for entry in scores.per_class:
-        result.add_row(f"AP {entry.name}", shown(entry.AP))
-    return result
+    def table(*columns: str) -> Table:
+        result = Table()
+        for number, column in enumerate(columns):
+            result.add_column(column, justify="right" if number else "left")
+        return result
+
+    figures = table("figure", "value")
+    for name, value in evaluation.figures.items():
+        figures.add_row(name, shown(value))
+    classes = table("class", "AP", "AP50", "small", "medium", "large", "objects")
+    for entry in evaluation.per_class:
+        values = (entry.AP, entry.AP50, entry.APs, entry.APm, entry.APl)
+        classes.add_row(entry.name, *map(shown, values), str(entry.objects))
+    errors = table("error", "what it is", "count", "AP50 without it")
+    for error in evaluation.errors:
+        gain = f"+{error.delta_ap:.3f}"
+        errors.add_row(error.kind, error.meaning, str(error.count), gain)
+    return Group(figures, classes, errors)
 
 
 def shown(value: float) -> str:

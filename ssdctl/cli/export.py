@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,14 +11,20 @@ from ssdctl.cli.command import Call, command, completer
 from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 
-FORMATS = ("safetensors", "mlperf", "nvidia")
+if TYPE_CHECKING:
+    from ssdctl.model.weights import Checkpoint
+
+FORMATS = ("onnx", "safetensors", "mlperf", "nvidia")
 
 
 @command(
     app,
     "export",
     panel="Results",
+    settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou"],
     examples=[
+        "ssdctl export best.pt --format onnx --out ssd.onnx",
+        "ssdctl export best.pt --format onnx --raw --out heads.onnx",
         "ssdctl export best.pt --format safetensors --out ssd.safetensors",
         "ssdctl export best.pt --format mlperf --out iter_120000.pt",
     ],
@@ -33,7 +39,7 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="safetensors, or a peer's: mlperf, nvidia",
+            help="onnx, safetensors, or a peer's: mlperf, nvidia",
             autocompletion=completer(FORMATS),
             show_default=False,
         ),
@@ -41,14 +47,50 @@ def export(
     out: Annotated[
         str, typer.Option("--out", metavar="FILE", help="File to write", show_default=False)
     ],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="ONNX: the raw heads, without decoding and NMS")
+    ] = False,
 ) -> None:
-    """Write a checkpoint for other programs, or back to the peers' formats."""
+    """Write a checkpoint for other programs, or back to the peers' formats.
+
+    An ONNX file is compared with PyTorch on pictures of the dataset before it is written.
+    """
     if kind not in FORMATS:
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
-    from ssdctl.cli.predict import checkpoint_of
+    if raw and kind != "onnx":
+        raise UsageError(f"--raw belongs to --format onnx, not to {kind}")
     from ssdctl.model.weights import read_checkpoint
     from ssdctl.report.export import export as write
+    from ssdctl.report.rundata import checkpoint_of
 
     source = checkpoint_of(Path(checkpoint))
-    write(read_checkpoint(source), kind, Path(out))
-    call.console.result({"file": out, "format": kind}, f"{source} -> {out} ({kind})")
+    read = read_checkpoint(source)
+    facts: dict[str, Any] = {"file": out, "format": kind}
+    if kind == "onnx":
+        facts |= _export_onnx(call, read, Path(out), raw)
+    else:
+        write(read, kind, Path(out))
+    call.console.result(facts, f"{source} -> {out} ({kind})")
+
+
+def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> dict[str, Any]:
+    from ssdctl.data.dataset import dataset_folders
+    from ssdctl.evaluate.checkpoint import choose_data
+    from ssdctl.report.export import export_onnx
+
+    given = {p for p, source in call.resolved.sources.items() if source != "default"}
+    wishes = call.config.evaluate
+    root, _ = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
+    check, pictures = export_onnx(
+        checkpoint,
+        out,
+        root,
+        has_nms=not raw,
+        score_threshold=wishes.score_threshold,
+        nms_iou=wishes.nms_iou,
+    )
+    call.console.say(
+        f"onnxruntime agrees with PyTorch on {check.pictures} pictures ({pictures}): boxes to "
+        f"{check.box_difference:.1g} of the picture, scores to {check.score_difference:.1g}"
+    )
+    return {"raw": raw, **check._asdict()}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import glob
+import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import atomic_write
+from ssdctl.files import atomic_write, write_text
 
 if TYPE_CHECKING:
-    from ssdctl.report.predict import Found
+    from ssdctl.report.predict import Prediction
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -26,7 +29,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
     examples=[
         "ssdctl predict runs/stable-r34 street.jpg",
         "ssdctl predict best.pt photos/ --out drawn --score 0.5",
-        "ssdctl predict best.pt photos/*.jpg --json > boxes.json",
+        "ssdctl predict best.pt 'photos/**/*.jpg' --json > boxes.json",
     ],
 )
 def predict(
@@ -36,60 +39,77 @@ def predict(
     ],
     images: Annotated[
         list[str],
-        typer.Argument(metavar="IMAGE...", help="Picture files or folders", show_default=False),
+        typer.Argument(
+            metavar="IMAGE...",
+            help="Picture files, folders or patterns (** for all folders below)",
+            show_default=False,
+        ),
     ],
     out: Annotated[
         str | None,
-        typer.Option("--out", metavar="DIR", help="Draw the pictures with their boxes into it"),
+        typer.Option(
+            "--out", metavar="DIR", help="Draw the pictures into it, with detections.json beside"
+        ),
     ] = None,
 ) -> None:
-    """Find objects on pictures: as JSON, as a list, and drawn with --out."""
-    files = _picture_files(images)
-    from ssdctl.device import open_device
-    from ssdctl.model.weights import load_network, read_checkpoint
-    from ssdctl.report.predict import Predictor, draw, open_picture
+    """Find objects on pictures: as a list, as JSON, and drawn with --out.
 
-    device = open_device(call.config.predict.device)
-    read = read_checkpoint(checkpoint_of(Path(checkpoint)))
-    predictor = Predictor(
-        device.place(load_network(read)),
-        read.classes,
-        device,
-        score_threshold=call.config.predict.score,
+    A file that is no picture is told and the rest goes on; the exit code is 3 then.
+    """
+    files = _picture_files(images)
+    from ssdctl.report.predict import load, predict_files
+
+    wishes = call.config.predict
+    predictor = load(
+        checkpoint,
+        device=wishes.device,
+        score=wishes.score,
         nms_iou=call.config.evaluate.nms_iou,
     )
-    answers: dict[str, list[Found]] = {}
-    bad = 0
-    drawn: set[Path] = set()
-    for file in call.console.progress(files, total=len(files), label="predicting", unit="img"):
-        try:
-            picture = open_picture(file)
-        except DataError as error:
-            call.console.warn(str(error))
+    threads = len(os.sched_getaffinity(0))
+    results = predict_files(predictor, files, batch_size=wishes.batch_size, threads=threads)
+    answers, bad, drawn = [], 0, set[Path]()
+    for result in call.console.progress(results, total=len(files), label="predicting", unit="img"):
+        if result.error is not None:
+            call.console.warn(str(result.error))
             bad += 1
             continue
-        answers[str(file)] = predictor(picture)
+        answers.append(_answer(result))
+        if not call.console.as_json:
+            call.console.result(None, _line(result))
         if out is not None:
-            with atomic_write(_free_name(Path(out), file.stem, drawn)) as target:
-                draw(picture, answers[str(file)]).save(target, "PNG")
+            _draw(result, _free_name(Path(out), result.path.stem, drawn))
     if out is not None:
+        write_text(Path(out) / "detections.json", json.dumps(answers, indent=1) + "\n")
         call.console.say(f"{len(answers)} pictures drawn into {out}")
-    data = [
-        {"image": f, "detections": [d.as_json() for d in found]} for f, found in answers.items()
-    ]
-    call.console.result(data, "\n".join(_line(f, found) for f, found in answers.items()))
+    if call.console.as_json:
+        call.console.result(answers)
     if bad:
         raise DataError(f"{bad} of {len(files)} files are no readable pictures; see the warnings")
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint itself, or the best (else the last) one of a run folder."""
-    if not path.is_dir():
-        return path
-    for name in ("best.pt", "last.pt"):
-        if (path / "checkpoints" / name).is_file():
-            return path / "checkpoints" / name
-    raise UsageError(f"{path}: a run folder without checkpoints")
+def _answer(result: Prediction) -> dict[str, Any]:
+    assert result.image is not None
+    return {
+        "image": str(result.path),
+        "width": result.image.width,
+        "height": result.image.height,
+        "detections": [d.as_json() for d in result.found],
+    }
+
+
+def _line(result: Prediction) -> str:
+    items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
+    return f"{result.path}: {items or 'nothing found'}"
+
+
+def _draw(result: Prediction, target: Path) -> None:
+    from ssdctl.report.draw import draw
+
+    assert result.image is not None
+    drawn = draw(result.image, [d.as_mark() for d in result.found])
+    with atomic_write(target) as file:
+        drawn.save(file, "PNG", compress_level=1)
 
 
 def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
@@ -102,6 +122,7 @@ def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
 
 
 def _picture_files(names: list[str]) -> list[Path]:
+    """The files behind names: files as they are, folders by their suffixes, patterns."""
     files: list[Path] = []
     for name in names:
         path = Path(name)
@@ -112,11 +133,11 @@ def _picture_files(names: list[str]) -> list[Path]:
             files += inside
         elif path.exists():
             files.append(path)
+        elif glob.has_magic(name):
+            matches = sorted(Path(p) for p in glob.glob(name, recursive=True))  # noqa: PTH207
+            if not any(p.is_file() for p in matches):
+                raise UsageError(f"{name}: matches no file")
+            files += [p for p in matches if p.is_file()]
         else:
             raise UsageError(f"{path}: no such file or folder")
     return files
-
-
-def _line(file: str, found: list[Found]) -> str:
-    items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in found)
-    return f"{file}: {items or 'nothing found'}"

@@ -466,9 +466,10 @@ class EvaluateConfig(Section, frozen=True):
 
 
 class PredictConfig(Section, frozen=True):
-    """What `ssdctl predict` draws."""
+    """How `ssdctl predict` looks at pictures."""
 
-    score: Annotated[Fraction, setting("Draw boxes with at least this score", metavar="X")] = 0.3
+    score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
+    batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
 
 

@@ -1,4 +1,4 @@
-"""Score a checkpoint: find its data, detect, score."""
+"""Score a checkpoint: find its data, detect, score, ask what went wrong."""
 
 from __future__ import annotations
 
@@ -11,101 +11,166 @@ import msgspec
 import numpy as np
 
 from ssdctl.config import Config, DataConfig
+from ssdctl.config.schema import EvaluateConfig
 from ssdctl.data.coco import ClassName
 from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.device import open_device
-from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluate.coco_ap import Scores, score
-from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.device.base import Device
+from ssdctl.errors import DataError, IntegrityError, SsdctlError
+from ssdctl.evaluate.analysis import About, Evaluation, analyse
+from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.files import write_bytes
 from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint, same_classes
 
 Speak = Callable[[str], None]
 
 
-class Answer(NamedTuple):
-    """What a checkpoint scored."""
+class Together(NamedTuple):
+    """The ranks that evaluate together; as it stands, this process alone."""
 
-    scores: Scores
-    step: int
-    epoch: float
-    images: int
-    detections: int
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]  # on the first rank; [] elsewhere
+    broadcast: Callable[[Any], Any] = lambda value: value
+    barrier: Callable[[], None] = lambda: None
 
-    def as_json(self) -> dict[str, Any]:
-        """The keys of the contract."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            **self.scores.figures,
-            "images": self.images,
-            "detections": self.detections,
-            "per_class": [c._asdict() for c in self.scores.per_class],
-        }
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+class Talk(NamedTuple):
+    """Ways to talk to the user."""
+
+    say: Speak
+    warn: Speak
+    progress: Callable[..., Iterable[Any]]
 
 
 def evaluate_checkpoint(
     path: Path,
     config: Config,
+    device: Device,
     *,
     given: set[str],
-    say: Speak,
-    warn: Speak,
-    progress: Callable[..., Iterable[Any]],
+    talk: Talk,
+    together: Together | None = None,
     detections_file: Path | None = None,
-) -> Answer:
-    """Score one checkpoint on a split.
+) -> Evaluation | None:
+    """Score one checkpoint on a split; each rank detects its share, the first one scores.
 
     Args:
         path: The checkpoint.
         config: The call's config; its data gives way to the checkpoint's unless `given`.
+        device: To detect on.
         given: The settings that the user named.
-        say, warn, progress: Ways to talk.
+        talk: Ways to talk.
+        together: The ranks; None where this process is alone.
         detections_file: Where to write the detections in COCO's results format.
 
+    Returns:
+        The evaluation on the first rank, None on the others.
+
     Raises:
-        UsageError, DataError, IntegrityError, NonFiniteError: See the modules that are asked.
+        UsageError, DataError, IntegrityError, NonFiniteError: See the modules that are asked. What
+            one rank raises while it detects, every rank raises.
     """
+    together = together or Together()
     wishes = config.evaluate
-    device = open_device(wishes.device)
     checkpoint = read_checkpoint(path)
-    data = _choose_data(checkpoint, config.data, given, say)
+    data = choose_data(checkpoint, config.data, given, talk.say)
     root, folder = dataset_folders(data)
-    splits = open_dataset(root, folder, say=say, progress=progress)
+    splits = _open_together(root, folder, talk, together)
     if wishes.split not in splits:
         raise DataError(f"{root}: has no split {wishes.split}")
     split = splits[wishes.split]
     refuse_other_classes(checkpoint, split.classes, root)
 
     rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)
-    say(f"{path}: step {checkpoint.step}, on {len(rows)} images of {root} ({wishes.split})")
+    place = f"{wishes.split} of {root}" + ("" if data.root else ", the default dataset")
+    talk.say(f"{path}: step {checkpoint.step}, on {_counted(split, rows, wishes)} of {place}")
     if not split.usable[rows].all():
         bad = split.image_ids[rows[~split.usable[rows]]].tolist()
-        warn(f"{len(bad)} images do not open and count as seen without detections: {bad[:5]}")
+        talk.warn(f"{len(bad)} images do not open and count as seen without detections: {bad[:5]}")
     model = device.place(load_network(checkpoint))
-    options = DetectOptions(
+    options = _options(wishes, together)
+    share = rows[together.rank :: together.world_size]
+    found = _all_parts(
+        lambda: detect_split(model, split, share, device, options, talk.progress), together
+    )
+    if found is None:
+        return None
+    if not len(found.scores):
+        talk.warn(f"no detection scores over {wishes.score_threshold:g}: AP is 0")
+    if detections_file is not None:
+        write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
+        talk.say(f"{len(found.scores)} detections written to {detections_file}")
+    ids = split.image_ids[rows]
+    scoring = run_scoring(split.annotations, found, image_ids=ids, verify=wishes.verify)
+    about = About(
+        source=str(path),
+        step=checkpoint.step,
+        epoch=round(checkpoint.epoch, 4),
+        data=str(root),
+        store=str(folder),
+        split=wishes.split,
+        images=len(rows),
+        detections=len(found.scores),
+    )
+    return analyse(scoring, found, about)
+
+
+def _open_together(root: Path, folder: Path, talk: Talk, together: Together) -> dict[str, Split]:
+    """The splits, prepared by the first rank where they have to be."""
+    if together.is_first:
+        splits = open_dataset(root, folder, say=talk.say, progress=talk.progress)
+        together.barrier()
+        return splits
+    together.barrier()
+    return open_dataset(root, folder, say=lambda _: None)
+
+
+def _all_parts(detect: Callable[[], Detections], together: Together) -> Detections | None:
+    """What all ranks found, on the first one. An error of one becomes the error of all, lest the
+    others wait for it."""
+    part: Detections | SsdctlError
+    try:
+        part = detect()
+    except SsdctlError as error:
+        part = error
+    parts = together.gather(part)
+    failure = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
+    if failure is not None:
+        raise failure
+    return merge(parts) if together.is_first else None
+
+
+def _options(wishes: EvaluateConfig, together: Together) -> DetectOptions:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if together.world_size > 1 else 1
+    cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
+    return DetectOptions(
         batch_size=wishes.batch_size,
         precision=wishes.precision,
-        threads=wishes.workers or len(os.sched_getaffinity(0)),
+        threads=wishes.workers or cores,
         score_threshold=wishes.score_threshold,
         nms_iou=wishes.nms_iou,
     )
-    found = detect_split(model, split, rows, device, options, progress)
-    if not len(found.scores):
-        warn(f"no detection scores over {wishes.score_threshold:g}: AP is 0")
-    if detections_file is not None:
-        write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
-        say(f"{len(found.scores)} detections written to {detections_file}")
-    scores = score(split.annotations, found, image_ids=split.image_ids[rows], verify=wishes.verify)
-    return Answer(
-        scores,
-        checkpoint.step,
-        round(checkpoint.epoch, 4),
-        len(rows),
-        len(found.scores),
-    )
+
+
+def _counted(split: Split, rows: np.ndarray[Any, Any], wishes: EvaluateConfig) -> str:
+    """How many images, and what the peers would have scored."""
+    empty = int((np.diff(split.starts)[rows] == 0).sum())
+    if wishes.annotated_only:
+        left_out = int((np.diff(split.starts) == 0).sum())
+        return f"{len(rows)} images ({left_out} without annotations left out, as the peers do)"
+    if empty:
+        return (
+            f"{len(rows)} images ({empty} have no annotations; --annotated-only leaves them out, "
+            "as the peers do)"
+        )
+    return f"{len(rows)} images"
 
 
 def refuse_other_classes(checkpoint: Checkpoint, classes: list[ClassName], root: Path) -> None:
@@ -133,7 +198,7 @@ def _remembered(checkpoint: Checkpoint) -> DataConfig:
     )
 
 
-def _choose_data(
+def choose_data(
     checkpoint: Checkpoint, data: DataConfig, given: set[str], say: Speak
 ) -> DataConfig:
     """The dataset to score on: the one the user names, else the one the checkpoint remembers."""

@@ -48,8 +48,10 @@ class Detections(NamedTuple):
 
     def table(self) -> NDArray[np.float64]:
         """K x 7, as COCO's tools take them."""
-        columns = (self.image_ids, *self.boxes.T, self.scores, self.category_ids)
-        return np.column_stack(columns) if len(self.scores) else np.zeros((0, 7))
+        result = np.empty((len(self.scores), 7))
+        result[:, 0], result[:, 1:5] = self.image_ids, self.boxes
+        result[:, 5], result[:, 6] = self.scores, self.category_ids
+        return result
 
     def to_coco(self) -> list[dict[str, Any]]:
         """COCO's results format."""
@@ -66,12 +68,15 @@ class Detections(NamedTuple):
 
 
 class ClassScore(NamedTuple):
-    """The AP of one class."""
+    """The AP of one class, as a whole and by the size of the objects."""
 
     category_id: int
     name: str
     AP: float
     AP50: float
+    APs: float
+    APm: float
+    APl: float
 
 
 class Scores(NamedTuple):
@@ -82,7 +87,14 @@ class Scores(NamedTuple):
     images: int  # that were scored
 
 
-class _Result(msgspec.Struct):
+class Scoring(NamedTuple):
+    """The figures, and the engine that knows more (`ssdctl.evaluate.analysis` asks it)."""
+
+    scores: Scores
+    engine: Any  # hotcoco.COCOeval, evaluated and accumulated
+
+
+class _Result(msgspec.Struct, gc=False):
     image_id: int
     category_id: int
     bbox: tuple[float, float, float, float]
@@ -127,6 +139,17 @@ def score(
     image_ids: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> Scores:
+    """Score detections against an annotation file: see `run_scoring`."""
+    return run_scoring(annotations, detections, image_ids=image_ids, verify=verify).scores
+
+
+def run_scoring(
+    annotations: Path,
+    detections: Detections,
+    *,
+    image_ids: NDArray[np.int64] | None = None,
+    verify: bool = False,
+) -> Scoring:
     """Score detections against an annotation file.
 
     Args:
@@ -151,32 +174,29 @@ def score(
         evaluation.params.img_ids = sorted(image_ids.tolist())
     evaluation.evaluate()
     evaluation.accumulate()
-    curves = evaluation.eval
-    assert curves is not None  # accumulate() has run
-    images = len(evaluation.params.img_ids)
-    scores = _scores(
-        curves["precision"], curves["recall"], truth, evaluation.params.cat_ids, images
-    )
+    scores = _scores(evaluation, truth)
     if verify:
         _verify(scores, annotations, detections, image_ids)
-    return scores
+    return Scoring(scores, evaluation)
 
 
-def _scores(
-    precision: Any, recall: Any, truth: Any, category_ids: list[int], images: int
-) -> Scores:
+def _scores(evaluation: Any, truth: Any) -> Scores:
+    precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
+    category_ids = evaluation.params.cat_ids
     names = {c["id"]: c["name"] for c in truth.load_cats(category_ids)}
     per_class = [
         ClassScore(
             category_id,
             names[category_id],
-            _mean(precision[:, :, k, 0, 2]),
-            _mean(precision[0, :, k, 0, 2]),
+            *(
+                _figure(precision[:, :, [k]], recall, *FIGURES[name])
+                for name in ClassScore._fields[2:]
+            ),
         )
         for k, category_id in enumerate(category_ids)
     ]
     figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
-    return Scores(figures, per_class, images)
+    return Scores(figures, per_class, len(evaluation.params.img_ids))
 
 
 def _figure(
@@ -194,7 +214,11 @@ def _mean(values: NDArray[np.float64]) -> float:
 
 
 def _refuse_strangers(truth: Any, detections: Detections, annotations: Path) -> None:
-    strangers = np.setdiff1d(detections.image_ids, np.array(truth.get_img_ids(), np.int64))
+    # An image's detections follow each other: the first of each run says it all.
+    ids = detections.image_ids
+    is_first = np.diff(ids, prepend=ids[:1] - 1) != 0
+    listed = np.array(truth.get_img_ids(), np.int64)
+    strangers = np.setdiff1d(ids[is_first], listed)
     if len(strangers):
         raise DataError(
             f"{len(strangers)} images with detections are not in {annotations}, "

@@ -1,28 +1,35 @@
 """Run a network over a split and collect its detections.
 
 Every image is seen once, the last partial batch included; an image without detections adds none.
+Pictures are decoded some batches ahead, and while the network runs on a batch, a thread turns the
+output of the one before into detections: the network alone sets the pace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
+from ssdctl.evaluate.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
-from ssdctl.model.augment import normalise
-from ssdctl.model.postprocess import detect
+from ssdctl.model import postprocess
 
 Progress = Callable[..., Iterable[Any]]
+BATCHES_BEHIND = 2  # outputs that wait for their decoding
+# A single picture takes other convolution kernels than a batch does, whose last digits differ: the
+# figures would depend on how the images are shared out.
+SMALLEST_BATCH = 2
 
 
 class DetectOptions(NamedTuple):
@@ -57,48 +64,84 @@ def detect_split(
         NonFiniteError: The network's output is NaN or infinite.
         DataError: An image cannot be decoded.
     """
-    defaults = default_boxes_cxcywh().to(device.torch_device)
-    category_ids = np.array([c.id for c in split.classes], np.int64)
+    detector = Detector(
+        model,
+        device,
+        precision=options.precision,
+        score_threshold=options.score_threshold,
+        nms_iou=options.nms_iou,
+    )
     rows = rows[split.usable[rows]]
-    found: list[Detections] = []
-    was_training = model.training
-    model.eval()
+    # Accelerators want one shape for all batches; see also SMALLEST_BATCH.
+    least = SMALLEST_BATCH if device.torch_device.type == "cpu" else options.batch_size
     batches: Iterable[Batch] = evaluation_batches(split, rows, options.batch_size, options.threads)
     if progress is not None:
         total = -(-len(rows) // options.batch_size)
         batches = progress(batches, total=total, label="detecting", unit="batch")
+    was_training = model.training
+    model.eval()
     try:
-        with torch.inference_mode():
-            for batch in batches:
-                images = normalise(batch.images.to(device.torch_device))
-                with device.autocast(options.precision):
-                    offsets, logits = model(images)
-                if not bool(torch.isfinite(logits).all() & torch.isfinite(offsets).all()):
-                    ids = split.image_ids[batch.rows].tolist()
-                    raise NonFiniteError(
-                        f"the network's output is NaN or infinite (images {ids})",
-                        hint="the weights went bad in training: evaluate an earlier checkpoint",
-                    )
-                pictures = detect(
-                    offsets,
-                    logits,
-                    defaults,
-                    score_threshold=options.score_threshold,
-                    nms_iou=options.nms_iou,
-                )
-                for row, picture in zip(batch.rows, pictures, strict=True):
-                    boxes = _pixels(picture.boxes.cpu().numpy(), split.sizes[row])
-                    found.append(
-                        Detections(
-                            np.full(len(boxes), split.image_ids[row], np.int64),
-                            boxes,
-                            picture.scores.cpu().numpy().astype(np.float64),
-                            category_ids[picture.labels.cpu().numpy() - 1],
-                        )
-                    )
+        return merge(list(_found(detector, split, batches, least)))
     finally:
         model.train(was_training)
-    return merge(found)
+
+
+def _found(
+    detector: Detector, split: Split, batches: Iterable[Batch], least: int
+) -> Iterator[Detections]:
+    """The detections of each image, in the order of the batches."""
+    pending: deque[Future[list[Detections]]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
+        try:
+            for batch in batches:
+                output = detector.forward(_filled(batch.images, least))
+                pending.append(pool.submit(_finish, detector, split, batch.rows, output))
+                if len(pending) > BATCHES_BEHIND:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _filled(images_BHW3: Tensor, least: int) -> Tensor:
+    """The pictures, the first one again until there are enough."""
+    missing = least - len(images_BHW3)
+    if missing <= 0:
+        return images_BHW3
+    return torch.cat([images_BHW3, images_BHW3[:1].expand(missing, -1, -1, -1)])
+
+
+def _finish(
+    detector: Detector, split: Split, rows: NDArray[np.int64], output: Output
+) -> list[Detections]:
+    try:
+        pictures = detector.finish(Output(*(t[: len(rows)] for t in output)))
+    except NonFiniteError as error:
+        ids = ", ".join(map(str, split.image_ids[rows[:5]].tolist()))
+        more = ", ..." if len(rows) > 5 else ""
+        raise NonFiniteError(f"{error} (images {ids}{more})", hint=error.hint) from None
+    category_ids = np.array([c.id for c in split.classes], np.int64)
+    return [
+        _in_pixels(picture, int(split.image_ids[row]), split.sizes[row], category_ids)
+        for row, picture in zip(rows, pictures, strict=True)
+    ]
+
+
+def _in_pixels(
+    found: postprocess.Detections,
+    image_id: int,
+    size: NDArray[np.int32],
+    category_ids: NDArray[np.int64],
+) -> Detections:
+    """COCO's terms: left, top, width, height in pixels, not clipped (FACTS 8)."""
+    ltrb = found.boxes.numpy().astype(np.float64) * np.tile(size, 2)
+    return Detections(
+        np.full(len(ltrb), image_id, np.int64),
+        np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
+        found.scores.numpy().astype(np.float64),
+        category_ids[found.labels.numpy() - 1],
+    )
 
 
 def merge(parts: list[Detections]) -> Detections:
@@ -107,9 +150,3 @@ def merge(parts: list[Detections]) -> Detections:
         empty = np.zeros(0, np.int64)
         return Detections(empty, np.zeros((0, 4)), np.zeros(0), empty)
     return Detections(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _pixels(boxes: NDArray[np.float32], size: NDArray[np.int32]) -> NDArray[np.float64]:
-    """ltrb in fractions -> left, top, width, height in pixels. Not clipped (FACTS 8)."""
-    ltrb = boxes.astype(np.float64) * np.tile(size, 2)
-    return np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1)

@@ -1,6 +1,8 @@
 """From the network's output to detections, as every replaced system does it (FACTS 8).
 
 Softmax; per class the 200 best above the score threshold, hard NMS; the 200 best of the picture.
+On the CPU the few candidates are picked out first; elsewhere every shape is static, so that nothing
+waits for a count or is compiled anew.
 Shapes: B batch, C classes with background, N default boxes, K detections of a picture.
 """
 
@@ -35,7 +37,7 @@ def detect(
     score_threshold: float,
     nms_iou: float,
 ) -> list[Detections]:
-    """Decode a batch, in fp32.
+    """Decode a batch, in fp32; the detections of an accelerator's output land on the CPU.
 
     Args:
         offsets_B4N: Predicted offsets.
@@ -45,11 +47,60 @@ def detect(
         nms_iou: A box that overlaps a better one of its class by more is dropped.
     """
     with torch.autocast(offsets_B4N.device.type, enabled=False):
-        boxes = box_cxcywh_to_ltrb(decode(offsets_B4N.float().transpose(1, 2), defaults_cxcywh))
-        scores = logits_BCN.float().softmax(dim=1)[:, 1:]  # without background
-        return [
-            _detect_one(b, s, score_threshold, nms_iou) for b, s in zip(boxes, scores, strict=True)
-        ]
+        boxes, scores = boxes_and_scores(offsets_B4N, logits_BCN, defaults_cxcywh)
+        if boxes.device.type == "cpu":
+            return [
+                _detect_one(b, s, score_threshold, nms_iou)
+                for b, s in zip(boxes, scores, strict=True)
+            ]
+        padded = [t.cpu() for t in detect_static(boxes, scores, score_threshold, nms_iou)]
+    return [
+        Detections(b[real], s[real], label[real])
+        for b, s, label in zip(*padded, strict=True)
+        for real in [label > 0]
+    ]
+
+
+def boxes_and_scores(
+    offsets_B4N: Tensor, logits_BCN: Tensor, defaults_cxcywh: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the network means: (B, N, 4) ltrb boxes, (B, C - 1, N) scores without background."""
+    boxes = box_cxcywh_to_ltrb(decode(offsets_B4N.float().transpose(1, 2), defaults_cxcywh))
+    return boxes, logits_BCN.float().softmax(dim=1)[:, 1:]
+
+
+def detect_static(
+    boxes_BN4: Tensor, scores_BCN: Tensor, threshold: float, nms_iou: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same detections in static shapes, the best first, padded with label 0.
+
+    Returns:
+        (B, K, 4) boxes, (B, K) scores, (B, K) labels, where K = 200.
+    """
+    num_classes = scores_BCN.shape[1]
+    scores, index = scores_BCN.topk(min(CANDIDATES_PER_CLASS, scores_BCN.shape[2]), dim=2)
+    candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
+    candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
+    # One picture's overlaps at a time: in fp32 those of a batch would fill gigabytes.
+    over = torch.stack([_overlaps(picture, nms_iou) for picture in candidates])
+    keep = scores > threshold
+    for i in range(scores.shape[2]):  # greedy: a box counts only if no better one removed it
+        keep = keep & ~(over[:, :, i] & keep[:, :, i : i + 1])
+    flat = torch.where(keep, scores, 0).flatten(1)
+    best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
+    labels = torch.where(best > 0, place // scores.shape[2] + 1, 0)
+    kept = candidates.flatten(1, 2).gather(1, place.unsqueeze(-1).expand(-1, -1, 4))
+    return kept, best, labels
+
+
+def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
+    """(C, K, K): whether box i overlaps a worse box j of its class by more than `nms_iou`."""
+    a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
+    size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
+    overlap = size.clamp(min=0).prod(dim=-1)
+    area = (boxes_CK4[..., 2:] - boxes_CK4[..., :2]).prod(dim=-1)
+    union = area.unsqueeze(2) + area.unsqueeze(1) - overlap
+    return (overlap > nms_iou * union).triu(diagonal=1)
 
 
 def _detect_one(

@@ -1,18 +1,27 @@
-"""Checkpoints for other programs: the peers' formats and safetensors."""
+"""Checkpoints for other programs: the peers' formats, safetensors, ONNX."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import tempfile
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ssdctl.errors import UsageError
-from ssdctl.files import atomic_write
+from ssdctl.data import shapes
+from ssdctl.data.dataset import find_splits
+from ssdctl.errors import DataError, UsageError
+from ssdctl.files import atomic_write, write_bytes
 from ssdctl.model.peers import label_map, to_peer
 from ssdctl.model.weights import Checkpoint
+from ssdctl.report.onnx_export import Check, onnx_model
+from ssdctl.report.predict import open_picture, resized
 
+NUM_PICTURES = 5  # that an ONNX file is compared on
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
@@ -63,3 +72,63 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
     content = save({k: v.contiguous() for k, v in checkpoint.model.items()}, metadata)
     with atomic_write(target) as file:
         file.write(content)
+
+
+def export_onnx(
+    checkpoint: Checkpoint,
+    target: Path,
+    root: Path,
+    *,
+    has_nms: bool,
+    score_threshold: float,
+    nms_iou: float,
+) -> tuple[Check, str]:
+    """Write an ONNX file, once onnxruntime gives PyTorch's answers on pictures of the dataset.
+
+    Args:
+        root: The dataset; where it is gone, pictures are generated.
+
+    Returns:
+        How near the answers are, and where the pictures came from.
+
+    Raises:
+        UsageError, IntegrityError: See `onnx_model`.
+        DiskError: The file cannot be written.
+    """
+    pictures, source = _pictures(root)
+    content, check = onnx_model(
+        checkpoint,
+        pictures,
+        has_nms=has_nms,
+        score_threshold=score_threshold,
+        nms_iou=nms_iou,
+    )
+    write_bytes(target, content)
+    return check, source
+
+
+def _pictures(root: Path) -> tuple[NDArray[np.uint8], str]:
+    """Some pictures to compare two programs on, and where they come from."""
+    try:
+        splits = find_splits(root)
+        found = _some_of(splits["val" if "val" in splits else "train"].images)
+        if len(found) == NUM_PICTURES:
+            return np.stack(found), str(root)
+    except DataError:
+        pass
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        shapes.generate(Path(folder), num_train=1, num_val=NUM_PICTURES)
+        return np.stack(_some_of(Path(folder) / "val2017")), "generated shapes"
+
+
+def _some_of(folder: Path) -> list[NDArray[np.uint8]]:
+    """The first pictures of a folder that open."""
+    found = []
+    for path in itertools.islice(sorted(folder.iterdir()), 10 * NUM_PICTURES):
+        try:
+            found.append(resized(open_picture(path)))
+        except DataError:
+            continue
+        if len(found) == NUM_PICTURES:
+            break
+    return found

@@ -1,9 +1,10 @@
-"""The report: one HTML page that needs nothing else, from one run folder or several."""
+"""The report: one HTML page that needs nothing else, from one run folder or several. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -11,9 +12,9 @@ from markupsafe import Markup
 from ssdctl import __version__
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import write_text
-from ssdctl.report.plots import curve
-from ssdctl.report.rundata import RunData
-from ssdctl.report.samples import sample_detections
+from ssdctl.report import plots
+from ssdctl.report.rundata import RunData, different_settings, prepare_findings
+from ssdctl.report.samples import sample_pictures
 
 
 def write_report(runs: Sequence[RunData], target: Path) -> None:
@@ -23,21 +24,57 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         DiskError: It cannot be written.
     """
     charts = [
-        curve(runs, "train", ["loss", "loss_box", "loss_class"], "loss"),
-        curve(runs, "eval", ["AP", "AP50", "AP75"], "AP on the validation split"),
-        curve(runs, "train", ["lr"], "learning rate"),
-        curve(runs, "train", ["images_per_second"], "images per second"),
-        curve(runs, "train", ["grad_norm"], "gradient norm"),
+        plots.curve(runs, "train", ["loss", "loss_box", "loss_class"], "loss"),
+        plots.curve(runs, "eval", ["AP", "AP50", "AP75"], "AP on the validation split", "epoch"),
+        plots.curve(runs, "train", ["lr"], "learning rate"),
+        plots.curve(runs, "train", ["images_per_second"], "images per second"),
+        plots.curve(runs, "train", ["grad_norm"], "gradient norm"),
+        plots.precision_recall(runs),
     ]
     loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters["figure"] = lambda v: "-" if v is None or v < 0 else f"{v:.3f}"
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = _figure
+    environment.filters["spark"] = lambda v: Markup(plots.sparkline(v))  # digits alone
     page = environment.get_template("page.html").render(
         runs=runs,
         charts=[Markup(chart) for chart in charts if chart],  # matplotlib's own SVG
         figures=list(FIGURES),
+        bests={name: _best(runs, name) for name in FIGURES},
         class_names=sorted({name for run in runs for name in run.class_ap}),
-        samples=[sample_detections(run) for run in runs],
+        differences=different_settings(list(runs)),
+        analyses=[_analysis(run) for run in runs],
         version=__version__,
     )
     write_text(target, page)
+
+
+def _analysis(run: RunData) -> dict[str, Any]:
+    """What the page says about a run's evaluation."""
+    pictures, reason = sample_pictures(run.evaluation)
+    found = run.evaluation
+    chart = plots.calibration(found) if found else None
+    return {
+        "name": run.name,
+        "evaluation": found,
+        "pictures": pictures,
+        "reason": reason,
+        "calibration": Markup(chart) if chart else "",
+        "largest_error": max((e.delta_ap for e in found.errors), default=0) if found else 0,
+        "findings": prepare_findings(Path(found.about.store)) if found else [],
+    }
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None or value < 0 else f"{value:.3f}"
+
+
+def _best(runs: Sequence[RunData], name: str) -> float | None:
+    """The best value of a figure, where several runs have one."""
+    values = [run.best[name] for run in runs if run.best]
+    return max(values) if len(values) > 1 else None

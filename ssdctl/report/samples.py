@@ -1,76 +1,100 @@
-"""A grid of validation pictures: what is there (white), what was found (coloured)."""
+"""Pictures of an evaluation: on the left what is there, on the right what was found. Torch-free."""
 
 from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.store import Split, open_split
-from ssdctl.device import open_device
-from ssdctl.errors import SsdctlError
-from ssdctl.evaluate.checkpoint import data_of
-from ssdctl.model.weights import load_network, read_checkpoint
-from ssdctl.report.predict import Predictor, draw
-from ssdctl.report.rundata import RunData
+from ssdctl.data.prepare import MOST_PIXELS
+from ssdctl.data.store import open_split
+from ssdctl.errors import DataError, SsdctlError
+from ssdctl.evaluate.analysis import Box, Evaluation, Sample
+from ssdctl.files import safe_join
+from ssdctl.report.draw import Mark, draw
 
-NUM_SAMPLES = 12
-SCORE = 0.3
-WIDTH = 360  # pixels, as embedded
+WIDTH = 300  # pixels of one picture, as embedded
 
 
-class Sample(NamedTuple):
-    """One picture of the grid."""
+class SamplePicture(NamedTuple):
+    """One pair of the grid."""
 
     image_id: int
-    data_url: str
+    truth_url: str
+    found_url: str
     num_truth: int
     num_found: int
 
 
-def sample_detections(run: RunData) -> tuple[list[Sample], str]:
-    """The run's best checkpoint on some validation pictures, or why there are none."""
-    if run.checkpoint is None:
-        return [], "the run has no checkpoint yet"
+def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture], str]:
+    """The pairs of an evaluation, or why there are none."""
+    if evaluation is None:
+        return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report RUN does it"
     try:
-        checkpoint = read_checkpoint(run.checkpoint)
-        root, folder = data_of(checkpoint)
-        splits = find_splits(root)
-        if "val" not in splits:
-            return [], f"{root} has no validation split"
-        split = open_split(folder, "val", splits["val"])
-        device = open_device("cpu")
-        predictor = Predictor(
-            device.place(load_network(checkpoint)),
-            checkpoint.classes,
-            device,
-            score_threshold=SCORE,
-            nms_iou=0.5,
-        )
-        rows = np.nonzero(split.usable)[0]
-        if not len(rows):
-            return [], f"{root} has no validation image that opens"
-        chosen = np.unique(np.linspace(0, len(rows) - 1, NUM_SAMPLES).astype(int))
-        return [_sample(split, int(row), predictor) for row in rows[chosen]], ""
-    except (SsdctlError, OSError) as error:
+        read = _reader(evaluation)
+    except (SsdctlError, OSError, KeyError) as error:
         return [], str(error)
+    pictures, problem = [], "no image was scored"
+    for sample in evaluation.samples:
+        try:
+            pictures.append(_pair(evaluation, sample, read(sample)))
+        except (SsdctlError, OSError, SyntaxError, ValueError) as error:
+            problem = f"image {sample.image_id} does not open: {error}"
+    return pictures, problem
 
 
-def _sample(split: Split, row: int, predictor: Predictor) -> Sample:
-    with Image.open(io.BytesIO(split.read(row))) as opened:
+def _reader(evaluation: Evaluation) -> Callable[[Sample], bytes | memoryview]:
+    """How to read an image: from the store where it is prepared, else from its file."""
+    about = evaluation.about
+    files = find_splits(Path(about.data))[about.split]
+    try:
+        split = open_split(Path(about.store), about.split, files)
+    except DataError:
+        return lambda sample: safe_join(files.images, sample.file_name).read_bytes()
+    rows = {int(image_id): row for row, image_id in enumerate(split.image_ids)}
+    return lambda sample: split.read(rows[sample.image_id])
+
+
+def _pair(evaluation: Evaluation, sample: Sample, content: bytes | memoryview) -> SamplePicture:
+    with Image.open(io.BytesIO(content)) as opened:
+        if opened.width * opened.height > MOST_PIXELS:
+            raise DataError(f"{opened.width} x {opened.height} pixels are too many")
         picture = opened.convert("RGB")
-    found = predictor(picture)
-    pen = ImageDraw.Draw(picture)
-    truth = split.boxes[split.starts[row] : split.starts[row + 1]]
-    for box in truth * np.array([picture.width, picture.height] * 2):
-        pen.rectangle([float(v) for v in box], outline="white", width=3)
-    drawn = draw(picture, found)
-    drawn.thumbnail((WIDTH, WIDTH))
+    scale = min(WIDTH / picture.width, 1.0)
+    size = (max(round(picture.width * scale), 1), max(round(picture.height * scale), 1))
+    small = picture.resize(size, Image.Resampling.LANCZOS)
+    order = [c.category_id for c in evaluation.per_class]
+    names = {c.category_id: c.name for c in evaluation.per_class}
+
+    def mark(category_id: int, box: Box, score: float | None = None) -> Mark:
+        corners = _corners(box, scale, small)
+        name = names.get(category_id, str(category_id))
+        number = order.index(category_id) + 1 if category_id in order else 0
+        return Mark(corners, name if score is None else f"{name} {score:.2f}", number)
+
+    truth = [mark(t.category_id, t.box) for t in sample.truth]
+    found = [mark(f.category_id, f.box, f.score) for f in sample.found]
+    return SamplePicture(
+        sample.image_id, _url(draw(small, truth)), _url(draw(small, found)), len(truth), len(found)
+    )
+
+
+def _corners(box: Box, scale: float, picture: Image.Image) -> tuple[float, float, float, float]:
+    left, top, width, height = (v * scale for v in box)
+    return (
+        min(max(left, 0), picture.width),
+        min(max(top, 0), picture.height),
+        max(min(left + width, picture.width), 0),
+        max(min(top + height, picture.height), 0),
+    )
+
+
+def _url(picture: Image.Image) -> str:
     buffer = io.BytesIO()
-    drawn.save(buffer, "JPEG", quality=85)
-    url = "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return Sample(int(split.image_ids[row]), url, len(truth), len(found))
+    picture.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

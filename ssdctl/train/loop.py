@@ -277,7 +277,8 @@ class _Run:
         if self.setup.val is None or self.evaluated_step == self.step:
             return
         distributed.average_batch_norms(self.setup.model, self.setup.ranks)
-        scores = validate(self.setup)
+        validation = validate(self.setup)
+        scores = validation and validation.scores
         self.evaluated_step = self.step
         if scores is not None:
             self._record({"kind": "eval", **self._position(), **scores.figures})
@@ -286,6 +287,9 @@ class _Run:
         if figure is not None and (self.best_ap is None or figure > self.best_ap):
             self.best_ap = figure
             self._save(is_best=True)
+            if validation is not None:
+                best = self.checkpoints.path / "best.pt"
+                validation.write(self.setup.out, best, **self._position())
 
     def _save(self, *, is_best: bool = False) -> None:
         if self.saved_step == self.step and not is_best:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 
-from ssdctl.evaluate.coco_ap import Scores, score
+from ssdctl.data.dataset import dataset_folders
+from ssdctl.evaluate.analysis import FILE, About, analyse, write_evaluation
+from ssdctl.evaluate.coco_ap import Detections, Scores, Scoring, run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.train import distributed
 from ssdctl.train.setup import Setup
 
 
-def validate(setup: Setup) -> Scores | None:
+class Validation(NamedTuple):
+    """What a run scored, and what it takes to say why."""
+
+    scoring: Scoring
+    found: Detections
+    data: Path
+    store: Path
+
+    @property
+    def scores(self) -> Scores:
+        return self.scoring.scores
+
+    def write(self, out: Path, checkpoint: Path, step: int, epoch: float) -> None:
+        """Leave the analysis for the report, as `ssdctl evaluate --report RUN` would."""
+        about = About(
+            source=str(checkpoint),
+            step=step,
+            epoch=epoch,
+            data=str(self.data),
+            store=str(self.store),
+            split="val",
+            images=self.scores.images,
+            detections=len(self.found.scores),
+        )
+        write_evaluation(out / FILE, analyse(self.scoring, self.found, about))
+
+
+def validate(setup: Setup) -> Validation | None:
     """AP on the validation split, in the run's precision; None on every rank but the first.
 
     Each image is detected by one rank, so none is counted twice whatever the number of ranks.
@@ -29,4 +61,6 @@ def validate(setup: Setup) -> Scores | None:
     parts = distributed.gather(found, setup.ranks)
     if not setup.ranks.is_first:
         return None
-    return score(setup.val.annotations, merge(parts))
+    merged = merge(parts)
+    scoring = run_scoring(setup.val.annotations, merged)
+    return Validation(scoring, merged, *dataset_folders(setup.config.data))

@@ -196,7 +196,18 @@ def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -
     assert json.loads(again.out)["AP"] == figures["AP"]
     assert json.loads(again.out)["detections"] == figures["detections"]
     human = cli("evaluate", checkpoint, "--limit", 3, *low)
-    assert "AP ring" in human.out
+    assert "ring" in human.out
+    assert "not found at all" in human.out  # what the errors cost
+
+
+def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
+    Path("d.json").write_text(
+        '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
+    )
+    result = cli("evaluate", "d.json", "--data", shapes, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["AP"] == 0
+    assert "warning: 1 detections are of categories that" in result.err
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
@@ -227,7 +238,7 @@ def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_p
             assert 0 <= left <= right
             assert 0 <= top <= bottom
             assert found["score"] >= 0.01
-    assert len(list(Path("drawn").iterdir())) == 2
+    assert len(list(Path("drawn").glob("*.png"))) == 2
 
 
 def test_export_back_to_the_peers(cli: Cli, checkpoint: Path) -> None:
@@ -252,6 +263,22 @@ def test_doctor_pastes_well(cli: Cli, shapes: Path) -> None:
 def test_benchmark_commands(cli: Cli) -> None:
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
     assert figures["images_per_second"] > figures["images_per_second_full"] > 0
+
+
+def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
+    from ssdctl.config.resolve import Override, resolve
+    from ssdctl.data.prepare import open_dataset
+    from ssdctl.evaluate.benchmark import benchmark_evaluate
+
+    backbone = Override("model.backbone", "resnet18", "--backbone")
+    config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
+    split = open_dataset(shapes, tmp_path / "store", say=lambda _: None)["val"]
+    figures = benchmark_evaluate(split, config, 0.1, score_images=20)
+    assert figures["detect_images_per_second"] > 0
+    assert 0 < figures["score_s"] < 5
+    assert figures["latency_p50_ms"] <= figures["latency_p90_ms"] <= figures["latency_p99_ms"]
+    assert figures["forward_images_per_second"] > 0
+    assert figures["score_detections"] == 2216
 
 
 def test_closed_stdout_is_no_traceback() -> None:

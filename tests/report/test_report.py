@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 from conftest import Result
 
 Cli = Callable[..., Result]
-VOID = {"meta", "link", "img", "br", "hr", "path", "use", "rect"}
+VOID = {"meta", "link", "img", "br", "hr", "path", "use", "rect", "polygon", "polyline"}
 
 
 class Balanced(HTMLParser):
@@ -51,10 +52,15 @@ def test_page_needs_nothing_else(page: str) -> None:
 
 
 def test_page_tells_the_run(page: str, tiny_run: Path) -> None:
-    for words in ("best AP", "AP ring", "loss_class", "resnet18", "finished", "preset stable-r34"):
+    for words in (
+        "best AP", "<td>ring</td>", "loss_class", "resnet18", "finished", "preset stable-r34",
+        "not found at all", "What to mend next", "Expected calibration error",
+    ):  # fmt: skip
         assert words in page, words
     assert page.count("<figure>") == 9  # the validation pictures
-    assert page.count("<svg") >= 3
+    assert page.count("<img") == 18  # what is there beside what was found
+    assert page.count('<svg class="spark"') == 5  # a curve for each class
+    assert page.count("<svg") - 5 >= 5
 
 
 def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
@@ -64,6 +70,14 @@ def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     assert result.code == 0, result.err
     page = Path("both.html").read_text()
     assert '<th class="number">tiny</th><th class="number">other</th>' in page
+    assert "Settings that differ" not in page
+    text = (other / "config.toml").read_text()
+    (other / "config.toml").write_text(text.replace("momentum = 0.9", "momentum = 0.8"))
+    assert cli("report", tiny_run, other, "--out", "both.html").code == 0
+    page = Path("both.html").read_text()
+    row = '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>'
+    assert row in page
+    assert page.count("<td>train.") == 1
 
 
 def test_names_are_escaped(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
@@ -77,7 +91,57 @@ def test_run_without_checkpoint_or_evaluation(tiny_run: Path, tmp_path: Path, cl
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     shutil.rmtree(run / "checkpoints")
+    (run / "evaluation.json").unlink()
     (run / "metrics.jsonl").write_text("")
     result = cli("report", run)
     assert result.code == 0, result.err
-    assert "no checkpoint yet" in (run / "report.html").read_text()
+    assert "not evaluated yet" in (run / "report.html").read_text()
+
+
+def test_report_of_an_evaluation_alone(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    """From a file of detections: neither torch nor a run is needed, and the pictures are found."""
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())["annotations"]
+    keys = ("image_id", "category_id", "bbox")
+    Path("d.json").write_text(json.dumps([{k: a[k] for k in keys} | {"score": 0.9} for a in truth]))
+    result = cli("evaluate", "d.json", "--data", shapes, "--report", "out", "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["AP"] == pytest.approx(1)
+    page = Path("out/report.html").read_text()
+    assert page.count("<figure>") == 9
+    Path("out/report.html").unlink()
+    assert cli("report", "out").code == 0  # again, from evaluation.json
+    assert Path("out/report.html").read_text() == page
+
+
+def test_evaluation_of_a_checkpoint_updates_the_runs_report(
+    tiny_run: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    result = cli("evaluate", run, "--device", "cpu", "--limit", 4, "--report", run)
+    assert result.code == 0, result.err
+    page = (run / "report.html").read_text()
+    assert page.count("<figure>") == 4
+    assert "loss_class" in page
+
+
+@pytest.mark.parametrize("words", ["{}", '{"about": 1}', "no JSON"])
+def test_a_broken_evaluation_is_named(tiny_run: Path, tmp_path: Path, cli: Cli, words: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / "evaluation.json").write_text(words)
+    result = cli("report", run)
+    assert result.code == 3
+    assert "evaluation.json" in result.err
+
+
+def test_pictures_that_are_gone(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    text = (run / "evaluation.json").read_text()
+    about = json.loads(text)["about"]
+    (run / "evaluation.json").write_text(text.replace(about["data"], "/nowhere"))
+    assert cli("report", run).code == 0
+    assert "/nowhere: no such dataset folder" in (run / "report.html").read_text()

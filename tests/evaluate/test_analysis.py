@@ -1,0 +1,109 @@
+"""The error analysis says what was wrong with detections that were made wrong on purpose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssdctl.errors import DataError
+from ssdctl.evaluate.analysis import (
+    About,
+    Evaluation,
+    analyse,
+    read_evaluation,
+    write_evaluation,
+)
+from ssdctl.evaluate.coco_ap import Detections, run_scoring
+
+BOX = [20.0, 20.0, 100.0, 100.0]
+NUM_IMAGES = 4
+Row = tuple[int, int, list[float], float]  # image, category, box, score
+RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
+
+
+def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
+    """Of images that hold one object of category 2 each."""
+    path = tmp_path / "annotations.json"
+    listed = [
+        {"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(NUM_IMAGES)
+    ]
+    truth = [
+        {"id": i + 1, "image_id": i, "category_id": 2, "bbox": BOX, "area": 1e4, "iscrowd": 0}
+        for i in range(NUM_IMAGES)
+    ]
+    categories = [{"id": 2, "name": "cat"}, {"id": 7, "name": "dog"}]
+    path.write_text(json.dumps({"images": listed, "annotations": truth, "categories": categories}))
+    found = Detections(
+        np.array([r[0] for r in rows], np.int64),
+        np.array([r[2] for r in rows], np.float64).reshape(-1, 4),
+        np.array([r[3] for r in rows], np.float64),
+        np.array([r[1] for r in rows], np.int64),
+    )
+    about = About(source="x.json", data=".", store=".", split="val", images=4, detections=len(rows))
+    return analyse(run_scoring(path, found), found, about)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("Cls", [(0, 7, BOX, 0.9), *RIGHT[1:]]),
+        ("Loc", [(0, 2, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Both", [(0, 7, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Dupe", [*RIGHT, (0, 2, [22.0, 20, 100, 100], 0.8)]),
+        ("Bkg", [*RIGHT, (0, 2, [200.0, 200, 50, 50], 0.95)]),
+        ("Miss", RIGHT[1:]),
+    ],
+)
+def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row]) -> None:
+    errors = {e.kind: e for e in evaluation(tmp_path, rows).errors}
+    assert errors[kind].count == 1
+    others = sum(e.count for k, e in errors.items() if k not in (kind, "Miss"))
+    assert others == 0
+    if kind not in ("Both", "Dupe"):  # those cost nothing here
+        assert errors[kind].delta_ap > 0.01
+
+
+def test_perfect_detections_leave_nothing_to_mend(tmp_path: Path) -> None:
+    result = evaluation(tmp_path, RIGHT)
+    assert all(e.count == 0 and e.delta_ap == 0 for e in result.errors)
+    cat, dog = result.per_class
+    assert (cat.objects, cat.AP, cat.best_f1, cat.best_score) == (4, pytest.approx(1), 1.0, 0.9)
+    assert cat.precision == pytest.approx([1.0] * 101)
+    assert (dog.objects, dog.AP, dog.best_f1, dog.precision) == (0, -1, -1, [])
+    assert result.curves["0.50"] == pytest.approx([1.0] * 101)
+
+
+def test_calibration_counts_what_is_right(tmp_path: Path) -> None:
+    far = [200.0, 200.0, 50.0, 50.0]
+    rows: list[Row] = [(0, 2, BOX, 0.75), (1, 2, far, 0.75), (2, 2, far, 0.75), (3, 2, far, 0.75)]
+    result = evaluation(tmp_path, rows)
+    [used] = [b for b in result.calibration if b.count]
+    assert (used.count, used.mean_score, used.fraction_right) == (4, 0.75, 0.25)
+    assert result.calibration_error == pytest.approx(0.5)
+
+
+def test_confusions_and_samples(tmp_path: Path) -> None:
+    result = evaluation(tmp_path, [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), *RIGHT[2:]])
+    assert [(c.truth, c.found, c.count) for c in result.confusions] == [("cat", "dog", 1)]
+    first, second = result.samples[:2]
+    assert (first.image_id, first.file_name) == (0, "0.jpg")
+    assert [(t.category_id, list(t.box)) for t in first.truth] == [(2, BOX)]
+    assert [(f.category_id, f.score) for f in first.found] == [(7, 0.9)]
+    assert second.found == []  # its score is below what is drawn
+
+
+@pytest.mark.parametrize("rows", [[], RIGHT])
+def test_round_trip(tmp_path: Path, rows: list[Row]) -> None:
+    before = evaluation(tmp_path, rows)
+    write_evaluation(tmp_path / "evaluation.json", before)
+    assert read_evaluation(tmp_path / "evaluation.json") == before
+    assert read_evaluation(tmp_path / "none.json") is None
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text('{"about": 3}')
+    with pytest.raises(DataError, match="no evaluation that this version reads"):
+        read_evaluation(tmp_path / "evaluation.json")

@@ -1,0 +1,71 @@
+"""Detection over a split: every image once, whatever the batches; bad outputs are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result
+from PIL import Image
+
+from ssdctl.data.prepare import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.device import open_device
+from ssdctl.evaluate.coco_ap import Detections
+from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.model.weights import load_network, read_checkpoint
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
+    store = tmp_path_factory.mktemp("store")
+    return open_dataset(shapes, store, say=lambda _: None)["val"]
+
+
+def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -> Detections:
+    device = open_device("cpu")
+    model = device.place(load_network(read_checkpoint(checkpoint)))
+    options = DetectOptions(batch_size, "fp32", threads=2, score_threshold=0.02)
+    found = detect_split(model, split, np.array(rows, np.int64), device, options)
+    assert model.training  # as it came
+    return found
+
+
+def test_batches_do_not_matter(checkpoint: Path, split: Split) -> None:
+    whole = detected(checkpoint, split, list(range(9)), 9)
+    assert len(whole.scores)
+    parts = detected(checkpoint, split, list(range(9)), 4)  # the last batch holds one image
+    assert np.array_equal(parts.table(), whole.table())
+    shares = [detected(checkpoint, split, list(range(9))[rank::2], 4) for rank in (0, 1)]
+    table = np.concatenate([s.table() for s in shares])
+    assert np.array_equal(table[np.argsort(table[:, 0], kind="stable")], whole.table())
+
+
+def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:
+    usable = split.usable.copy()
+    usable[[0, 5]] = False
+    found = detected(checkpoint, split._replace(usable=usable), list(range(9)), 4)
+    bad = set(split.image_ids[[0, 5]].tolist())
+    assert set(found.image_ids.tolist()) == set(split.image_ids.tolist()) - bad
+
+
+def test_nothing_to_look_at(checkpoint: Path, split: Split) -> None:
+    assert detected(checkpoint, split, [], 4).table().shape == (0, 7)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_weights_exit_7(cli: Cli, checkpoint: Path, value: float) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["class_heads.2.bias"][0] = value
+    torch.save(payload, "bad.pt")
+    Image.new("RGB", (40, 30)).save("x.png")
+    for command in (["evaluate", "bad.pt", "--device", "cpu"], ["predict", "bad.pt", "x.png"]):
+        result = cli(*command)
+        assert result.code == 7, result.err
+        assert "NaN or infinite" in result.err
+        assert result.out == ""

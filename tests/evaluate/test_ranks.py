@@ -1,0 +1,53 @@
+"""Evaluation on several ranks is evaluation on one; an error of one rank is the error of all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Result
+
+Cli = Callable[..., Result]
+LOW = ("--score-threshold", "0.01")
+
+
+def launch(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", str(ranks), "--"]
+    words = [*command, "evaluate", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
+def by_image(name: str) -> list[tuple[object, ...]]:
+    rows = json.loads(Path(name).read_text())
+    return sorted((r["image_id"], -r["score"], r["category_id"], *r["bbox"]) for r in rows)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
+    """Nine images: they divide by neither number."""
+    one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")
+    assert one.code == 0, one.err
+    several = launch(ranks, checkpoint, "--json", *LOW, "--detections", "several.json")
+    assert several.returncode == 0, several.stderr
+    expected, found = json.loads(one.out), json.loads(several.stdout)
+    assert found["images"] == 9
+    assert found["detections"] == expected["detections"] > 0
+    for key, value in expected.items():
+        if isinstance(value, float):
+            assert found[key] == pytest.approx(value, abs=1e-9), key
+    assert by_image("several.json") == by_image("one.json")
+
+
+def test_nan_on_every_rank_is_said_once(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["box_heads.0.bias"][0] = float("nan")
+    torch.save(payload, "bad.pt")
+    done = launch(2, "bad.pt")
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.count("NaN or infinite") == 1
+    assert done.stdout == ""
