@@ -48,8 +48,10 @@ def prepare(
         folder,
         pack=wishes.pack,
         shrink=wishes.shrink,
+        verify_images=wishes.verify_images,
         jobs=wishes.jobs,
         force=force,
+        say=call.console.say,
         progress=call.console.progress,
     )
     call.console.say(f"{outcome.root} -> {outcome.store}")

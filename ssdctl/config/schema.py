@@ -143,6 +143,9 @@ class PrepareConfig(Section, frozen=True):
             metavar="PX",
         ),
     ] = None
+    verify_images: Annotated[
+        bool, setting("Decode every image; else those alone that look cut")
+    ] = False
     jobs: Annotated[
         Natural, setting("Threads that check images; 0 = one per core", metavar="N")
     ] = 0

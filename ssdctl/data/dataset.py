@@ -42,7 +42,7 @@ def find_splits(root: Path) -> dict[str, SplitFiles]:
     """The splits of the dataset in `root`; `train` or `val` may be absent, not both.
 
     Raises:
-        DataError: No folder, no annotations, or an annotation file without its image folder.
+        DataError: No folder, no annotations, a broken dataset.toml.
     """
     if not root.is_dir():
         raise DataError(
@@ -73,12 +73,20 @@ def find_splits(root: Path) -> dict[str, SplitFiles]:
     for split, files in named.items():
         if not files.annotations.is_file():
             raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-        if not files.images.is_dir():
-            raise DataError(
-                f"{files.images}: no such image folder (split {split})",
-                hint=f"the images of {files.annotations.name} belong there, or a link to them",
-            )
     return named
+
+
+def require_images(split: str, files: SplitFiles) -> None:
+    """A packed store needs no image folder; everything else does.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not files.images.is_dir():
+        raise DataError(
+            f"{files.images}: no such image folder (split {split})",
+            hint=f"the images of {files.annotations.name} belong there, or a link to them",
+        )
 
 
 def _from_toml(path: Path) -> dict[str, SplitFiles]:

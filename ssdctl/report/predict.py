@@ -14,7 +14,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.data.coco import ClassName
-from ssdctl.data.prepare import MOST_PIXELS
+from ssdctl.data.images import MOST_PIXELS
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, NonFiniteError
 from ssdctl.model.augment import normalise

@@ -182,4 +182,4 @@ def test_misshaped_folders_say_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations/instances_train2017.json").write_text("{}")
     with pytest.raises(DataError, match="no such image folder"):
-        find_splits(tmp_path)
+        prepare(tmp_path, tmp_path / "store", pack=False)
