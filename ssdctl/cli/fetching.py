@@ -1,16 +1,14 @@
-"""What the commands that fetch share: the progress display, the patience, the end by a signal."""
+"""What the commands that fetch share: the progress display, the patience."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ssdctl.errors import Stopped
+from ssdctl.cli.stopping import stoppable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -86,21 +84,12 @@ def fetching(console: Console) -> Iterator[ByteProgress]:
         Stopped: A signal came. What arrived is kept.
     """
 
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
     progress = ByteProgress(console)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield progress
-    except KeyboardInterrupt:
-        progress.close()
-        raise Stopped(
-            "stopped; what arrived is kept", hint="run the same command again to go on"
-        ) from None
-    finally:
-        progress.close()
-        signal.signal(signal.SIGTERM, before)
+    with stoppable("what arrived is kept"):
+        try:
+            yield progress
+        finally:
+            progress.close()
 
 
 def patience(timeout_s: float) -> Patience:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import warnings
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,7 +116,7 @@ def _judge(picture: Image.Image, entry: ImageEntry, wish: Wish) -> _Judged:
         return _Judged("has more than 8 bits a pixel: convert it to 8 bits")
     is_cmyk = picture.mode == "CMYK"
     note = "CMYK, read as RGB" if is_cmyk else None
-    turn = picture.getexif().get(ExifTags.Base.Orientation, 1) if "exif" in picture.info else 1
+    turn = _orientation(picture)
     annotated = (entry.width, entry.height)
     if (width, height) == annotated:
         if turn != 1:
@@ -152,7 +153,7 @@ def _encoded(picture: Image.Image, judged: _Judged, shorter: int | None) -> byte
         scale = shorter / min(size)
         size = (round(size[0] * scale), round(size[1] * scale))
         picture.draft("RGB", (2 * size[0], 2 * size[1]))  # a large JPEG need not be decoded whole
-    turn = picture.getexif().get(ExifTags.Base.Orientation, 1) if judged.is_turned else 1
+    turn = _orientation(picture) if judged.is_turned else 1
     small = picture.convert("RGB")
     if small.size != size:
         small = small.resize(size, Image.Resampling.BILINEAR)
@@ -181,6 +182,30 @@ def _mark(file: BinaryIO) -> Mark:
         sketch = zlib.crc32(file.read(), sketch)
     file.seek(0)
     return Mark(found.st_size, found.st_mtime_ns, sketch)
+
+
+def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
+    """Width and height by the file's header; `upright` as it is shown, by its EXIF orientation.
+
+    Raises:
+        DataError: It is no JPEG or PNG.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=FORMATS) as picture:
+                width, height = picture.size
+                is_turned = upright and _orientation(picture) in (5, 6, 7, 8)
+                return (height, width) if is_turned else (width, height)
+    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: no readable JPEG or PNG ({_plain(error)})") from None
+
+
+def _orientation(picture: Image.Image) -> int:
+    """The EXIF orientation; 1 = as stored."""
+    if "exif" not in picture.info:
+        return 1
+    return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
 
 
 def is_same_image(path: str, known: Mark) -> bool:
