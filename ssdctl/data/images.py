@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from PIL import ExifTags, Image, ImageOps
@@ -30,6 +30,7 @@ FORMATS = ("JPEG", "PNG")
 MOST_PIXELS = 100_000_000  # a larger picture is taken for a bomb
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}  # what a whole file ends with
 SKETCH_BYTES = 4096
+HEAD_BYTES = 64 * 1024  # holds nearly every header
 CHUNK_IMAGES = 512
 T = TypeVar("T")
 R = TypeVar("R")
@@ -74,27 +75,26 @@ def check_image(path: Path, entry: ImageEntry, wish: Wish) -> Checked:
 
 
 def _checked(path: Path, entry: ImageEntry, wish: Wish) -> Checked:
-    with path.open("rb") as file:
-        mark = _mark(file)
-        source: BinaryIO = file
-        content = None
-        if wish.pack:
-            content = file.read()
-            source = io.BytesIO(content)
-        try:
-            with Image.open(source, formats=FORMATS) as picture:
-                judged = _judge(picture, entry, wish)
-                if judged.problem is None:
-                    judged = _decoded(picture, source, judged, wish)
-        except Image.DecompressionBombError as error:
-            judged = _Judged(problem=f"refused by its header: {error}")
-        except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
-            judged = _Judged(problem=f"no readable JPEG or PNG ({_plain(error)})")
-    if judged.problem is not None:
-        content = b"" if wish.pack else None
-    elif judged.content is not None:
-        content = judged.content
-    return Checked(mark, content, judged.problem, judged.note)
+    """Few reads, each a large one: between them, threads wait for each other."""
+    with path.open("rb", buffering=0) as file:
+        found = os.fstat(file.fileno())
+        is_whole = wish.pack or wish.verify or found.st_size <= HEAD_BYTES
+        content = file.readall() if is_whole else file.read(HEAD_BYTES)
+        tail = content[-SKETCH_BYTES:]
+        if not is_whole:
+            tail = os.pread(file.fileno(), SKETCH_BYTES, found.st_size - SKETCH_BYTES)
+        sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
+        mark = Mark(found.st_size, found.st_mtime_ns, sketch)
+        if not is_whole:
+            judged = _judged(content, tail, entry, wish, may_decode=False)
+            if judged.problem is None:
+                return Checked(mark, None, None, judged.note)
+            content += file.readall()  # a long header, or a reason to look closer
+    judged = _judged(content, tail, entry, wish)
+    packed: bytes | None = None
+    if wish.pack:
+        packed = b"" if judged.problem is not None else judged.content or content
+    return Checked(mark, packed, judged.problem, judged.note)
 
 
 class _Judged(NamedTuple):
@@ -105,7 +105,26 @@ class _Judged(NamedTuple):
     content: bytes | None = None  # encoded anew
 
 
-def _judge(picture: Image.Image, entry: ImageEntry, wish: Wish) -> _Judged:
+def _judged(
+    content: bytes, tail: bytes, entry: ImageEntry, wish: Wish, *, may_decode: bool = True
+) -> _Judged:
+    """What there is to say of an image; without `may_decode`, of the start of one."""
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
+            judged = _judge_header(picture, entry, wish)
+            if judged.problem is not None:
+                return judged
+            is_cut = not tail.endswith(ENDS[picture.format or ""])
+            if not may_decode:
+                return judged._replace(problem="cut" if is_cut else None)
+            return _decoded(picture, judged, wish, wish.verify or is_cut)
+    except Image.DecompressionBombError as error:
+        return _Judged(problem=f"refused by its header: {error}")
+    except (OSError, SyntaxError, ValueError, EOFError, zlib.error) as error:
+        return _Judged(problem=f"no readable JPEG or PNG ({_plain(error)})")
+
+
+def _judge_header(picture: Image.Image, entry: ImageEntry, wish: Wish) -> _Judged:
     """What the header says."""
     width, height = picture.size
     if width * height > MOST_PIXELS:
@@ -133,12 +152,12 @@ def _judge(picture: Image.Image, entry: ImageEntry, wish: Wish) -> _Judged:
     return _Judged(f"is {width} x {height}, its annotation says {entry.width} x {entry.height}")
 
 
-def _decoded(picture: Image.Image, source: BinaryIO, judged: _Judged, wish: Wish) -> _Judged:
+def _decoded(picture: Image.Image, judged: _Judged, wish: Wish, must_decode: bool) -> _Judged:
     """Decode what must be decoded; encode anew what must not stay as it is."""
     is_large = wish.shrink is not None and min(picture.size) > wish.shrink
     if wish.pack and (judged.is_turned or judged.is_other or is_large):
         return judged._replace(content=_encoded(picture, judged, wish.shrink))
-    if wish.verify or not _ends_well(source, picture.format or ""):
+    if must_decode:
         if picture.format == "JPEG":
             # An eighth of the size: every byte of the file is read all the same.
             picture.draft("L", (picture.width // 8, picture.height // 8))
@@ -165,23 +184,6 @@ def _encoded(picture: Image.Image, judged: _Judged, shorter: int | None) -> byte
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=QUALITY, exif=b"")
     return buffer.getvalue()
-
-
-def _ends_well(source: BinaryIO, format: str) -> bool:
-    """Whether the file ends as a whole one does. Some whole ones do not: they get decoded."""
-    end = ENDS[format]
-    source.seek(-len(end), os.SEEK_END)
-    return source.read() == end
-
-
-def _mark(file: BinaryIO) -> Mark:
-    found = os.fstat(file.fileno())
-    sketch = zlib.crc32(file.read(SKETCH_BYTES))
-    if found.st_size > SKETCH_BYTES:
-        file.seek(-SKETCH_BYTES, os.SEEK_END)
-        sketch = zlib.crc32(file.read(), sketch)
-    file.seek(0)
-    return Mark(found.st_size, found.st_mtime_ns, sketch)
 
 
 def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
@@ -216,8 +218,11 @@ def is_same_image(path: str, known: Mark) -> bool:
             return False
         if found.st_mtime_ns == known.modified_ns:
             return True
-        with open(path, "rb") as file:  # noqa: PTH123
-            return _mark(file).sketch == known.sketch
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+            head = file.read(SKETCH_BYTES)
+            start = max(found.st_size - SKETCH_BYTES, 0)
+            tail = os.pread(file.fileno(), SKETCH_BYTES, start)
+            return zlib.crc32(tail, zlib.crc32(head)) == known.sketch
     except OSError:
         return False
 
