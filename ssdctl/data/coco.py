@@ -252,8 +252,9 @@ def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.i
 
 
 def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
-    found, count = np.unique(ids, return_counts=True)
-    _refuse(path, f"duplicate {what}", found[count > 1].tolist())
+    ranked = np.sort(ids)  # np.unique takes many times as long
+    twice = ranked[1:][ranked[1:] == ranked[:-1]]
+    _refuse(path, f"duplicate {what}", np.unique(twice).tolist())
 
 
 def _refuse(path: Path, what: str, offenders: list[int]) -> None:
