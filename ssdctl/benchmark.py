@@ -17,13 +17,10 @@ from ssdctl.config import Config
 from ssdctl.data import shapes
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.device import open_device
-from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
 from ssdctl.input.order import Order
 from ssdctl.model.augment import normalise
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.ssd300 import SSD300
 
 Figures = dict[str, float | int | str]
 WARMUP_STEPS = 3

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -125,19 +125,26 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
     return removed
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether an untrusted name is a relative path that stays below where it is put."""
+    if not name or "\0" in name or "\\" in name or name.startswith("/"):
+        return False
+    return ".." not in name or ".." not in name.split("/")
+
+
 def safe_join(root: Path, name: str) -> Path:
     """`root / name` for an untrusted relative name; IntegrityError where it would leave `root`.
 
     Judged by the name alone, so a symbolic link inside `root` that the user made stays usable.
     """
-    if not name or "\0" in name or "\\" in name or name.startswith("/") or ".." in name.split("/"):
+    if not is_plain_name(name):
         raise IntegrityError(f"{name!r} is no plain path below {root}")
     return root / name
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for its owner.
+def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for its owner; `on_wait` hears of the wait.
 
     The kernel drops the lock with the process that held it, so a dead owner's is never in the way.
     """
@@ -145,7 +152,12 @@ def lock(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if on_wait is not None:
+                on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
         file.close()

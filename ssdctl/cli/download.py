@@ -88,10 +88,12 @@ def _chosen(manifest: str | None, part: str | None) -> list[PinnedFile]:
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
-    from ssdctl.data.download import download
+    from ssdctl.data.download import download, plan
 
     config = call.config.download
-    with fetching(call.console) as progress:
+    planned = plan(files, dest, config.mirror)
+    expected = {row["name"]: row["bytes"] for row in planned if row["state"] == "missing"}
+    with fetching(call.console, expected) as progress:
         done = download(
             files,
             dest,

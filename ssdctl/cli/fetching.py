@@ -1,70 +1,88 @@
-"""What the commands that fetch share: the progress display, the patience, the end by a signal."""
+"""What the commands that fetch share: the progress display, the patience."""
 
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-from ssdctl.errors import Stopped
+from ssdctl.cli.stopping import stoppable
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
+    from rich.progress import Progress, TaskID
 
     from ssdctl.cli.console import Console
     from ssdctl.data.transfer import Patience
 
-LINE_S = 30.0  # between two lines of progress where no bar can be drawn
+LINE_S = 30.0  # between two lines of progress where no display can be drawn
 
 
 class ByteProgress:
-    """Shows bytes, rate and time left: a bar on a terminal, a line now and then elsewhere.
+    """Shows bytes, rate and time left over all files: a display on a terminal, lines elsewhere.
 
-    Called as the engine's `report`: (what is done, bytes done, bytes in all).
+    Called as the engine's `report`: (what is done, bytes done, bytes in all). What is done is a
+    file's name while it is fetched; while it is verified or unpacked, a verb and the name.
+
+    Args:
+        console: Where to.
+        expected: The files to fetch and their bytes; with several there is a line for all of them.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, expected: Mapping[str, int] | None = None) -> None:
         self._console = console
+        self._expected = dict(expected or {})
+        self._arrived = dict.fromkeys(self._expected, 0)
         self._label = ""
-        self._bar: tqdm[Any] | None = None
+        self._display: Progress | None = None
+        self._all: TaskID | None = None
+        self._current: TaskID | None = None
         self._first = self._told = (0.0, 0)
 
     def __call__(self, label: str, done: int, total: int) -> None:
-        if label != self._label:
-            self.close()
-            self._label = label
+        self._count(label, done)
+        if self._console.live:
+            self._draw(label, done, total)
+        elif label != self._label:
             self._begin(label, done, total)
-        if self._bar is not None:
-            if done < self._bar.n:
-                self._bar.reset(total)  # started from zero
-            self._bar.update(done - self._bar.n)
         elif time.monotonic() - self._told[0] >= LINE_S:
             self._tell(label, done, total)
+        self._label = label
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        """Take the display away."""
+        if self._display is not None:
+            self._display.stop()
+            self._display = self._all = self._current = None
         self._label = ""
 
-    def _begin(self, label: str, done: int, total: int) -> None:
-        if self._console.live:
-            from tqdm import tqdm
+    def _count(self, label: str, done: int) -> None:
+        """Keep the account of all files."""
+        name = label.rpartition(" ")[2]
+        if label in self._arrived:
+            self._arrived[label] = done
+        elif name in self._arrived and not label.startswith("checking"):
+            self._arrived[name] = self._expected[name]  # fetched: else it would not be verified
 
-            self._bar = tqdm(
-                total=total,
-                initial=done,
-                desc=label,
-                unit="B",
-                unit_scale=True,
-                leave=False,
-                file=sys.stderr,
-            )
-            return
+    def _draw(self, label: str, done: int, total: int) -> None:
+        if self._display is None:
+            self._display = _byte_display()
+            if len(self._expected) > 1:
+                whole = sum(self._expected.values())
+                here = sum(self._arrived.values())
+                self._all = self._display.add_task("all files", total=whole, completed=here)
+            self._display.start()
+        if label != self._label or self._current is None:
+            if self._current is not None:
+                self._display.remove_task(self._current)
+            # Bytes that were here already are no part of the rate.
+            self._current = self._display.add_task(label, total=total, completed=done)
+        self._display.update(self._current, completed=done)
+        if self._all is not None:
+            self._display.update(self._all, completed=sum(self._arrived.values()))
+
+    def _begin(self, label: str, done: int, total: int) -> None:
         self._first = self._told = (time.monotonic(), done)
         here = f", {done / 1e6:,.1f} MB here already" if done and done < total else ""
         self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
@@ -72,35 +90,61 @@ class ByteProgress:
     def _tell(self, label: str, done: int, total: int) -> None:
         begun, had = self._first
         rate = (done - had) / (time.monotonic() - begun)
-        left = f", {(total - done) / rate / 60:,.0f} min left" if rate > 0 else ""
-        share = 100 * done / max(total, 1)
-        self._console.say(f"{label}: {share:.0f}%, {rate / 1e6:.1f} MB/s{left}")
+        text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"
+        if rate > 0:
+            text += f", {_minutes(total - done, rate)} left"
+        if len(self._expected) > 1:
+            whole, here = sum(self._expected.values()), sum(self._arrived.values())
+            text += f"; all files: {100 * here / max(whole, 1):.0f}%"
+            if rate > 0 and label in self._expected:
+                text += f", {_minutes(whole - here, rate)} left"
+        self._console.say(text)
         self._told = (time.monotonic(), done)
 
 
+def _minutes(num_bytes: int, rate: float) -> str:
+    minutes = round(num_bytes / rate / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+
+
+def _byte_display() -> Progress:
+    from rich.console import Console as RichConsole
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f}%"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=RichConsole(file=sys.stderr),
+        transient=True,
+        expand=True,
+        refresh_per_second=4,
+    )
+
+
 @contextlib.contextmanager
-def fetching(console: Console) -> Iterator[ByteProgress]:
+def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Iterator[ByteProgress]:
     """A progress display around work that may be stopped: Ctrl-C and SIGTERM end it with 75.
 
     Raises:
         Stopped: A signal came. What arrived is kept.
     """
-
-    def stop(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    progress = ByteProgress(console)
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield progress
-    except KeyboardInterrupt:
-        progress.close()
-        raise Stopped(
-            "stopped; what arrived is kept", hint="run the same command again to go on"
-        ) from None
-    finally:
-        progress.close()
-        signal.signal(signal.SIGTERM, before)
+    progress = ByteProgress(console, expected)
+    with stoppable("what arrived is kept"):
+        try:
+            yield progress
+        finally:
+            progress.close()
 
 
 def patience(timeout_s: float) -> Patience:

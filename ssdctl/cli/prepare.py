@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -11,9 +12,11 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
     from ssdctl.data.prepare import Outcome
+
+SHOWN = 5  # examples of each kind of finding in the table
 
 
 @command(
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # index only, images stay where they are",
         "ssdctl prepare --data /readonly/coco --store /scratch/coco-store --shrink 480",
+        "ssdctl prepare --data VOCdevkit/VOC2012 --from voc --preview boxes.png",
+        "ssdctl prepare --data photos --from yolo --split 0.9 --classes cat,dog",
     ],
 )
 def prepare(
@@ -32,41 +37,95 @@ def prepare(
     force: Annotated[
         bool, typer.Option("--force", help="Write the store anew even if nothing changed")
     ] = False,
+    preview: Annotated[
+        Path | None,
+        typer.Option(
+            "--preview",
+            metavar="FILE",
+            help="Draw some training images with their boxes, whole and augmented (.png, .jpg)",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Check every annotation and every image's header, and write the store that training reads.
 
     What cannot be trained on is dropped or mended, counted here and listed in the store's
-    report.json.
+    report.json. A killed prepare goes on where it was when it is run again.
     """
+    from ssdctl.cli.stopping import stoppable
     from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import prepare as write_store
 
+    if preview is not None:
+        from ssdctl.report.preview import check_target
+
+        check_target(preview)
     wishes = call.config.prepare
     root, folder = dataset_folders(call.config.data)
-    outcome = write_store(
-        root,
-        folder,
-        pack=wishes.pack,
-        shrink=wishes.shrink,
-        jobs=wishes.jobs,
-        force=force,
-        progress=call.console.progress,
-    )
+    with stoppable("the finished parts are kept"):
+        _convert(call, root)
+        outcome = write_store(
+            root,
+            folder,
+            pack=wishes.pack,
+            shrink=wishes.shrink,
+            verify_images=wishes.verify_images,
+            jobs=wishes.jobs,
+            force=force,
+            say=call.console.say,
+            progress=call.console.progress,
+        )
     call.console.say(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
         call.console.say("nothing changed since it was written (--force writes it anew)")
-    call.console.result(msgspec.to_builtins(outcome), lambda: _table(outcome))
+    data: dict[str, Any] = msgspec.to_builtins(outcome)
+    if preview is not None:
+        _preview(call, root, folder, preview)
+        data["preview"] = str(preview)
+    call.console.result(data, lambda: _tables(outcome))
 
 
-def _table(outcome: Outcome) -> Table:
+def _convert(call: Call, root: Path) -> None:
+    from ssdctl.data.convert import Conversion, convert, describe_made
+
+    wishes = call.config.prepare
+    conversion = Conversion(wishes.source, wishes.split, wishes.classes)
+    if conversion:
+        convert(root, conversion, call.console.say)
+    elif made := describe_made(root):
+        call.console.say(made)
+
+
+def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
+    from ssdctl.data.dataset import find_splits
+    from ssdctl.data.store import open_split
+    from ssdctl.report.preview import preview
+
+    splits = find_splits(root)
+    split = "train" if "train" in splits else "val"
+    shown = preview(open_split(folder, split, splits[split]), call.config, path)
+    call.console.say(f"{path}: {shown} images of {split} with their boxes")
+
+
+def _tables(outcome: Outcome) -> Group:
+    from rich.console import Group
     from rich.table import Table
 
-    table = Table()
-    for column in ("split", "images", "boxes", "classes", "to train on"):
-        table.add_column(column, justify="left" if column == "split" else "right")
-    table.add_column("dropped or mended")
+    table = Table("split", "images", "boxes", "classes", "to train on")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    found = Table("split", "number", "dropped or mended", "image", "annotation", "for example")
+    found.columns[1].justify = "right"
+    found.columns[-1].overflow = "fold"
     for report in outcome.splits:
-        notes = "\n".join(f"{n} x {kind}" for kind, n in report.counts().items()) or "nothing"
         row = (report.images, report.boxes, report.classes, report.trainable)
-        table.add_row(report.split, *map(str, row), notes)
-    return table
+        table.add_row(report.split, *(f"{value:,}" for value in row))
+        for kind, number in report.counts().items():
+            first = (report.split, f"{number:,}", kind)
+            for item in [f for f in report.findings if f.kind == kind][:SHOWN]:
+                place = (str(item.image_id), str(item.annotation_id or ""))
+                found.add_row(*first, *place, item.detail)
+                first = ("", "", "")
+    if not found.rows:
+        return Group(table, "nothing was dropped or mended")
+    return Group(table, found, f"all of them: {Path(outcome.store) / 'report.json'}")

@@ -132,6 +132,28 @@ class DownloadConfig(Section, frozen=True):
 class PrepareConfig(Section, frozen=True):
     """How `ssdctl prepare` checks a dataset and packs it."""
 
+    source: Annotated[
+        Literal["voc", "yolo"] | None,
+        setting(
+            "Convert this layout to COCO's format beside the originals, with a dataset.toml",
+            flag="--from",
+            panel="Other people's data",
+        ),
+    ] = None
+    split: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
+        setting(
+            "Keep this share of the images to train on, validate on the others",
+            metavar="SHARE",
+            panel="Other people's data",
+        ),
+    ] = None
+    classes: Annotated[
+        tuple[str, ...],
+        setting(
+            "Keep these classes alone [default: all]", metavar="A,B", panel="Other people's data"
+        ),
+    ] = ()
     pack: Annotated[
         bool,
         setting("Pack the images into the store; --no-pack writes the index alone"),
@@ -143,6 +165,9 @@ class PrepareConfig(Section, frozen=True):
             metavar="PX",
         ),
     ] = None
+    verify_images: Annotated[
+        bool, setting("Decode every image; else those alone that look cut")
+    ] = False
     jobs: Annotated[
         Natural, setting("Threads that check images; 0 = one per core", metavar="N")
     ] = 0

@@ -3,6 +3,9 @@
 [train]
 images = "photos"                     # folder of the images, below the dataset folder
 annotations = "labels/train.json"     # COCO format
+
+A [made] table says how `ssdctl prepare --from`, `--split` or `--classes` wrote the file
+(convert.py).
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import safe_join
 
 SPLITS = ("train", "val")
+MADE = "made"
+TOML = "dataset.toml"
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 
 
@@ -42,49 +47,70 @@ def find_splits(root: Path) -> dict[str, SplitFiles]:
     """The splits of the dataset in `root`; `train` or `val` may be absent, not both.
 
     Raises:
-        DataError: No folder, no annotations, or an annotation file without its image folder.
+        DataError: No folder, no annotations, a broken dataset.toml.
     """
     if not root.is_dir():
         raise DataError(
             f"{root}: no such dataset folder",
             hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
         )
-    named: dict[str, SplitFiles] = {}
-    if (root / "dataset.toml").is_file():
-        try:
-            named = _from_toml(root / "dataset.toml")
-        except (
-            UsageError,
-            IntegrityError,
-        ) as error:  # a broken file, a path that leaves the folder
-            raise DataError(f"{root / 'dataset.toml'}: {error}") from None
-    if not named:
-        for split in SPLITS:
-            annotations = root / "annotations" / f"instances_{split}2017.json"
-            if annotations.is_file():
-                named[split] = SplitFiles(root / f"{split}2017", annotations)
+    named = read_dataset_toml(root / TOML) if (root / TOML).is_file() else {}
+    named = named or coco_layout(root)
     if not named:
         raise DataError(
             f"{root}: holds no dataset: neither annotations/instances_train2017.json nor "
             "instances_val2017.json, nor a dataset.toml",
             hint="lay it out as COCO does (train2017/, val2017/, annotations/), or name its "
-            "folders in dataset.toml (README, Your own data)",
+            "folders in dataset.toml (README, Your own data); from Pascal VOC's or YOLO's layout, "
+            "make one: ssdctl prepare --from voc, --from yolo",
         )
     for split, files in named.items():
         if not files.annotations.is_file():
             raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-        if not files.images.is_dir():
-            raise DataError(
-                f"{files.images}: no such image folder (split {split})",
-                hint=f"the images of {files.annotations.name} belong there, or a link to them",
-            )
     return named
+
+
+def require_images(split: str, files: SplitFiles) -> None:
+    """A packed store needs no image folder; everything else does.
+
+    Raises:
+        DataError: There is none.
+    """
+    if not files.images.is_dir():
+        raise DataError(
+            f"{files.images}: no such image folder (split {split})",
+            hint=f"the images of {files.annotations.name} belong there, or a link to them",
+        )
+
+
+def coco_layout(root: Path) -> dict[str, SplitFiles]:
+    """The splits that COCO's own layout has in `root`."""
+    annotations = {s: root / "annotations" / f"instances_{s}2017.json" for s in SPLITS}
+    return {
+        split: SplitFiles(root / f"{split}2017", path)
+        for split, path in annotations.items()
+        if path.is_file()
+    }
+
+
+def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
+    """The splits that a `dataset.toml` names.
+
+    Raises:
+        DataError: It is broken, names nothing, or names a path that leaves its folder.
+    """
+    try:
+        return _from_toml(path)
+    except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
+        raise DataError(f"{path}: {error}") from None
 
 
 def _from_toml(path: Path) -> dict[str, SplitFiles]:
     found: dict[str, dict[str, Path]] = {}
     for key, value, place in read_toml(path):
         split, _, name = key.partition(".")
+        if split == MADE:
+            continue
         if split not in SPLITS or name not in ("images", "annotations"):
             raise DataError(
                 f"{place}: unknown key {key!r}",

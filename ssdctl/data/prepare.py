@@ -3,17 +3,18 @@
     outcome = prepare(root, store, pack=True)
 
 Every annotation and every image's header is looked at; what cannot be trained on is dropped, and
-all of it is listed in the store's report.json. The index is written last, so a killed run leaves
-nothing that looks prepared, and a second `prepare` of the same folder waits for the first.
+all of it is listed in the store's report.json. A split's index is written after all that it needs,
+so a killed run leaves the old store or none; the next start goes on with the parts that are done
+(parts.py). A second `prepare` of the same folder waits for the first.
 """
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
-import warnings
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,19 +22,25 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
-from PIL import Image, UnidentifiedImageError
 
 from ssdctl.data import coco, store
-from ssdctl.data.coco import Boxes, Finding, ImageEntry
-from ssdctl.data.dataset import SplitFiles, find_splits
-from ssdctl.errors import DataError
-from ssdctl.files import atomic_write, lock, make_dir, write_bytes
+from ssdctl.data.coco import Annotations, Boxes, Finding, ImageEntry
+from ssdctl.data.dataset import SplitFiles, find_splits, require_images
+from ssdctl.data.images import Wish, changed_images, file_sizes
+from ssdctl.data.parts import Job, Progress, Report, check_images
+from ssdctl.errors import DataError, DiskError
+from ssdctl.files import (
+    atomic_write,
+    disk_errors,
+    free_bytes,
+    lock,
+    make_dir,
+    remove_stale_temporaries,
+    write_bytes,
+)
 
-Progress = Callable[..., Iterable[Any]]
-FORMATS = ("JPEG", "PNG")
-CHUNK_IMAGES = 256  # read, checked and packed at a time
-SHARD_BYTES = 1 << 30
-MOST_PIXELS = 100_000_000  # a larger picture is taken for a bomb
+Say = Callable[[str], None]
+NO_BOXES = "image without boxes, not trained on"
 
 
 class SplitReport(msgspec.Struct, frozen=True):
@@ -45,6 +52,7 @@ class SplitReport(msgspec.Struct, frozen=True):
     classes: int
     trainable: int
     findings: list[Finding]
+    key: str  # of the job that the index belongs to
 
     def counts(self) -> dict[str, int]:
         """How often each kind of finding occurred."""
@@ -61,11 +69,13 @@ class Outcome(msgspec.Struct, frozen=True):
     splits: list[SplitReport]
 
 
-class _Checked(NamedTuple):
-    """One image after its check: its bytes where they are to be packed, or what is wrong."""
+class _How(NamedTuple):
+    """How to go about it, and whom to tell."""
 
-    content: bytes | None
-    problem: str | None
+    jobs: int
+    force: bool
+    say: Say
+    progress: Progress | None
 
 
 def prepare(
@@ -74,8 +84,10 @@ def prepare(
     *,
     pack: bool,
     shrink: int | None = None,
+    verify_images: bool = False,
     jobs: int = 0,
     force: bool = False,
+    say: Say = lambda _: None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is there and still true.
@@ -85,29 +97,50 @@ def prepare(
         folder: The store's folder.
         pack: Copy the images into the store; else the index alone is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
+        verify_images: Decode every image, not only those that look cut.
         jobs: Threads; 0 = one per core.
         force: Write it anew in any case.
+        say: Hears of a wait.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
         DataError: The dataset cannot be trusted; the message names the place.
         DiskError: The store cannot be written.
     """
+    wish = Wish(pack, shrink if pack else None, verify_images)
+    how = _How(jobs, force, say, progress)
     splits = find_splits(root)
-    make_dir(folder)
-    with lock(folder / ".lock"):
-        if not force and (known := _still_true(folder, splits, pack, shrink)):
+    if not how.force and (known := _still_true(folder, splits, wish)):
+        return known  # without the lock: the folder may be read-only
+    _make_store_dir(folder)
+
+    def waits() -> None:
+        how.say(f"another ssdctl works on {folder}: waiting for it")
+
+    with lock(folder / ".lock", waits):
+        if not how.force and (known := _still_true(folder, splits, wish)):
             return known
-        reports = []
-        for split, files in splits.items():
-            reports.append(_prepare_split(split, files, folder, pack, shrink, jobs, progress))
-        outcome = Outcome(str(root), str(folder), pack, False, reports)
+        remove_stale_temporaries(folder)
+        reports = [_prepare_split(split, splits[split], folder, wish, how) for split in splits]
+        outcome = Outcome(str(root), str(folder), wish.pack, False, reports)
         write_bytes(folder / "report.json", msgspec.json.format(msgspec.json.encode(outcome)))
+        _remove_unused(folder, splits)
     return outcome
 
 
+def _make_store_dir(folder: Path) -> None:
+    try:
+        make_dir(folder)
+        with disk_errors(folder, "writing"):
+            (folder / ".lock").touch()
+    except DiskError as error:
+        raise DiskError(
+            str(error), hint="choose another folder for the store with --store DIR"
+        ) from None
+
+
 def is_prepared(root: Path, folder: Path) -> bool:
-    """Whether the store holds every split of the dataset as it is now."""
+    """Whether the store holds every split of the dataset, by its annotations as they are now."""
     return all(
         (known := store.read_metadata(folder, split)) is not None
         and store.is_same(known.fingerprint, files.annotations)
@@ -115,184 +148,153 @@ def is_prepared(root: Path, folder: Path) -> bool:
     )
 
 
-def _still_true(
-    folder: Path, splits: dict[str, SplitFiles], pack: bool, shrink: int | None
-) -> Outcome | None:
+def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outcome | None:
     """The last outcome, where it still describes the dataset and the wish."""
-    for split, files in splits.items():
-        known = store.read_metadata(folder, split)
-        if known is None or bool(known.shards) != pack or known.shrink != shrink:
-            return None
-        if not store.is_same(known.fingerprint, files.annotations):
-            return None
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
     except (OSError, msgspec.DecodeError):
         return None
+    keys = {report.split: report.key for report in outcome.splits}
+    for split, files in splits.items():
+        known = store.read_metadata(folder, split)
+        if known is None or known.key != keys.get(split):
+            return None
+        if (known.packed, known.shrink) != (wish.pack, wish.shrink):
+            return None
+        if wish.verify and not known.verified:
+            return None
+        if not store.is_same(known.fingerprint, files.annotations):
+            return None
+        if not all((folder / shard.file).is_file() for shard in known.shards):
+            return None
+        if not wish.pack:
+            require_images(split, files)
+        # With a packed store the images may be gone; those that are there must be the same.
+        if files.images.is_dir() and changed_images(files.images, *store.read_marks(folder, split)):
+            return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
 def _prepare_split(
-    split: str,
-    files: SplitFiles,
-    folder: Path,
-    pack: bool,
-    shrink: int | None,
-    jobs: int,
-    progress: Progress | None,
+    split: str, files: SplitFiles, folder: Path, wish: Wish, how: _How
 ) -> SplitReport:
-    mark = store.fingerprint(files.annotations)
-    annotations = coco.read(files.annotations)
+    require_images(split, files)
+    annotations, mark = _read(files.annotations)
     boxes, findings = coco.check(annotations, files.annotations)
-    _refuse_missing(annotations.images, files)
+    annotations.annotations.clear()  # hundreds of MB that nobody needs any more
 
-    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        checked = _check_images(pool, files.images, annotations.images, pack, shrink)
-        if progress is not None:
-            total = len(annotations.images)
-            checked = iter(progress(checked, total=total, label=f"checking {split}", unit="img"))
-        problems, shards = _consume(checked, split, folder, pack)
-    for image, problem in zip(annotations.images, problems, strict=True):
-        if problem:
-            findings.append(
-                Finding("image dropped", image.id, None, f"{image.file_name}: {problem}")
-            )
-    usable = np.array([problem is None for problem in problems], np.bool_)
+    # What a part is true for. With `force` nothing that was done before counts.
+    identity = [store.FORMAT, mark.sha256, wish.shrink, wish.verify, time.time_ns() * how.force]
+    key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
+    threads = how.jobs or len(os.sched_getaffinity(0))
+    job = Job(split, key, annotations.images, files.images, folder, wish, threads)
+    _check_files(job, files)
+    index = store.index_path(folder, split)
+    known = store.read_metadata(folder, split)
+    if known is not None and known.key == key:
+        index.unlink()  # its parts are about to change under it
+    report = check_images(job, how.progress)
+    findings.extend(_findings(annotations.images, report))
+    usable = np.array([problem is None for problem in report.problems], np.bool_)
     counts = np.diff(boxes.starts)
     for row in np.nonzero(usable & (counts == 0))[0]:
         image = annotations.images[row]
-        findings.append(
-            Finding("image without boxes, not trained on", image.id, None, image.file_name)
-        )
+        findings.append(Finding(NO_BOXES, image.id, None, image.file_name))
 
     classes = coco.class_names(annotations)
-    metadata = store.Metadata(store.FORMAT, classes, mark, shards, shrink)
-    _write_index(store.index_path(folder, split), annotations.images, boxes, usable, metadata)
+    shards = report.parts if wish.pack else []
+    metadata = store.Metadata(
+        store.FORMAT, classes, mark, key, wish.pack, shards, wish.shrink, wish.verify
+    )
+    _write_index(index, annotations.images, boxes, report, metadata)
     trainable = int((usable & (counts > 0)).sum())
     return SplitReport(
-        split, len(annotations.images), len(boxes.labels), len(classes), trainable, findings
+        split, len(annotations.images), len(boxes.labels), len(classes), trainable, findings, key
     )
 
 
-def _refuse_missing(images: list[ImageEntry], files: SplitFiles) -> None:
-    """Half an unpacked archive is no dataset: say so before an hour of checking."""
-    missing = [i.file_name for i in images if not (files.images / i.file_name).is_file()]
+def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
+    """An annotation file and its fingerprint, from one reading: they cannot differ."""
+    stat = path.stat()
+    content = coco.read_bytes(path)
+    with ThreadPoolExecutor(1) as pool:  # hashing leaves the interpreter to the parser
+        digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
+        annotations = coco.parse(content, path)
+        return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())
+
+
+def _check_files(job: Job, files: SplitFiles) -> None:
+    """Half an unpacked archive is no dataset, and a full disk no place: say so beforehand."""
+    names = [image.file_name for image in job.images]
+    sizes = file_sizes(files.images, names)
+    missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{files.images}: {len(missing)} of {len(images)} images are missing, "
+            f"{files.images}: {len(missing)} of {len(names)} images are missing, "
             f"among them {', '.join(missing[: coco.SHOWN])}",
             hint=f"they are listed in {files.annotations}",
         )
+    if job.wish.pack and job.wish.shrink is None:
+        there = sum(
+            p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
+        )
+        needed = sum(size or 0 for size in sizes) - there
+        free = free_bytes(job.target)
+        if needed > free:
+            raise DiskError(
+                f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
+                f"{free / 1e9:,.2f} GB are free",
+                hint="choose another folder with --store, smaller images with --shrink 400, or "
+                "leave the images where they are with --no-pack",
+            )
 
 
-def _check_images(
-    pool: ThreadPoolExecutor,
-    folder: Path,
-    images: list[ImageEntry],
-    keep: bool,
-    shrink: int | None,
-) -> Iterator[_Checked]:
-    """Check images in order, a chunk at a time so that memory stays bounded."""
-
-    def check(image: ImageEntry) -> _Checked:
-        return _check_image(folder / image.file_name, image, keep, shrink)
-
-    for start in range(0, len(images), CHUNK_IMAGES):
-        yield from pool.map(check, images[start : start + CHUNK_IMAGES])
+def _findings(images: list[ImageEntry], report: Report) -> list[Finding]:
+    found = []
+    for image, problem, note in zip(images, report.problems, report.notes, strict=True):
+        if problem:
+            detail = f"{image.file_name}: {problem}"
+            found.append(Finding("image dropped", image.id, None, detail))
+        elif note:
+            found.append(Finding("image with a note", image.id, None, f"{image.file_name}: {note}"))
+    return found
 
 
-def _check_image(path: Path, image: ImageEntry, keep: bool, shrink: int | None) -> _Checked:
-    """Look at an image's header; the pixels are decoded only to shrink them."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of what is refused here by its size
-            if not keep:
-                with Image.open(path, formats=FORMATS) as picture:
-                    return _Checked(None, _problem(picture, image))
-            content = path.read_bytes()
-            with Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-                problem = _problem(picture, image)
-                if problem is None and shrink and min(picture.size) > shrink:
-                    content = _shrunk(picture, shrink)
-            return _Checked(content if problem is None else b"", problem)
-    except Image.DecompressionBombError as error:
-        return _Checked(b"" if keep else None, f"refused by its header: {error}")
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError) as error:
-        return _Checked(b"" if keep else None, f"no readable JPEG or PNG ({error})")
-
-
-def _problem(picture: Image.Image, image: ImageEntry) -> str | None:
-    width, height = picture.size
-    if width * height > MOST_PIXELS:
-        return f"{width} x {height} pixels are over the bound of {MOST_PIXELS}"
-    if (width, height) != (image.width, image.height):
-        return f"is {width} x {height}, its annotation says {image.width} x {image.height}"
-    return None
-
-
-def _shrunk(picture: Image.Image, shorter: int) -> bytes:
-    scale = shorter / min(picture.size)
-    size = (round(picture.width * scale), round(picture.height * scale))
-    buffer = io.BytesIO()
-    small = picture.convert("RGB").resize(size, Image.Resampling.BILINEAR)
-    small.save(buffer, "JPEG", quality=92)
-    return buffer.getvalue()
-
-
-def _consume(
-    checked: Iterator[_Checked], split: str, folder: Path, pack: bool
-) -> tuple[list[str | None], list[store.Shard]]:
-    """Collect what is wrong with each image and, with `pack`, write the shards."""
-    problems: list[str | None] = []
-    shards: list[store.Shard] = []
-    if not pack:
-        return [c.problem for c in checked], shards
-    waiting: list[_Checked] = []
-    size = 0
-    for item in checked:
-        problems.append(item.problem)
-        waiting.append(item)
-        size += len(item.content or b"")
-        if size >= SHARD_BYTES:
-            shards.append(_write_shard(waiting, split, folder, len(shards)))
-            waiting, size = [], 0
-    if waiting or not shards:
-        shards.append(_write_shard(waiting, split, folder, len(shards)))
-    return problems, shards
-
-
-def _write_shard(items: list[_Checked], split: str, folder: Path, number: int) -> store.Shard:
-    name = f"images-{split}-{number:05d}.arrow"
-    schema = pa.schema([pa.field("image", pa.large_binary())])
-    with atomic_write(folder / name) as file, pa.ipc.new_file(file, schema) as writer:
-        for start in range(0, len(items), CHUNK_IMAGES):
-            chunk = [item.content for item in items[start : start + CHUNK_IMAGES]]
-            writer.write_batch(pa.record_batch([pa.array(chunk, pa.large_binary())], schema=schema))
-    return store.Shard(name, len(items))
+def _remove_unused(folder: Path, splits: dict[str, SplitFiles]) -> None:
+    """Take away what no index names: parts of other jobs, splits that are no more."""
+    used = {f"index-{split}.arrow" for split in splits}
+    for split in splits:
+        metadata = store.read_metadata(folder, split)
+        used |= {shard.file for shard in metadata.shards} if metadata else set()
+    for pattern in ("index-*.arrow", "images-*.arrow", ".checked-*.arrow"):
+        for path in folder.glob(pattern):
+            if path.name not in used:
+                path.unlink(missing_ok=True)
 
 
 def _write_index(
     path: Path,
     images: list[ImageEntry],
     boxes: Boxes,
-    usable: np.ndarray[Any, np.dtype[np.bool_]],
+    report: Report,
     metadata: store.Metadata,
 ) -> None:
     offsets = pa.array(boxes.starts, pa.int32())
     quads = pa.FixedSizeListArray.from_arrays(pa.array(boxes.ltrb.reshape(-1), pa.float32()), 4)
-    table = pa.table(
-        {
-            "image_id": pa.array([i.id for i in images], pa.int64()),
-            "file_name": pa.array([i.file_name for i in images], pa.string()),
-            "width": pa.array([i.width for i in images], pa.int32()),
-            "height": pa.array([i.height for i in images], pa.int32()),
-            "usable": pa.array(usable),
-            "boxes": pa.ListArray.from_arrays(offsets, quads),
-            "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
-            "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
-        },
-        metadata={store.METADATA_KEY: msgspec.json.encode(metadata)},
-    )
+    columns: dict[str, Any] = {
+        "image_id": pa.array([i.id for i in images], pa.int64()),
+        "file_name": pa.array([i.file_name for i in images], pa.string()),
+        "width": pa.array([i.width for i in images], pa.int32()),
+        "height": pa.array([i.height for i in images], pa.int32()),
+        "usable": pa.array([problem is None for problem in report.problems], pa.bool_()),
+        "boxes": pa.ListArray.from_arrays(offsets, quads),
+        "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
+        "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
+        "bytes": pa.array([m.bytes for m in report.marks], pa.int64()),
+        "modified_ns": pa.array([m.modified_ns for m in report.marks], pa.int64()),
+        "sketch": pa.array([m.sketch for m in report.marks], pa.int64()),
+    }
+    table = pa.table(columns, metadata={store.METADATA_KEY: msgspec.json.encode(metadata)})
     with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 
@@ -301,22 +303,47 @@ def open_dataset(
     root: Path,
     folder: Path,
     *,
-    say: Callable[[str], None],
+    say: Say,
     progress: Progress | None = None,
+    check_images: bool = True,
 ) -> dict[str, store.Split]:
     """The dataset's splits, ready to read; a dataset that was never prepared is indexed first.
 
+    Args:
+        root: The dataset folder.
+        folder: The store's.
+        say: Hears of an indexing.
+        progress: See `ssdctl.data.parts`.
+        check_images: Look whether the images of a store that is not packed are still the same.
+
     Raises:
-        DataError: See `prepare`.
+        DataError: See `prepare`; or an image is missing or changed since.
     """
     splits = find_splits(root)
     if not is_prepared(root, folder):
         say(f"{root} is not prepared yet: checking it, as `ssdctl prepare --no-pack` does")
-        outcome = prepare(root, folder, pack=False, progress=progress)
+        outcome = prepare(root, folder, pack=False, say=say, progress=progress)
         for report in outcome.splits:
             for kind, count in report.counts().items():
                 say(f"  {report.split}: {count} x {kind}")
+    elif check_images:
+        for split, files in splits.items():
+            _refuse_changed(folder, split, files)
     return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+
+
+def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
+    metadata = store.read_metadata(folder, split)
+    if metadata is None or metadata.packed:
+        return
+    require_images(split, files)
+    changed = changed_images(files.images, *store.read_marks(folder, split))
+    if changed:
+        raise DataError(
+            f"{files.images}: {len(changed)} images are missing or changed since {folder} was "
+            f"prepared: {', '.join(changed[: coco.SHOWN])}",
+            hint="put them back, or run ssdctl prepare again with the same options",
+        )
 
 
 def count_trainable(root: Path, folder: Path) -> int:

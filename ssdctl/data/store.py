@@ -1,12 +1,12 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
-    prepared/index-train.arrow          one row an image: id, file, size, boxes, labels
-    prepared/images-train-00000.arrow   JPEG bytes in the index's order (with --pack)
-    prepared/report.json                what prepare dropped or mended
+    prepared/index-train.arrow                  one row an image: id, file, size, boxes, labels
+    prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
+    prepared/report.json                        what prepare dropped or mended
 
 Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
 them. The index is written last; its metadata holds the class table, the shards and a fingerprint
-of the annotations that it was made from.
+of the annotations that it was made from, its rows what tells each image file from another version.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 
 from ssdctl.data.coco import ClassName
 from ssdctl.data.dataset import SplitFiles
+from ssdctl.data.images import Mark
 from ssdctl.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 METADATA_KEY = b"ssdctl"
 
 
@@ -49,8 +50,11 @@ class Metadata(msgspec.Struct, frozen=True):
     format: int
     classes: list[ClassName]
     fingerprint: Fingerprint
-    shards: list[Shard]  # empty: the images are read from the dataset folder
+    key: str  # of the job that wrote it
+    packed: bool  # else the images are read from the dataset folder
+    shards: list[Shard]
     shrink: int | None = None
+    verified: bool = False  # whether each image was decoded
 
 
 class Split(NamedTuple):
@@ -112,22 +116,18 @@ def index_path(folder: Path, split: str) -> Path:
     return folder / f"index-{split}.arrow"
 
 
-def fingerprint(path: Path) -> Fingerprint:
-    """The fingerprint of an annotation file: reads it whole."""
-    stat = path.stat()
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return Fingerprint(stat.st_size, stat.st_mtime_ns, digest.hexdigest())
-
-
 def is_same(known: Fingerprint, path: Path) -> bool:
     """Whether the file is still the one with this fingerprint; reads it only where in doubt."""
     stat = path.stat()
     if stat.st_size != known.bytes:
         return False
-    return stat.st_mtime_ns == known.modified_ns or fingerprint(path).sha256 == known.sha256
+    if stat.st_mtime_ns == known.modified_ns:
+        return True
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest() == known.sha256
 
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
@@ -139,7 +139,7 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
         with pa.memory_map(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
-    except (pa.ArrowInvalid, msgspec.ValidationError):
+    except (pa.ArrowInvalid, OSError, msgspec.DecodeError):
         return None
     return metadata if metadata.format == FORMAT else None
 
@@ -168,7 +168,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     scale = np.repeat(np.tile(sizes, 2), counts, axis=0).astype(np.float32)
     is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
-    if metadata.shards:
+    if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
         images = ImageFiles(files.images, table.column("file_name").to_pylist())
@@ -185,6 +185,18 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         images=images,
         annotations=files.annotations,
     )
+
+
+def read_marks(folder: Path, split: str) -> tuple[list[str], list[Mark]]:
+    """The image files of a split, and what tells each from another version of it.
+
+    Raises:
+        DataError: The index cannot be read.
+    """
+    table = _map(index_path(folder, split))
+    columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
+    marks = [Mark(*triple) for triple in zip(*columns, strict=True)]
+    return table.column("file_name").to_pylist(), marks
 
 
 def _map(path: Path) -> Any:

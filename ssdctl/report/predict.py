@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.coco import ClassName
-from ssdctl.data.prepare import MOST_PIXELS
+from ssdctl.data.images import MOST_PIXELS
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError

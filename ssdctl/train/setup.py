@@ -91,7 +91,7 @@ def prepare_run(
     if ranks.is_first:  # the others find it prepared
         open_dataset(root, folder, say=say, progress=progress)
     distributed.barrier(ranks)
-    splits = open_dataset(root, folder, say=lambda _: None)
+    splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
     train, val = _checked_splits(splits, root)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
     architecture = Architecture(
@@ -167,7 +167,8 @@ def load_first_weights(setup: Setup, say: Say) -> None:
         if setup.ranks.is_first:
             fetch_weights(name, mirror=config.download.mirror, say=say)
         distributed.barrier(setup.ranks)
-        path = fetch_weights(name, say=lambda _: None)  # found in the cache by now
+        # Found in the cache by now; on another node its first process fetches it.
+        path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
     say(f"backbone weights: {path}")
 

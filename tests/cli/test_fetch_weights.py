@@ -90,3 +90,17 @@ def test_no_network(capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_bytes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.route(f"/{STEM}.pth", file(CONTENT[::-1]))
     assert run(capsys, STEM, "--mirror", server.url)[0] == 5
+
+
+def test_training_without_network_says_how_to_go_on(
+    shapes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Server() as gone:
+        monkeypatch.setenv("SSDCTL_DOWNLOAD__MIRROR", gone.url)
+    options = "--backbone resnet18 --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1"
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--data", str(shapes), "--out", "run", *options.split(), "--warmup", "1st"])
+    err = capsys.readouterr().err
+    assert end.value.code == 4, err
+    assert err.count("fetching http") == 1
+    assert f"{STEM}.pth on another machine and put it at" in err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import select
 import struct
 import sys
 import termios
@@ -29,10 +30,10 @@ def test_lines_where_there_is_no_terminal(
     progress.close()
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "a.zip: 100.0 MB, 10.0 MB here already"
-    assert "50%" in lines[2]
-    assert "MB/s" in lines[2]
-    assert "min left" in lines[2]
-    assert lines[3].startswith("verifying a.zip")
+    assert "50%" in lines[1]
+    assert "MB/s" in lines[1]
+    assert "min left" in lines[1]
+    assert lines[2].startswith("verifying a.zip")
 
 
 def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,20 +41,43 @@ def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == ""
 
 
-def test_one_bar_at_a_time_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_tell_of_all_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "LINE_S", 0.0)
+    progress = ByteProgress(Console(), {"a.zip": 100 * MB, "b.zip": 300 * MB})
+    progress("a.zip", 0, 100 * MB)
+    progress("a.zip", 100 * MB, 100 * MB)
+    progress("unpacking a.zip", 5, 10)
+    progress("b.zip", 0, 300 * MB)
+    progress("b.zip", 100 * MB, 300 * MB)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert "all files: 25%" in lines[1]
+    assert "all files: 50%" in lines[4]
+    assert lines[4].count("left") == 2
+
+
+def test_a_display_of_all_files_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     monkeypatch.setenv("TERM", "xterm")
     with open(theirs, "w") as terminal:  # noqa: PTH123 - a descriptor
         monkeypatch.setattr(sys, "stderr", terminal)
-        progress = ByteProgress(Console())
+        progress = ByteProgress(Console(), {"a.zip": 100 * MB, "b.zip": 100 * MB})
         progress("a.zip", 10 * MB, 100 * MB)
         progress("a.zip", 0, 100 * MB)  # from zero
         progress("a.zip", 100 * MB, 100 * MB)
         progress("unpacking a.zip", 0, 100 * MB)
+        progress("b.zip", 20 * MB, 100 * MB)
         progress.close()
-        shown = os.read(ours, 100_000).decode()
+        content = b""
+        while select.select([ours], [], [], 0.2)[0]:
+            content += os.read(ours, 100_000)
     os.close(ours)
-    assert "a.zip:  10%" in shown
-    assert "unpacking a.zip:   0%" in shown
-    assert "\n" not in shown.replace("\r\n", "")
+    shown = content.decode()
+    assert "all files" in shown
+    assert "120.0/200.0 MB" in shown
+    assert "b.zip" in shown
+    assert "20%" in shown
+    assert "60%" in shown

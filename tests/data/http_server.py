@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ def changed(route: Route, change: Callable[[Request, Reply], Any]) -> Route:
 class Server:
     """Serves in threads until the block ends; then every connection and thread is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        self.scheme = "https" if tls else "http"
         self.routes: dict[str, Route] = {}
         self.requests: list[Request] = []
         self.body_bytes = 0
@@ -119,6 +121,8 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = False  # server_close joins them
+        if tls is not None:
+            self.http.socket = tls.wrap_socket(self.http.socket, server_side=True)
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,))
 
     def __enter__(self) -> Server:
@@ -137,7 +141,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.http.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.http.server_address[1]}"
 
     def route(self, path: str, route: Route) -> str:
         """Serve `route` at `path`; return its URL."""

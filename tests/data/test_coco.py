@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssdctl.data.coco import check, class_names, read
 from ssdctl.errors import DataError
@@ -80,6 +82,18 @@ def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], 
         check(read(path), path)
 
 
+@pytest.mark.parametrize("number", [10**30, 2**63, -(2**63) - 1])
+@pytest.mark.parametrize("key", ["id", "image_id", "category_id", "width", "iscrowd"])
+def test_integers_beyond_64_bits_are_refused(tmp_path: Path, key: str, number: int) -> None:
+    broken = document()
+    for entry in (*broken["images"], *broken["annotations"]):
+        if key in entry:
+            entry[key] = number
+    path = written(tmp_path, broken)
+    with pytest.raises(DataError, match=rf"not in COCO's format.*{key}"):
+        read(path)
+
+
 def test_wrong_type_names_the_place(tmp_path: Path) -> None:
     path = written(tmp_path, document(categories=[{"id": "x", "name": "y"}]))
     with pytest.raises(DataError, match=r"\$\.categories\[0\]\.id"):
@@ -108,3 +122,79 @@ def test_boxes_are_dropped_or_clipped_and_listed(
     assert boxes.ltrb.tolist() == ([] if kept is None else [kept])
     assert [f.kind for f in findings] == ([] if kind is None else [kind])
     assert all(f.annotation_id == 918 and f.image_id == 7 for f in findings)
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(-200, 200),
+    st.integers(-150, 150),
+    st.sampled_from([0, -0.0, 1e308, -1e308, 5e-324, 100, 50]),
+)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=20))
+def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
+    tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
+) -> None:
+    """Kept boxes have a size and lie inside; each other one is listed; the plain rule agrees."""
+    entries = [
+        {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
+        for i, bbox in enumerate(bboxes)
+    ]
+    path = written(tmp_path_factory.getbasetemp(), document(annotations=entries))
+    boxes, findings = check(read(path), path)
+    assert (boxes.ltrb[:, 2:] > boxes.ltrb[:, :2]).all()
+    assert (boxes.ltrb >= 0).all()
+    assert (boxes.ltrb <= [100, 50, 100, 50]).all()
+    assert boxes.starts[-1] == len(boxes.ltrb)
+    dropped = {f.annotation_id for f in findings if "dropped" in f.kind}
+    assert len(boxes.ltrb) + len(dropped) == len(bboxes)
+    for i, (x, y, w, h) in enumerate(bboxes):
+        inside = max(x, 0) < min(x + w, 100) and max(y, 0) < min(y + h, 50)
+        if not (inside and w > 0 and h > 0):
+            assert i in dropped
+
+
+@given(st.data())
+def test_any_damage_is_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bytes changed anywhere: read as something, or refused with the file's name; never a bug."""
+    content = bytearray(json.dumps(document()).encode())
+    places = st.integers(0, len(content) - 1)
+    for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
+        content[place] = value
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_bytes(content[: data.draw(places) + 1] if data.draw(st.booleans()) else content)
+    try:
+        check(read(path), path)
+    except DataError as error:
+        assert str(path) in str(error)  # noqa: PT017
+
+
+def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:
+    """FACTS 6."""
+    images = [
+        {"id": 200365, "file_name": "000000200365.jpg", "width": 640, "height": 480},
+        {"id": 550395, "file_name": "000000550395.jpg", "width": 500, "height": 375},
+    ]
+    entries = [
+        {"id": 918, "image_id": 200365, "category_id": 12, "bbox": [296.65, 388.33, 1.03, 0]},
+        {"id": 2206849, "image_id": 550395, "category_id": 12, "bbox": [9.98, 188.56, 5.54, 0]},
+    ]
+    path = written(tmp_path, document(images=images, annotations=entries))
+    boxes, findings = check(read(path), path)
+    assert len(boxes.labels) == 0
+    assert [(f.image_id, f.annotation_id) for f in findings] == [(200365, 918), (550395, 2206849)]
+    assert findings[0].detail == "bbox [296.65, 388.33, 1.03, 0.0] in 640 x 480"
+
+
+def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
+    entries = [
+        {"id": 10 - i, "image_id": image, "category_id": 12, "bbox": [i, 0, 5, 5]}
+        for i, image in enumerate([3, 7, 3, 7, 3])
+    ]
+    path = written(tmp_path, document(annotations=entries))
+    boxes, _ = check(read(path), path)
+    assert boxes.starts.tolist() == [0, 2, 5]
+    assert boxes.ltrb[:, 0].tolist() == [1, 3, 0, 2, 4]

@@ -225,3 +225,28 @@ def test_resume_costs_little(server: Server, tmp_path: Path) -> None:
     server.route("/a.bin", whole)
     download([pin], tmp_path, connections=1)
     assert server.body_bytes == len(data)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_resume_fetches_at_most_a_twentieth_twice(
+    server: Server, tmp_path: Path, sent: signal.Signals
+) -> None:
+    """Ended in the middle, with several connections at work: 1.05 times the bytes in all."""
+    data = random.Random(0).randbytes(24_000_000)
+    pin = pinned(server, "a.bin", data, pause_s=0.01)
+    program = f"""
+from pathlib import Path
+from ssdctl.data.download import download
+from ssdctl.data.sources import PinnedFile
+download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}), connections=4)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    while server.body_bytes < len(data) / 2:
+        assert process.poll() is None
+        time.sleep(0.005)
+    process.send_signal(sent)
+    process.wait()
+    assert server.body_bytes < len(data)
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert (tmp_path / "a.bin").read_bytes() == data
+    assert server.body_bytes <= 1.05 * len(data)

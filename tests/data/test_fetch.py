@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -116,6 +118,24 @@ class TestFetch:
         server.routes[url] = file(CONTENT)  # a proxy gets the whole URL
         monkeypatch.setenv("http_proxy", server.url)
         assert fetch_quickly(pinned(url), tmp_path).read_bytes() == CONTENT
+
+    def test_a_ca_bundle_of_the_environment_is_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("openssl makes the certificate, and is not here")
+        key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=here"
+        more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+        subprocess.run(["openssl", *words.split(), *more], check=True, capture_output=True)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate, key)
+        with Server(tls) as server:
+            pin = pinned(server.route("/a.bin", file(CONTENT)))
+            with pytest.raises(NetworkError, match=r"(?i)certificate"):
+                fetch_quickly(pin, tmp_path / "data")
+            monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+            assert fetch_quickly(pin, tmp_path / "data").read_bytes() == CONTENT
 
     def test_a_name_cannot_leave_the_folder(self, tmp_path: Path) -> None:
         pin = pinned("http://127.0.0.1:1/a.bin", name="../a.bin")

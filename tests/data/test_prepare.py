@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
 
+from ssdctl.data import parts
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.prepare import count_trainable, is_prepared, open_dataset, prepare
-from ssdctl.data.store import Split, open_split
-from ssdctl.errors import DataError
+from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
+from ssdctl.data.store import Split, open_split, read_metadata
+from ssdctl.errors import DataError, DiskError
 
 
 @pytest.fixture
@@ -182,4 +189,242 @@ def test_misshaped_folders_say_what_is_expected(tmp_path: Path) -> None:
     (tmp_path / "annotations").mkdir()
     (tmp_path / "annotations/instances_train2017.json").write_text("{}")
     with pytest.raises(DataError, match="no such image folder"):
-        find_splits(tmp_path)
+        prepare(tmp_path, tmp_path / "store", pack=False)
+
+
+class TestChanges:
+    """What is the same is left alone; what changed is done anew, and training says what."""
+
+    def test_an_image_changed(self, dataset: Path, tmp_path: Path) -> None:
+        store, image = tmp_path / "store", dataset / "train2017/000000000002.jpg"
+        prepare(dataset, store, pack=True)
+        with Image.open(image) as picture:
+            picture.transpose(Image.Transpose.ROTATE_180).save(image.with_suffix(".tmp"), "JPEG")
+        image.with_suffix(".tmp").replace(image)
+        assert not prepare(dataset, store, pack=True).unchanged
+        assert bytes(opened(dataset, store).read(1)) == image.read_bytes()
+
+    def test_a_copied_dataset_is_the_same(self, dataset: Path, tmp_path: Path) -> None:
+        prepare(dataset, dataset / "prepared", pack=False)
+        copied = tmp_path / "copied"
+        shutil.copytree(dataset, copied, copy_function=shutil.copyfile)  # other times
+        assert prepare(copied, copied / "prepared", pack=False).unchanged
+        open_dataset(copied, copied / "prepared", say=lambda _: None)
+
+    @pytest.mark.parametrize("change", ["missing", "other"])
+    def test_24_training_names_what_changed(
+        self, dataset: Path, tmp_path: Path, change: str
+    ) -> None:
+        store, image = tmp_path / "store", dataset / "train2017/000000000002.jpg"
+        prepare(dataset, store, pack=False)
+        if change == "missing":
+            image.unlink()
+        else:
+            image.write_bytes(image.read_bytes() + b"?")
+        with pytest.raises(DataError, match=r"1 images are missing or changed.*000000000002\.jpg"):
+            open_dataset(dataset, store, say=lambda _: None)
+
+    def test_24_a_packed_store_needs_no_images(self, dataset: Path, tmp_path: Path) -> None:
+        store = tmp_path / "store"
+        first = prepare(dataset, store, pack=True)
+        shutil.rmtree(dataset / "train2017")
+        shutil.rmtree(dataset / "val2017")
+        assert len(open_dataset(dataset, store, say=lambda _: None)["train"].read(0)) > 1000
+        again = prepare(dataset, store, pack=True)
+        assert again.unchanged
+        assert again.splits == first.splits
+
+    def test_another_wish_writes_it_anew_and_leaves_nothing(
+        self, dataset: Path, tmp_path: Path
+    ) -> None:
+        store = tmp_path / "store"
+        for wish in ({"pack": True}, {"pack": True, "shrink": 310}, {"pack": False}):
+            prepare(dataset, store, **wish)  # type: ignore[arg-type]
+            assert prepare(dataset, store, **wish).unchanged  # type: ignore[arg-type]
+            index = pa.ipc.open_file(str(store / "index-train.arrow")).read_all()
+            assert index.num_rows == 24
+            shards = {p.name for p in store.glob("images-*")}
+            assert len(shards) == (2 if wish["pack"] else 0)
+        assert sorted(p.name for p in store.iterdir()) == [
+            ".lock", "index-train.arrow", "index-val.arrow", "report.json",
+        ]  # fmt: skip
+
+    def test_verifying_counts_as_verified_from_then_on(self, dataset: Path, tmp_path: Path) -> None:
+        store = tmp_path / "store"
+        prepare(dataset, store, pack=False)
+        assert not prepare(dataset, store, pack=False, verify_images=True).unchanged
+        assert prepare(dataset, store, pack=False).unchanged
+
+    def test_a_store_that_may_only_be_read(self, dataset: Path, tmp_path: Path) -> None:
+        """Found to be true without a lock. Seen by its time, as root may write anywhere."""
+        store = tmp_path / "store"
+        prepare(dataset, store, pack=True)
+        (store / ".lock").unlink()
+        assert prepare(dataset, store, pack=True).unchanged
+        assert not (store / ".lock").exists()
+
+    def test_a_store_that_cannot_be_written(self, dataset: Path) -> None:
+        (dataset / "file").write_text("")
+        with pytest.raises(DiskError) as error:
+            prepare(dataset, dataset / "file" / "store", pack=True)
+        assert "--store" in (error.value.hint or "")
+
+    def test_a_full_disk_is_seen_before_the_first_byte(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ssdctl.data.prepare.free_bytes", lambda _: 1000)
+        with pytest.raises(DiskError, match="packing train needs") as error:
+            prepare(dataset, tmp_path / "store", pack=True)
+        assert "--no-pack" in (error.value.hint or "")
+        prepare(dataset, tmp_path / "store", pack=False)
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from ssdctl.data import parts
+from ssdctl.data.prepare import prepare
+parts.PART_BYTES, parts.PART_ROWS, parts.TASK_IMAGES = 60_000, 4, 2
+print("go", flush=True)
+outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True,
+                  say=lambda text: print(text, flush=True))
+print("unchanged" if outcome.unchanged else "written")
+"""
+
+
+def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
+    """`prepare` in a process of its own, in small parts, past its imports."""
+    command = [sys.executable, "-c", PROGRAM, str(dataset), str(store), "pack" if pack else ""]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+class TestKills:
+    """A killed prepare leaves the old store or none, and the next one goes on."""
+
+    def test_a_few(self, dataset: Path, tmp_path: Path) -> None:
+        self._kill(dataset, tmp_path / "store", num_kills=4)
+
+    @pytest.mark.slow
+    def test_many(self, dataset: Path, tmp_path: Path) -> None:
+        self._kill(dataset, tmp_path / "store", num_kills=50)
+
+    @staticmethod
+    def _kill(dataset: Path, store: Path, num_kills: int) -> None:
+        dice = random.Random(num_kills)
+        image = dataset / "train2017/000000000020.jpg"
+        killed = 0
+        for number in range(num_kills):
+            if dice.random() < 0.3:  # the dataset changes meanwhile
+                with Image.open(image) as picture:
+                    turned = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+                turned.save(image, "JPEG", quality=90 - number % 3)
+            process = start(dataset, store, pack=number % 3 != 0)
+            time.sleep(dice.random() * 0.12)
+            process.kill()
+            killed += process.wait() == -signal.SIGKILL
+            assert process.stdout is not None
+            process.stdout.close()
+            # Whatever lies there is whole: it opens and fits the dataset, or is not taken.
+            for split in ("train", "val"):
+                metadata = read_metadata(store, split)
+                if metadata is not None:
+                    found = opened(dataset, store, split)
+                    assert len(found.image_ids) == (24 if split == "train" else 9)
+                    for row in range(len(found.image_ids)):
+                        assert found.read(row)[:2] == b"\xff\xd8"
+        assert killed > num_kills / 3
+        for pack in (True, False):
+            process = start(dataset, store, pack)
+            said, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, said
+            fresh = store.with_name(f"fresh-{pack}")
+            prepare(dataset, fresh, pack=pack, verify_images=True)
+            mine, theirs = opened(dataset, store), opened(dataset, fresh)
+            for row in range(24):
+                assert bytes(mine.read(row)) == bytes(theirs.read(row))
+            assert not [p.name for p in store.iterdir() if p.name.endswith(".tmp")]
+            assert not list(store.glob(".checked-*"))
+
+    def test_finished_parts_are_not_done_again(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(parts, "PART_BYTES", 60_000)
+        monkeypatch.setattr(parts, "TASK_IMAGES", 2)
+        store = tmp_path / "store"
+        checked: list[str] = []
+        check = parts.check_image
+
+        def dies_late(path: Path, *more: Any) -> Any:
+            if path.name == "000000000020.jpg" and len(checked) < 30:
+                raise DataError("the power went")
+            checked.append(path.name)
+            return check(path, *more)
+
+        monkeypatch.setattr(parts, "check_image", dies_late)
+        with pytest.raises(DataError, match="power"):
+            prepare(dataset, store, pack=True, jobs=1)
+        done = len(checked)
+        kept = len(list(store.glob("images-train-*")))
+        assert kept > 2
+        checked.extend([""] * 30)
+        prepare(dataset, store, pack=True, jobs=1)
+        again = len(checked) - done - 30
+        assert again < 24 + 9 - 4 * 2
+        split = opened(dataset, store)
+        for row in range(24):
+            path = dataset / f"train2017/{row + 1:012d}.jpg"
+            assert bytes(split.read(row)) == path.read_bytes()
+
+    def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
+        both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
+        said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
+        assert [process.returncode for process in both] == [0, 0]
+        assert said == ["unchanged", "written"]
+
+    def test_25_one_waits_and_says_so_and_a_dead_holder_is_no_obstacle(
+        self, dataset: Path, tmp_path: Path
+    ) -> None:
+        store = tmp_path / "store"
+        store.mkdir()
+        program = (
+            "import sys, time\nfrom pathlib import Path\nfrom ssdctl.files import lock\n"
+            "with lock(Path(sys.argv[1])):\n print('held', flush=True)\n time.sleep(60)"
+        )
+        holder = subprocess.Popen(
+            [sys.executable, "-c", program, str(store / ".lock")], stdout=subprocess.PIPE, text=True
+        )
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        waiting = start(dataset, store, pack=False)
+        assert waiting.stdout is not None
+        assert "waiting for it" in waiting.stdout.readline()
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+        assert waiting.communicate(timeout=60)[0] == "written\n"
+
+
+def test_21_images_without_boxes_and_crowds(dataset: Path, tmp_path: Path) -> None:
+    path = dataset / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    kept = [a for a in document["annotations"] if a["image_id"] not in (3, 4)]
+    crowd = {"id": 9999, "image_id": 3, "category_id": 1, "bbox": [1, 1, 50, 50], "iscrowd": 1}
+    path.write_text(json.dumps({**document, "annotations": [*kept, crowd]}))
+    report = prepare(dataset, tmp_path / "store", pack=False).splits[0]
+    without = [f.image_id for f in report.findings if f.kind == NO_BOXES]
+    assert 4 in without
+    assert 3 not in without  # a crowd is trained on
+    assert report.trainable == report.images - len(without)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_split_without_images_is_prepared(dataset: Path, tmp_path: Path, pack: bool) -> None:
+    path = dataset / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "images": [], "annotations": []}))
+    prepare(dataset, tmp_path / "store", pack=pack)
+    assert prepare(dataset, tmp_path / "store", pack=pack).unchanged
+    assert len(opened(dataset, tmp_path / "store", "val").image_ids) == 0

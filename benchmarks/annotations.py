@@ -1,0 +1,111 @@
+"""Read annotations of train2017's size: ssdctl beside pycocotools.
+
+python benchmarks/annotations.py [--images 118287] [--boxes 860001] [--repeat 3]
+
+The file is generated: as many images, boxes and bytes as COCO's instances_train2017.json has, with
+polygons. Each reading is a process of its own; its time starts after the imports, its peak is the
+kernel's figure for the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+POLYGONS = 1000
+POINTS = (9, 44)  # of a polygon; on average they give COCO's 458 MB
+
+OURS = """
+from pathlib import Path
+from ssdctl.data import coco
+begun = time.perf_counter()
+annotations = coco.read(Path(sys.argv[1]))
+read = time.perf_counter() - begun
+boxes, findings = coco.check(annotations, Path(sys.argv[1]))
+count = len(boxes.labels) + sum("dropped" in f.kind for f in findings)
+"""
+PYCOCOTOOLS = """
+import contextlib, io
+from pycocotools.coco import COCO
+begun = time.perf_counter()
+with contextlib.redirect_stdout(io.StringIO()):
+    annotations = COCO(sys.argv[1])
+read = time.perf_counter() - begun
+count = len(annotations.anns)
+"""
+MEASURED = """
+import json, resource, sys, time
+{reading}
+seconds = time.perf_counter() - begun
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps(dict(seconds=seconds, read=read, peak=peak, count=count)))
+"""
+
+
+def generate(path: Path, num_images: int, num_boxes: int) -> None:
+    """Write an annotation file of COCO's shape."""
+    dice = random.Random(0)
+    polygons = [
+        ",".join(f"{dice.uniform(0, 640):.2f}" for _ in range(2 * dice.randint(*POINTS)))
+        for _ in range(POLYGONS)
+    ]
+    with path.open("w") as file:
+        file.write('{"info": {"year": 2017}, "licenses": [], "images": [')
+        for i in range(num_images):
+            file.write(
+                f'{", " if i else ""}{{"license": 3, "file_name": "{i:012d}.jpg", "coco_url": '
+                f'"http://images.cocodataset.org/train2017/{i:012d}.jpg", "height": 480, "width": '
+                f'640, "date_captured": "2013-11-14 11:18:45", "flickr_url": '
+                f'"http://farm9.staticflickr.com/8186/{i:010d}_37ce5aa8bf_z.jpg", "id": {i}}}'
+            )
+        file.write('], "annotations": [')
+        for i in range(num_boxes):
+            x, y = dice.uniform(0, 500), dice.uniform(0, 400)
+            w, h = dice.uniform(1, 140), dice.uniform(1, 80)
+            file.write(
+                f'{", " if i else ""}{{"segmentation": [[{polygons[dice.randrange(POLYGONS)]}]], '
+                f'"area": {w * h / 2:.4f}, "iscrowd": 0, "image_id": {dice.randrange(num_images)}, '
+                f'"bbox": [{x:.2f},{y:.2f},{w:.2f},{h:.2f}], '
+                f'"category_id": {dice.randint(1, 80)}, "id": {i}}}'
+            )
+        names = [{"supercategory": "thing", "id": i, "name": f"class {i}"} for i in range(1, 81)]
+        file.write(f'], "categories": {json.dumps(names)}}}')
+
+
+def measure(reading: str, path: Path) -> dict[str, float]:
+    """One reading in a process of its own."""
+    command = [sys.executable, "-c", MEASURED.format(reading=reading), str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=int, default=118_287)
+    parser.add_argument("--boxes", type=int, default=860_001)
+    parser.add_argument("--repeat", type=int, default=3, help="of ours; pycocotools runs once")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "instances_train2017.json"
+        generate(path, options.images, options.boxes)
+        print(f"{options.images:,} images, {options.boxes:,} boxes, {path.stat().st_size:,} bytes")
+        path.read_bytes()  # in the page cache for both
+        peer = measure(PYCOCOTOOLS, path)
+        runs = [measure(OURS, path) for _ in range(options.repeat)]
+    assert {run["count"] for run in runs} == {peer["count"]} == {options.boxes}
+    ours = statistics.median(run["seconds"] for run in runs)
+    read = statistics.median(run["read"] for run in runs)
+    peak = max(run["peak"] for run in runs)
+    print(f"  pycocotools  {peer['seconds']:6.2f} s  {peer['peak'] / 1e9:.2f} GB peak")
+    print(f"  ssdctl       {ours:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)")
+    print(f"  {peer['seconds'] / ours:.1f} times as fast")
+
+
+if __name__ == "__main__":
+    main()

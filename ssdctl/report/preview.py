@@ -1,0 +1,150 @@
+"""A picture of what training will see: some images with their boxes, whole and augmented.
+
+    preview(split, config, Path("preview.png"))
+
+Each row is an image of the run's first batch: as it is annotated, then as the network gets it in
+the first epochs, with crops, flips and colours of the run's own random numbers.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.config import Config
+from ssdctl.data.store import Split
+from ssdctl.errors import DataError, UsageError
+from ssdctl.files import write_bytes
+from ssdctl.input.loader import TrainLoader, TrainPlan
+from ssdctl.input.order import Order
+from ssdctl.model.augment import MEAN, STD, normalise
+from ssdctl.report.predict import PALETTE
+
+ROWS = 4
+EPOCHS = 3
+GAP = 12  # pixels between the tiles
+LINE = 20  # height of a line of text
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG"}
+
+Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
+
+
+def check_target(path: Path) -> None:
+    """Refuse a name that is no picture's, before anything else is done.
+
+    Raises:
+        UsageError: It ends otherwise.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"--preview {path}: give a name that ends in {', '.join(FORMATS)}")
+
+
+def preview(split: Split, config: Config, path: Path) -> int:
+    """Draw the picture; return how many images it shows.
+
+    Raises:
+        DataError: There is no image to train on, or one cannot be decoded.
+        DiskError: The picture cannot be written.
+    """
+    if not len(split.trainable):
+        raise DataError("no training image has a box to draw")
+    seed = config.train.seed
+    count = min(ROWS, len(split.trainable))
+    rows = Order(split.trainable, seed).samples(0, count).row
+    tiles = {int(row): [_whole(split, int(row))] for row in rows}
+    for row, tile in _augmented(split, rows, config):
+        tiles[row].append(tile)
+
+    step = IMAGE_SIZE + GAP
+    size = (GAP + (1 + EPOCHS) * step, LINE + GAP + count * (step + LINE))
+    sheet = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(14)
+    headings = ["as annotated", *(f"to the network, epoch {n + 1}" for n in range(EPOCHS))]
+    for column, text in enumerate(headings):
+        pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
+    for line, (row, pictures) in enumerate(tiles.items()):
+        top = LINE + GAP + line * (step + LINE)
+        width, height = split.sizes[row]
+        about = f"image {split.image_ids[row]}, {width} x {height}"
+        pen.text((GAP, top), about, fill="black", font=font)
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture, (GAP + column * step, top + LINE))
+    buffer = io.BytesIO()
+    sheet.save(buffer, FORMATS[path.suffix.lower()])
+    write_bytes(path, buffer.getvalue())
+    return count
+
+
+def _whole(split: Split, row: int) -> Image.Image:
+    """The image with its boxes, its longer side as long as a tile."""
+    with Image.open(io.BytesIO(split.read(row))) as opened:
+        picture = opened.convert("RGB")
+    picture.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
+    bounds = slice(split.starts[row], split.starts[row + 1])
+    _draw(picture, split.boxes[bounds], split.labels[bounds], _names(split))
+    return picture
+
+
+def _augmented(
+    split: Split, rows: NDArray[np.int64], config: Config
+) -> list[tuple[int, Image.Image]]:
+    """Each image as the network gets it, epoch after epoch."""
+    plan = TrainPlan(
+        seed=config.train.seed,
+        first_sample=0,
+        batch_size=len(rows),
+        rank=0,
+        world_size=1,
+        accumulate=1,
+        augment=config.train.augment == "ssd",
+        hue_degrees=config.train.hue_degrees,
+        threads=1,
+        max_boxes=split.most_boxes,
+    )
+    found = []
+    for batch in TrainLoader(split, Order(rows, config.train.seed), plan).batches(0, EPOCHS):
+        pixels = normalise(batch.images, batch.jitter).permute(0, 2, 3, 1)
+        pixels = pixels * torch.tensor(STD) + torch.tensor(MEAN)
+        shown = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
+        for place, row in enumerate(batch.rows):
+            picture = Image.fromarray(shown[place])
+            is_real = batch.labels[place] > 0
+            boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
+            _draw(picture, boxes.numpy(), labels.numpy(), _names(split))
+            found.append((int(row), picture))
+    return found
+
+
+def _names(split: Split) -> list[str]:
+    return [entry.name for entry in split.classes]
+
+
+def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> None:
+    """Boxes with the names of their classes; a dark edge tells them from a bright picture."""
+    pen = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(11)
+    scale = np.array([picture.width - 1, picture.height - 1] * 2)
+    for box, label in zip(boxes, labels, strict=True):
+        left, top, right, bottom = (float(v) for v in box * scale)
+        colour = PALETTE[int(label) % len(PALETTE)]
+        pen.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline="black")
+        pen.rectangle((left, top, max(right, left), max(bottom, top)), outline=colour, width=2)
+    for box, label in zip(boxes, labels, strict=True):  # names on top of all boxes
+        left, top = float(box[0] * scale[0]), float(box[1] * scale[1])
+        text = names[int(label) - 1]
+        width = pen.textlength(text, font=font) + 4
+        left = max(min(left, picture.width - width), 0)
+        above = top - 14 if top >= 14 else top
+        colour = PALETTE[int(label) % len(PALETTE)]
+        pen.rectangle((left, above, left + width, above + 14), fill=colour)
+        # Blue is the palette's one dark colour.
+        ink = "white" if colour == "#0072B2" else "black"
+        pen.text((left + 2, above + 1), text, fill=ink, font=font)
