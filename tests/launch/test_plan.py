@@ -126,9 +126,15 @@ def test_a_host_still_to_be_said(device: str) -> None:
     [
         ("hpu", 9, {"nodes": 2}, "do not divide"),
         ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
-        ("xla", 8, {}, "cannot launch TPU jobs yet"),
-        ("cuda", 8, {"launcher": "slurm"}, "slurm"),
-        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes"),
+        ("xla", 8, {"launcher": "mpirun"}, "torchrun's variables"),
+        ("xla", 8, {"launcher": "slurm"}, "no TPUs"),
+        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes.image"),
+        (
+            "hpu",
+            8,
+            {"carry": ("A;B",)},
+            "no name of a variable",
+        ),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "several nodes"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "HOST:PORT"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "HOST:PORT"),
@@ -217,4 +223,7 @@ def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_topology(tmp_path: Path) -> None:
-    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1)
+    node = read_node(tmp_path, range(3))
+    assert node == Node(cores=3, sockets=1, has_topology=False)
+    argv = plan_for("hpu", 2, node=node).argv
+    assert argv[argv.index("--map-by") + 1] == "slot"

@@ -34,7 +34,7 @@ from ssdctl.launch.plan import Plan
 from ssdctl.launch.run import run
 given = json.loads(sys.argv[1])
 given["stop_signal"] = signal.Signals(given["stop_signal"])
-sys.exit(run(Plan(**given)))
+sys.exit(run(Plan(**given)).code)
 """
 
 # A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
