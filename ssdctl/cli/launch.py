@@ -11,7 +11,7 @@ import typer
 from ssdctl import files
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import UsageError
+from ssdctl.errors import DistributedError, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
     from ssdctl.launch.plan import Plan, Request
@@ -182,7 +182,7 @@ def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) ->
     if failure is None:
         return
     ranks, what = failure
-    call.console.warn(f"rank {', '.join(map(str, ranks))} {what}")
+    call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {what}"))
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
             continue  # the first rank's words are above

@@ -24,10 +24,14 @@ def main(folder: str, source: str) -> None:
     subprocess.run([sys.executable, "-m", "venv", *options, folder], check=True)
     # Where this interpreter is one of a virtual environment itself, its packages count too.
     packages = sysconfig.get_path("purelib", "venv", {"base": folder, "platbase": folder})
-    Path(packages, "image.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    Path(packages, "image.pth").write_text("".join(lines))
+    kept = {}
+    for package in metadata.distributions():
+        if KEPT.match(package.name or ""):
+            kept.setdefault(package.name, package.version)  # the first one is what is imported
     constraints = Path(folder, "kept.txt")
-    pins = {f"{d.name}=={d.version}" for d in metadata.distributions() if KEPT.match(d.name or "")}
-    constraints.write_text("".join(f"{pin}\n" for pin in sorted(pins)))
+    constraints.write_text("".join(f"{name}=={kept[name]}\n" for name in sorted(kept)))
     pip = [f"{folder}/bin/python", "-m", "pip", "install", "--no-cache-dir"]
     subprocess.run([*pip, "--constraint", str(constraints), "--", source], check=True)
 

@@ -106,9 +106,7 @@ def to_yaml(document: dict[str, Any]) -> str:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = None if PLAIN.fullmatch(value) else '"'
-        if "\n" in value and value.isascii() and value.isprintable() is False:
-            style = "|" if _fits_a_block(value) else '"'
+        style = None if PLAIN.fullmatch(value) else "|" if _fits_a_block(value) else '"'
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
@@ -119,8 +117,9 @@ def to_yaml(document: dict[str, Any]) -> str:
 
 
 def _fits_a_block(value: str) -> bool:
-    """Whether text can stand as it is in a literal block: lines of printable characters."""
+    """Whether text can stand as it is in a literal block: a program of plain lines."""
     lines = value.split("\n")
-    return lines[0][:1].strip() != "" and all(
-        line.isprintable() and line == line.rstrip() for line in lines
+    is_plain = all(
+        line.isascii() and line.isprintable() and line == line.rstrip() for line in lines
     )
+    return len(lines) > 2 and bool(lines[0]) and lines[0] == lines[0].strip() and is_plain
