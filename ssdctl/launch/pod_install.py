@@ -26,7 +26,7 @@ def main(folder: str, source: str) -> None:
     packages = sysconfig.get_path("purelib", "venv", {"base": folder, "platbase": folder})
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
     Path(packages, "image.pth").write_text("".join(lines))
-    kept = {}
+    kept: dict[str, str] = {}
     for package in metadata.distributions():
         if KEPT.match(package.name or ""):
             kept.setdefault(package.name, package.version)  # the first one is what is imported

@@ -32,6 +32,7 @@ def plan_for(
     node: Node = GAUDI,
     environment: dict[str, str] | None = None,
     hosts: tuple[str, ...] = (),
+    open_mpi: int = 4,
     **settings: Any,
 ) -> Plan:
     request = Request(
@@ -43,6 +44,7 @@ def plan_for(
         environment=environment or {},
         hosts=hosts,
         free_port=40000,
+        open_mpi=open_mpi,
     )
     return make_plan(request, node)
 
@@ -82,13 +84,20 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
         "SSDCTL_TRAIN__LR": "1",
         "HOME": "/",
         "MPI_ROOT": "/opt/mpi",
+        "MINE": "$(x)",
     }
     plan = plan_for(
-        "hpu", 16, nodes=2, hostfile="-hosts", hosts=("gaudi-0", "gaudi-1"), environment=environment
+        "hpu",
+        16,
+        carry=("MINE",),
+        nodes=2,
+        hostfile="-hosts",
+        hosts=("gaudi-0", "gaudi-1"),
+        environment=environment,
     )
     line = plan.to_line()
     assert "--prefix /opt/mpi --hostfile ./-hosts -x MASTER_ADDR=gaudi-0 " in line
-    assert line.endswith("-x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
+    assert line.endswith("-x MINE -x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
     assert plan.missing is None
 
 
@@ -112,6 +121,26 @@ def test_torchrun_on_several_nodes() -> None:
     assert "--nproc-per-node=8" in plan.argv
     assert plan.num_ranks == 8
     assert plan.missing is None
+
+
+def test_open_mpi_5_spells_it_anew() -> None:
+    """A socket is a package there, and ranks are ordered by slot."""
+    line = plan_for("hpu", 8, open_mpi=5).to_line()
+    start = "mpirun -n 8 --bind-to core --map-by package:PE=6 --rank-by slot --display bind "
+    assert line.startswith(start)
+    line = plan_for("hpu", 8, open_mpi=5, bind_to="none").to_line()
+    assert "--bind-to none --map-by slot:OVERSUBSCRIBE --rank-by slot" in line
+
+
+def test_tpus_are_started_by_torchrun() -> None:
+    """torch_xla's `xla://` rendezvous takes chip and neighbours from torchrun's variables."""
+    plan = plan_for("xla", 4, "train", "--device=xla")
+    assert shlex.join(plan.argv) == (
+        "python -m torch.distributed.run --standalone --nproc-per-node=4 "
+        "-m ssdctl train --device=xla"
+    )
+    assert plan.environment["PJRT_DEVICE"] == "TPU"
+    assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
 @pytest.mark.parametrize("device", ["cuda", "hpu"])

@@ -244,11 +244,11 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
     """The signal is the one that comes before the time limit, here by hand."""
     run = tmp_path / "run"
-    process = launch(run, shapes, "--steps", 8, "--wait")
+    process = launch(run, shapes, "--steps", 6, "--wait")
     with process:
         wait_for(lambda: records(run, "train"), 120)
         asked("scancel", "--signal=USR1", "--name=ssdctl")
-        finish_after_a_requeue(process, run, 8)
+        finish_after_a_requeue(process, run, 6)
 
 
 @pytest.mark.slow
