@@ -66,7 +66,13 @@ def build(request: Request) -> Manifest:
         "metadata": metadata,
         "spec": {
             "backoffLimit": request.config.restarts,
-            "template": _pod(request, "main", _program(request), has_devices=True),
+            # A download or its like needs no more than a launcher does.
+            "template": _pod(
+                request,
+                "main",
+                _program(request),
+                has_devices=request.device != "cpu" or request.command[0] == "train",
+            ),
         },
     }
 

@@ -167,6 +167,7 @@ def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
     (container,) = containers(manifest).values()
     assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest", "/work/coco"]
     assert {"name": "SSDCTL_DOWNLOAD__CONNECTIONS", "value": "16"} in container["env"]
+    assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
 
 
 @pytest.mark.parametrize(
