@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for ever
     from ssdctl.launch.run import Outcome
 
 CRASHES = (1, 8)  # what --restarts answers; other codes would come again
-BATCH = ("slurm", "kubernetes")
+SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES = {
     8: "a rank or the launcher died; the first failure is above",
     75: "stopped; run the same command again to go on",
@@ -119,7 +119,7 @@ def launch(
     if plan.text is not None:
         answer["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
     if write is None and not dry_run:
-        if plan.launcher in BATCH:
+        if plan.launcher in SUBMIT:
             _submit(call, plan, answer, wait)
         else:
             _run(call, request, plan, answer)
@@ -131,8 +131,12 @@ def launch(
     if write is not None:
         _write_script(Path(write), plan)
         answer["written"] = write
-        call.console.say(f"wrote {write}")
-    call.console.result(answer, plan.to_line() if plan.text is None else plan.text.rstrip("\n"))
+        submit = SUBMIT.get(plan.launcher)
+        call.console.say(
+            f"wrote {write}" + (f"; submit it with {submit} {write}" if submit else "")
+        )
+    human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
+    call.console.result(answer, None if plan.text and write is not None else human)
 
 
 def _write_script(path: Path, plan: Plan) -> None:
