@@ -211,12 +211,17 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
     return []
 
 
-def launch(run: Path, shapes: Path, *more: object) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def launch(run: Path, shapes: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
     words = ["launch", "--cpus", 2, "--launcher", "slurm", "--data", shapes, "--out", run, *more]
     options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
     argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(argv, text=True, cwd=run.parent, **streams)  # type: ignore[call-overload]
+    with subprocess.Popen(argv, text=True, cwd=run.parent, **streams) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int) -> None:
@@ -228,11 +233,11 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
     # What the first life leaves is swept up by then; a second one must not begin before.
     wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
-    update = ["scontrol", "update", f"jobid={found[1]}", "StartTime=now"]
+    update = ["scontrol", "update", f"jobid={found[1]}", "StartTime=now", "TimeLimit=60"]
     # Each update makes the scheduler look; otherwise it does once a minute.
     show = ["scontrol", "show", "job", found[1]]
     wait_for(lambda: asked(*update) or "JobState=PENDING" not in asked(*show))
-    out, words = process.communicate(timeout=120)
+    out, words = process.communicate(timeout=200)
     assert process.returncode == 0, out + words
     assert [r["step"] for r in records(run, "train")] == list(range(1, steps + 1))
     assert "going on from" in out
@@ -244,8 +249,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
     """The signal is the one that comes before the time limit, here by hand."""
     run = tmp_path / "run"
-    process = launch(run, shapes, "--steps", 6, "--wait")
-    with process:
+    with launch(run, shapes, "--steps", 6, "--wait") as process:
         wait_for(lambda: records(run, "train"), 120)
         asked("scancel", "--signal=USR1", "--name=ssdctl")
         finish_after_a_requeue(process, run, 6)
@@ -255,9 +259,9 @@ def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -
 @pytest.mark.usefixtures("slurm")
 def test_the_time_limit_itself(shapes: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    more = ["--set", "slurm.time=1", "--set", "slurm.signal_before=20", "--steps", 60]
+    more = ["--set", "slurm.time=1", "--set", "slurm.signal_before=20", "--steps", 40]
     with launch(run, shapes, *more, "--wait") as process:
-        finish_after_a_requeue(process, run, 60)
+        finish_after_a_requeue(process, run, 40)
 
 
 PROBE = """
