@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +11,14 @@ import typer
 from ssdctl import files
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.config.resolve import parse_assignment
-from ssdctl.config.settings import all_settings
-from ssdctl.errors import UsageError
+from ssdctl.errors import DistributedError, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
     from ssdctl.launch.plan import Plan, Request
+    from ssdctl.launch.run import Outcome
 
+CRASHES = (1, 8)  # what --restarts answers; other codes would come again
+SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES = {
     8: "a rank or the launcher died; the first failure is above",
     75: "stopped; run the same command again to go on",
@@ -49,6 +48,8 @@ def _count(flag: str, what: str) -> typer.models.OptionInfo:
         "ssdctl launch --hpus 8 --bs 128 --bf16",
         "ssdctl launch --gpus 4 --data data/coco --dry-run",
         "ssdctl launch --hpus 16 --nodes 2 --hostfile hosts --write train.sh",
+        "ssdctl launch --gpus 16 --nodes 2 --launcher slurm --set slurm.time=12:00:00 --wait",
+        "ssdctl launch --hpus 8 --cluster voyager --dry-run   # see docs/clusters.md",
         "ssdctl launch --cpus 2 -- evaluate ckpt.pt",
     ],
 )
@@ -56,20 +57,34 @@ def launch(
     call: Call,
     hpus: Annotated[Devices, _count("--hpus", "Gaudi cards (mpirun)")] = None,
     gpus: Annotated[Devices, _count("--gpus", "GPUs (torchrun)")] = None,
-    tpus: Annotated[Devices, _count("--tpus", "TPU chips (not in this version)")] = None,
+    tpus: Annotated[Devices, _count("--tpus", "TPU chips (torchrun with torch_xla)")] = None,
     cpus: Annotated[Devices, _count("--cpus", "processes on CPUs (torchrun)")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the command alone", rich_help_panel="Launch")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the command, script or manifest alone",
+            rich_help_panel="Launch",
+        ),
     ] = False,
     write: Annotated[
         str | None,
         typer.Option(
             "--write",
             metavar="FILE",
-            help="Write the command as a bash script instead of running it",
+            help="Write the command as a bash script, or the batch engine's script or manifest, "
+            "instead of running it",
             rich_help_panel="Launch",
         ),
     ] = None,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait",
+            help="Follow the job of a batch engine to its end",
+            rich_help_panel="Launch",
+        ),
+    ] = False,
     rest: Annotated[
         list[str] | None,
         typer.Argument(
@@ -79,7 +94,8 @@ def launch(
 ) -> None:
     """Train on several devices: write the launcher's command, and run it.
 
-    Takes every option of `ssdctl train` and hands it on.
+    Takes every option of `ssdctl train` and hands it on. Slurm and Kubernetes get the job and its
+    id is printed; their own settings are the tables `slurm` and `kubernetes` of the config.
     """
     counts = {"hpu": hpus, "cuda": gpus, "xla": tpus, "cpu": cpus}
     given = [(device, count) for device, count in counts.items() if count is not None]
@@ -88,18 +104,25 @@ def launch(
             "give exactly one of --hpus, --gpus, --tpus and --cpus",
             hint="for example: ssdctl launch --cpus 2",
         )
+    from ssdctl.cli.forwarding import make_request
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
 
-    plan = make_plan(_request(call, *given[0], rest or []), read_node())
+    request = make_request(call, *given[0], rest or [])
+    plan = make_plan(request, read_node())
 
     answer: dict[str, object] = {
         "argv": list(plan.argv),
         "environment": dict(plan.environment),
         "command": plan.to_line(),
     }
+    if plan.text is not None:
+        answer["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
     if write is None and not dry_run:
-        _run(call, plan, answer)
+        if plan.launcher in SUBMIT:
+            _submit(call, plan, answer, wait)
+        else:
+            _run(call, request, plan, answer)
         return
     if plan.missing and write is not None:
         raise UsageError(plan.missing)
@@ -108,111 +131,100 @@ def launch(
     if write is not None:
         _write_script(Path(write), plan)
         answer["written"] = write
-        call.console.say(f"wrote {write}")
-    call.console.result(answer, plan.to_line())
-
-
-def _request(call: Call, device: str, count: int, rest: list[str]) -> Request:
-    from ssdctl.launch.mpirun import read_hosts
-    from ssdctl.launch.plan import Request
-    from ssdctl.launch.run import free_port
-
-    config = call.config.launch
-    forwarded = rest_command(call, rest) if rest else train_command(call, device)
-    # Another command may have no --device: the settings say it to those that have one.
-    settings = {s.environment: device for s in all_settings().values() if s.name == "device"}
-    return Request(
-        device=device,
-        count=count,
-        command=tuple(forwarded),
-        config=config,
-        python=sys.executable,
-        environment=dict(os.environ),
-        settings=settings if rest else {},
-        hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
-        free_port=free_port(),
-    )
-
-
-def train_command(call: Call, device: str) -> list[str]:
-    """`train` with the options that the user gave, and the device.
-
-    An option and its value are one word, so a value that begins with '-' stays a value.
-
-    Raises:
-        UsageError: The user asked for another device.
-    """
-    words = ["train"]
-    if call.config_file is not None:
-        words.append(f"--config={call.config_file}")
-    for text in call.assignments:
-        path, value, _ = parse_assignment(text)
-        if path == "train.device":
-            _check_device(value, device)
-        if not path.startswith("launch."):
-            words.append(f"--set={text}")
-    for path, value, flag in call.overrides:
-        setting = all_settings()[path]
-        if path == "train.device":
-            _check_device(value, device)
-        elif setting.section == "launch":
-            pass
-        elif setting.choice_flags or setting.is_flag:
-            words.append(flag)
-        else:
-            words.append(f"{flag}={value}")
-    words += ["--quiet"] * call.console.quiet + ["--verbose"] * call.console.verbose
-    return [*words, f"--device={device}"]
-
-
-def _check_device(asked: str, device: str) -> None:
-    if asked not in ("auto", device):
-        raise UsageError(f"--device {asked} contradicts the count of {device} devices")
-
-
-def rest_command(call: Call, rest: list[str]) -> list[str]:
-    """What follows `--`, seen to be a command of ours.
-
-    Raises:
-        UsageError: No such command, or options of train before `--`.
-    """
-    known = [info.name for info in app.registered_commands if info.name]
-    known += [info.name for info in app.registered_groups if info.name]
-    if rest[0] not in known or rest[0] == "launch":
-        close = difflib.get_close_matches(rest[0], known, n=1)
-        raise UsageError(
-            f"{rest[0]!r} is no command that can be launched",
-            hint=f"did you mean {close[0]!r}?" if close else "`ssdctl --help` lists them",
+        submit = SUBMIT.get(plan.launcher)
+        call.console.say(
+            f"wrote {write}" + (f"; submit it with {submit} {write}" if submit else "")
         )
-    stray = [o.source for o in call.overrides if not o.path.startswith("launch.")]
-    stray += [f"--set {a}" for a in call.assignments if not a.strip().startswith("launch.")]
-    if stray:
-        raise UsageError(
-            f"{stray[0]} belongs to train, but {rest[0]} is launched",
-            hint=f"put the options of {rest[0]} after --",
-        )
-    return rest
+    human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
+    call.console.result(answer, None if plan.text and write is not None else human)
 
 
 def _write_script(path: Path, plan: Plan) -> None:
     files.write_text(path, plan.to_script())
-    mode = path.stat().st_mode
-    with files.disk_errors(path, "writing"):
-        path.chmod(mode | (mode & 0o444) >> 2)  # who may read may run
+    if plan.manifest is None:
+        mode = path.stat().st_mode
+        with files.disk_errors(path, "writing"):
+            path.chmod(mode | (mode & 0o444) >> 2)  # who may read may run
 
 
-def _run(call: Call, plan: Plan, answer: dict[str, object]) -> None:
+def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) -> None:
+    """Run the job on this machine (or from it), again where it crashes and may."""
+    from ssdctl.cli.forwarding import resumed
+    from ssdctl.launch.node import read_node
+    from ssdctl.launch.plan import make_plan
     from ssdctl.launch.run import require_launcher, run
 
     if plan.missing:
         raise UsageError(plan.missing)
     require_launcher(plan)
-    if plan.launcher == "torchrun" and call.config.launch.nodes > 1:
+    if plan.launcher == "torchrun" and plan.nodes > 1:
         call.console.say("this starts the ranks of this node: run it on every node")
-    call.console.say(plan.to_line())
-    code = run(plan, stdout_to_stderr=call.console.as_json)
+    left = request.config.restarts
+    while True:
+        call.console.say(plan.to_line())
+        outcome = run(plan, stdout_to_stderr=call.console.as_json)
+        _show_failure(call, request, plan, outcome)
+        if outcome.code not in CRASHES or not left:
+            break
+        left -= 1
+        call.console.warn(f"starting again after exit code {outcome.code}; {left} restarts left")
+        request = resumed(request)
+        plan = make_plan(request, read_node())
+    if call.console.as_json:
+        call.console.result({**answer, "exit_code": outcome.code})
+    _leave(call, outcome.code)
+
+
+def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) -> None:
+    """Say which rank a failed job owes to, and what it said last."""
+    from ssdctl.launch.exits import first_failure
+    from ssdctl.launch.logs import last_lines, log_path
+
+    if outcome.code in (0, 75, 130):
+        return
+    failure = first_failure(outcome.exits, plan.num_ranks if plan.nodes == 1 else None)
+    if failure is None:
+        return
+    ranks, what = failure
+    call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {what}"))
+    for rank in ranks[:1]:
+        if rank == 0 or request.run_folder is None:
+            continue  # the first rank's words are above
+        path = log_path(Path(request.run_folder), rank)
+        if lines := last_lines(path):
+            call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
+
+
+def _submit(call: Call, plan: Plan, answer: dict[str, object], wait: bool) -> None:
+    """Hand the job to its engine; follow it to the end if asked to."""
+    from ssdctl.launch import batch
+
+    batch.require_engine(plan)
+    job = batch.submit(plan)
+    answer["id"] = job
+    end = batch.how_to_end(job, plan)
+    if not wait:
+        call.console.say(f"submitted; {end} ends it")
+        call.console.result(answer, job)
+        return
+    call.console.say(f"submitted {job}; {end} ends it")
+    stream = sys.stderr if call.console.as_json else sys.stdout
+
+    def write(text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
+    try:
+        code = batch.follow(job, plan, write)
+    except KeyboardInterrupt:
+        call.console.warn(f"{job} goes on without being followed; {end} ends it")
+        raise
     if call.console.as_json:
         call.console.result({**answer, "exit_code": code})
+    _leave(call, code)
+
+
+def _leave(call: Call, code: int) -> None:
     if code:
         call.console.say(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
         raise SystemExit(code)

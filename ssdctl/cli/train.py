@@ -10,6 +10,7 @@ import typer
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 from ssdctl.errors import DataError, Stopped
+from ssdctl.launch.logs import start_rank_log
 from ssdctl.train import signals
 from ssdctl.train.ranks import find_ranks
 
@@ -44,7 +45,11 @@ def train(
         _show_plan(call)
         return
     signals.install()  # in place already where this is the process's own command
-    is_first = find_ranks().is_first
+    ranks = find_ranks()
+    is_first = ranks.is_first
+    if not ranks.is_alone:
+        config = call.config.train
+        start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
     call.console.quiet = call.console.quiet or not is_first  # one voice for all ranks
     try:
         from ssdctl.cli.progress import TrainingDisplay

@@ -10,10 +10,12 @@ from ssdctl.config.schema import (
     DataConfig,
     DownloadConfig,
     EvaluateConfig,
+    KubernetesConfig,
     LaunchConfig,
     ModelConfig,
     PredictConfig,
     PrepareConfig,
+    SlurmConfig,
     TrainConfig,
 )
 
@@ -22,11 +24,13 @@ __all__ = [
     "DataConfig",
     "DownloadConfig",
     "EvaluateConfig",
+    "KubernetesConfig",
     "LaunchConfig",
     "ModelConfig",
     "PredictConfig",
     "PrepareConfig",
     "Resolved",
+    "SlurmConfig",
     "TrainConfig",
     "resolve",
 ]

@@ -30,6 +30,7 @@ else:
 
 DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
+CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
 
 
@@ -81,6 +82,8 @@ def resolve(
 
     chosen = [o.value for o in checked if o.path == "train.preset"]
     preset = chosen[-1] if chosen else all_settings()["train.preset"].default
+    clusters = [o.value for o in checked if o.path == "launch.cluster"]
+    cluster = cluster_overrides(clusters[-1]) if clusters and clusters[-1] else []
 
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -88,7 +91,7 @@ def resolve(
         if not setting.is_recipe:
             values[setting.path] = setting.default
             sources[setting.path] = "default"
-    for path, value, source in [*preset_overrides(preset), *checked]:
+    for path, value, source in [*preset_overrides(preset), *cluster, *checked]:
         values[path] = value
         sources[path] = source
 
@@ -106,6 +109,12 @@ def preset_overrides(name: str) -> list[Override]:
     """What a preset sets, checked like any other file."""
     found = read_toml(PRESET_DIR / f"{name}.toml")
     return [Override(o.path, _converted(o), f"preset {name}") for o in found]
+
+
+def cluster_overrides(name: str) -> list[Override]:
+    """What is known of a cluster, checked like any other file."""
+    found = read_toml(CLUSTER_DIR / f"{name}.toml")
+    return [Override(o.path, _converted(o), f"cluster {name}") for o in found]
 
 
 def read_toml(path: Path) -> list[Override]:

@@ -1,12 +1,14 @@
 """The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi (FACTS 10).
 
-Checked against Open MPI 4.1, the version of the Gaudi images.
+Run for real with Open MPI 4.1, the version of the Gaudi images. Open MPI 5 spells some options
+anew (a socket is a package, ranks are ordered by slot); that spelling was not run.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +20,16 @@ if TYPE_CHECKING:
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, whatever they are saving. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` reads it as "stop".
+# (On one node run.py asks the ranks itself.)
 STOP_SIGNAL = signal.SIGUSR1
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
 PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
 # What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
-CARRIED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(SSDCTL|PT_HPU|HABANA|HCCL)_[A-Za-z0-9_]+")
+CARRIED = re.compile(
+    r"PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|GC_KERNEL_PATH|"
+    r"(https?|no|HTTPS?|NO)_(proxy|PROXY)|(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO)_[A-Za-z0-9_]+"
+)
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
@@ -33,7 +40,8 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     if ":" in request.command:
         raise UsageError("mpirun reads a lone ':' as its own: it cannot be an argument")
     options = ["-n", str(request.count), *_placement(request, node)]
-    options += ["--report-bindings", "--allow-run-as-root"]
+    options += ["--display", "bind"] if request.open_mpi >= 5 else ["--report-bindings"]
+    options += ["--allow-run-as-root"]
     if root := request.environment.get("MPI_ROOT"):
         options += ["--prefix", root]
     if config.hostfile is not None:
@@ -53,10 +61,11 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     if config.nodes > 1:
         port = request.environment.get("MASTER_PORT", port)
     _check_address(address, port)
+    _check_carried(config.carry)
     options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
     if config.nodes > 1 or request.hosts:
         present = {**request.environment, **request.settings}
-        for name in sorted(n for n in present if CARRIED.fullmatch(n)):
+        for name in sorted(n for n in present if CARRIED.fullmatch(n) or n in config.carry):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
 
     argv = ("mpirun", *options, request.python, "-m", "ssdctl", *request.command)
@@ -66,6 +75,7 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
 def _placement(request: Request, node: Node) -> list[str]:
     """How ranks share a node's cores: each gets PE of them for itself, near each other."""
     config, ranks = request.config, request.ranks_per_node
+    is_new = request.open_mpi >= 5
     cores = config.cores_per_node or node.cores
     share = cores // (config.devices_per_node or ranks)
     if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
@@ -73,12 +83,27 @@ def _placement(request: Request, node: Node) -> list[str]:
         share = min(share, cores // node.sockets // -(-ranks // node.sockets))
     # Gaudi 1.24's notes deprecate `--rank-by core`, and Open MPI 5 lists slot, node, fill and
     # span alone; the images still bring 4.1, which takes both, so the documented one is default.
-    rank_by = ["--rank-by", config.rank_by]
-    if share < 1:  # fewer cores than ranks: nothing to bind to
-        return ["--bind-to", "none", "--map-by", "slot", "--oversubscribe", *rank_by]
+    rank_by = ["--rank-by", "slot" if is_new else config.rank_by]
+    has_cores = node.has_topology or config.cores_per_node is not None
+    if config.bind_to == "none" or not has_cores or share < 1:  # nothing to bind to
+        unbound = ["--bind-to", "none", "--map-by"]
+        if is_new:
+            return [*unbound, "slot:OVERSUBSCRIBE", *rank_by]
+        return [*unbound, "slot", "--oversubscribe", *rank_by]
     # On several nodes `socket` would fill the first node's slots (its cores) with ranks first.
-    unit = "socket" if config.nodes == 1 else f"ppr:{ranks}:node"
+    unit = "package" if is_new else "socket"
+    unit = unit if config.nodes == 1 else f"ppr:{ranks}:node"
     return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
+
+
+def read_version() -> int:
+    """The major version of this machine's Open MPI; 4, the Gaudi images', where it has none."""
+    try:
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return 4
+    found = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
+    return int(found[1]) if found else 4
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:
@@ -117,3 +142,9 @@ def _check_address(address: str, port: str) -> None:
         raise UsageError(f"MASTER_ADDR {address!r} is no host name")
     if not re.fullmatch("[0-9]{1,5}", port):
         raise UsageError(f"MASTER_PORT {port!r} is no port")
+
+
+def _check_carried(names: tuple[str, ...]) -> None:
+    for name in names:
+        if not VARIABLE.fullmatch(name):
+            raise UsageError(f"--carry {name!r} is no name of a variable")

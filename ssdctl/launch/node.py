@@ -12,10 +12,11 @@ SYSFS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. Hyper-threads of a core count once."""
+    """One machine. Hyper-threads of a core count once; some VMs do not say which are which."""
 
     cores: int
     sockets: int
+    has_topology: bool = True
 
 
 def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
@@ -28,7 +29,7 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> No
     """
     if allowed is None:
         allowed = _allowed_cpus()
-    found = set()
+    found, has_topology = set(), True
     for cpu in allowed:
         topology = sysfs / f"cpu{cpu}" / "topology"
         try:
@@ -36,7 +37,9 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> No
             found.add((socket, int((topology / "core_id").read_text())))
         except (OSError, ValueError):  # a VM without topology: each CPU is a core of one socket
             found.add((0, cpu))
-    return Node(cores=max(1, len(found)), sockets=max(1, len({socket for socket, _ in found})))
+            has_topology = False
+    sockets = len({socket for socket, _ in found})
+    return Node(max(1, len(found)), max(1, sockets), has_topology)
 
 
 def _allowed_cpus() -> Collection[int]:

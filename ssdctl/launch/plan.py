@@ -13,14 +13,16 @@ import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ssdctl.config.schema import LaunchConfig
+from ssdctl.config.schema import KubernetesConfig, LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import mpirun, torchrun
+from ssdctl.launch import kubernetes, mpirun, podspec, slurm, torchrun
 from ssdctl.launch.node import Node
 
-# What starts the ranks of a device where the user does not say.
-LAUNCHERS = {"hpu": "mpirun", "cuda": "torchrun", "cpu": "torchrun"}
+# What starts the ranks of a device where the user does not say. (torch_xla lets torchrun start
+# one process per chip, and gives each its chip.)
+LAUNCHERS = {"hpu": "mpirun", "cuda": "torchrun", "cpu": "torchrun", "xla": "torchrun"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Request:
         settings: Variables that the ranks need besides (SSDCTL_EVALUATE__DEVICE).
         hosts: The names in the host file, in its order.
         free_port: A TCP port that nobody listens on.
+        open_mpi: The major version of Open MPI.
+        slurm: The settings of the table `slurm`.
+        kubernetes: The settings of the table `kubernetes`.
+        job_name: A name that no other job has, for Kubernetes.
+        run_folder: Where `train` writes.
     """
 
     device: str
@@ -48,6 +55,20 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     free_port: int = 29500
+    open_mpi: int = 4
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    job_name: str = "ssdctl"
+    run_folder: str | None = None
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks."""
+        return str(LAUNCHERS[self.device] if self.is_auto else self.config.launcher)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.config.launcher == "auto"
 
     @property
     def ranks_per_node(self) -> int:
@@ -61,21 +82,29 @@ class Plan:
     Attributes:
         argv: The launcher's command line, to be run without a shell.
         environment: Variables to add to the caller's.
-        launcher: `torchrun` or `mpirun`.
+        launcher: `torchrun`, `mpirun`, `slurm` or `kubernetes`.
         num_ranks: Ranks whose end this machine can see.
+        nodes: Machines; the ranks of one alone can all leave their exit code here.
         stop_signal: What asks the launcher to let its ranks save and stop.
+        asks_ranks: Whether to ask the launcher's children instead, which are the ranks.
         repeats_stop: Whether to send it again while ranks run: mpirun forwards it to the
-            ranks it has started so far, so an early one can be lost. torchrun would break off.
+            ranks it has started so far, so an early one can be lost.
         missing: What the user must still say before this can run; None where it is complete.
+        text: What a batch engine reads from its input: a script or a manifest.
+        manifest: The same as data, for Kubernetes.
     """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     launcher: str
     num_ranks: int
-    stop_signal: signal.Signals
+    nodes: int = 1
+    stop_signal: signal.Signals = signal.SIGTERM
+    asks_ranks: bool = False
     repeats_stop: bool = False
     missing: str | None = None
+    text: str | None = None
+    manifest: Mapping[str, Any] | None = None
 
     def to_line(self) -> str:
         """The command as one can paste it into a shell."""
@@ -83,7 +112,9 @@ class Plan:
         return " ".join([*assigned, shlex.join(self.argv)])
 
     def to_script(self) -> str:
-        """The command as a bash script."""
+        """What `--write` writes: the command as a bash script, or what the batch engine reads."""
+        if self.text is not None:
+            return self.text
         exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]
         lines = ["#!/usr/bin/env bash", "# Written by ssdctl launch.", *exports]
         return "\n".join([*lines, f"exec {shlex.join(self.argv)}", ""])
@@ -93,42 +124,49 @@ def make_plan(request: Request, node: Node) -> Plan:
     """Decide what starts the ranks, and how.
 
     Raises:
-        UsageError: The numbers do not fit, or this version cannot launch that.
+        UsageError: The numbers do not fit, or a setting is missing or malformed.
     """
-    config = request.config
-    launcher: str = config.launcher
-    if request.device == "xla":
-        raise UsageError(
-            "--tpus: this version of ssdctl cannot launch TPU jobs yet",
-            hint="GPUs and CPUs (torchrun) and HPUs (mpirun) can be launched",
-        )
-    if launcher == "auto":
-        launcher = LAUNCHERS[request.device]
-    if launcher not in ("torchrun", "mpirun"):
-        raise UsageError(
-            f"--launcher {launcher}: this version of ssdctl does not write {launcher} jobs yet",
-            hint="use --launcher torchrun or mpirun inside an allocation of your own",
-        )
     _check(request)
+    launcher, count, nodes = request.launcher, request.count, request.config.nodes
+    if launcher == "slurm":
+        return Plan(slurm.ARGV, {}, launcher, count, nodes, text=slurm.build(request, node))
+    if launcher == "kubernetes":
+        manifest = kubernetes.build(request)
+        text = podspec.to_yaml(manifest)
+        return Plan(kubernetes.ARGV, {}, launcher, count, nodes, text=text, manifest=manifest)
     if launcher == "torchrun":
         argv, environment, missing = torchrun.build(request, node)
-        stop, num_ranks = torchrun.STOP_SIGNAL, request.ranks_per_node
-    else:
-        argv, environment, missing = mpirun.build(request, node)
-        stop, num_ranks = mpirun.STOP_SIGNAL, request.count
+        return Plan(
+            argv,
+            environment,
+            launcher,
+            request.ranks_per_node,
+            nodes,
+            asks_ranks=True,
+            missing=missing,
+        )
+    argv, environment, missing = mpirun.build(request, node)
+    is_local = nodes == 1 and not request.hosts
     return Plan(
         argv,
         environment,
         launcher,
-        num_ranks,
-        stop_signal=stop,
-        repeats_stop=launcher == "mpirun",
+        count,
+        nodes if is_local else max(nodes, 2),
+        stop_signal=signal.SIGTERM if is_local else mpirun.STOP_SIGNAL,
+        asks_ranks=is_local,
+        repeats_stop=not is_local,
         missing=missing,
     )
 
 
 def _check(request: Request) -> None:
     config = request.config
+    if request.device == "xla" and request.launcher == "mpirun":
+        raise UsageError(
+            "--launcher mpirun: torch_xla takes its chips from torchrun's variables",
+            hint="leave --launcher out",
+        )
     if request.count % config.nodes:
         raise UsageError(
             f"{request.count} devices do not divide by --nodes {config.nodes}",
@@ -139,6 +177,7 @@ def _check(request: Request) -> None:
             f"{request.ranks_per_node} devices a node are asked for, "
             f"but --devices-per-node is {config.devices_per_node}"
         )
-    for argument in request.command:
+    values = [*request.command, *request.settings.values()]
+    for argument in [*values, *request.kubernetes.env, request.kubernetes.install or ""]:
         if "\0" in argument or any("\ud800" <= letter <= "\udfff" for letter in argument):
             raise UsageError(f"argument {argument!r} is not UTF-8 text")

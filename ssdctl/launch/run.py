@@ -12,7 +12,6 @@ ever looked for by name: only descendants are touched.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import select
@@ -24,23 +23,37 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.exits import DISTRIBUTED, RANK_VARIABLES, VARIABLE, job_exit_code, read_exits
+from ssdctl.launch.exits import DISTRIBUTED, STOPPED, VARIABLE, job_exit_code, read_exits
 from ssdctl.launch.plan import Plan
+from ssdctl.launch.processes import (
+    POLL_S,
+    become_subreaper,
+    children,
+    descendants,
+    end_processes,
+)
 
 INTERRUPTED = 130
-GRACE_S = 2.0  # between asking orphans to end and killing them
-GIVE_UP_S = 30.0  # a process in uninterruptible sleep cannot be killed
 ASK_AGAIN_S = 5.0
 EARLY_S = 20.0  # Python has its handlers by then; torchrun's patience ends at 30 s or later
-POLL_S = 0.1
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+HANG_S = 20.0  # how long the other ranks may go on once one has failed
 # Another job's ranks, where this one is started from inside it.
-FOREIGN = {*RANK_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"}
+FOREIGN = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"),
+    *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+}
+
+
+class Outcome(NamedTuple):
+    """How a job ended: its exit code, and the codes that ranks of this machine left."""
+
+    code: int
+    exits: dict[int, int]
 
 
 def require_launcher(plan: Plan) -> None:
@@ -75,8 +88,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(plan: Plan, *, stdout_to_stderr: bool = False) -> int:
-    """Run the plan to its end; return the job's exit code (exits.py says which).
+def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
+    """Run the plan to its end (exits.py says what the job came to).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
 
@@ -91,7 +104,7 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> int:
     environment |= {**plan.environment, VARIABLE: str(exits)}
 
     not_ours = set(descendants(os.getpid()))  # of the shell that `exec`ed us
-    _become_subreaper()
+    become_subreaper()
     sys.stdout.flush()
     sys.stderr.flush()
     lifeline, held = os.pipe()
@@ -107,12 +120,13 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> int:
     try:
         _, status = os.waitpid(guardian, 0)
         end_processes(not_ours)
+        left = read_exits(exits)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
         os.close(held)
         shutil.rmtree(exits, ignore_errors=True)
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else DISTRIBUTED
+    return Outcome(os.WEXITSTATUS(status) if os.WIFEXITED(status) else DISTRIBUTED, left)
 
 
 def _forward_to(process: int) -> Any:
@@ -137,7 +151,7 @@ def _guarded(
         for number in signals:
             signal.signal(number, lambda n, _: asked.append(n))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        _become_subreaper()
+        become_subreaper()
         return _guard(plan, environment, lifeline, asked, stdout)
     except OSError as error:  # the launcher cannot be started
         os.write(2, f"error: {plan.argv[0]}: {error.strerror}\n".encode())
@@ -161,81 +175,62 @@ def _guard(
         stdout=stdout,
         start_new_session=True,
     )
-    stopping = interrupted = abandoned = False
-    asked_at = asked_last = 0.0
-    while launcher.poll() is None and not (interrupted or abandoned):
-        if asked and (
-            not stopping or (plan.repeats_stop and time.monotonic() > asked_last + ASK_AGAIN_S)
-        ):
-            asked_last = time.monotonic()
-            asked_at = asked_at or asked_last
-            stopping = True
-            launcher.send_signal(plan.stop_signal)
+    exits = Path(environment[VARIABLE])
+    stop = _Stop(plan, launcher)
+    interrupted = abandoned = hung = False
+    failed_at: float | None = None
+    while launcher.poll() is None and not (interrupted or abandoned or hung):
+        if asked:
+            stop.ask(asked[0])
+        if failed_at is None and any(c not in (0, STOPPED) for c in read_exits(exits).values()):
+            failed_at = time.monotonic()
+        hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
         interrupted = asked.count(signal.SIGINT) > 1
         abandoned = bool(select.select([lifeline], [], [], POLL_S)[0])
-    # A rank that ends without a word long after it was asked was killed while it saved.
-    early = stopping and time.monotonic() - asked_at < EARLY_S
+    early = stop.is_early()
     launcher_code = launcher.returncode  # None where the launcher is among those to end
     end_processes()
-    exits = Path(environment[VARIABLE])
     if abandoned:
         shutil.rmtree(exits, ignore_errors=True)
-    if interrupted or launcher_code is None:
+    if interrupted or (launcher_code is None and not hung):
         return INTERRUPTED
     return job_exit_code(
-        launcher_code,
-        read_exits(exits),
+        DISTRIBUTED if launcher_code is None else launcher_code,
+        list(read_exits(exits).values()),
         num_ranks=plan.num_ranks,
-        stop_signal=plan.stop_signal if early else None,
+        stop_signal=asked[0] if early else None,
     )
 
 
-def end_processes(spared: Collection[int] = ()) -> None:
-    """End every descendant of this process: SIGTERM, and SIGKILL `GRACE_S` later."""
-    start = time.monotonic()
-    asked: set[int] = set()
-    while True:
-        _reap(spared)
-        left = [pid for pid in descendants(os.getpid()) if pid not in spared]
-        waited = time.monotonic() - start
-        if not left or waited > GIVE_UP_S:
-            return
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if waited > GRACE_S:
-                    os.kill(pid, signal.SIGKILL)
-                elif pid not in asked:
-                    os.kill(pid, signal.SIGTERM)
-                    asked.add(pid)
-        time.sleep(POLL_S / 2)
+class _Stop:
+    """Asking a job to save and stop.
 
+    The ranks of one machine are asked themselves: torchrun and mpirun, asked to end, would print a
+    traceback or kill them two seconds later. Before there are ranks the launcher may go. On several
+    nodes mpirun forwards the signal, to the ranks it has started so far: so it is repeated.
+    """
 
-def _reap(spared: Collection[int]) -> None:
-    for pid, parent in _parents().items():
-        if parent == os.getpid() and pid not in spared:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+    def __init__(self, plan: Plan, launcher: subprocess.Popen[bytes]) -> None:
+        self.plan, self.launcher = plan, launcher
+        self.told: set[int] = set()
+        self.began_at = self.last_at = 0.0
 
+    def ask(self, number: int) -> None:
+        now = time.monotonic()
+        self.began_at = self.began_at or now
+        ranks = children(self.launcher.pid) if self.plan.asks_ranks else []
+        for pid in set(ranks) - self.told:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+            self.told.add(pid)
+        is_time = not self.last_at or (self.plan.repeats_stop and now > self.last_at + ASK_AGAIN_S)
+        if not self.told and is_time:
+            self.last_at = now
+            self.launcher.send_signal(self.plan.stop_signal)
 
-def descendants(root: int) -> list[int]:
-    """The processes below `root`, parents first."""
-    parents = _parents()
-    found = [root]
-    for pid in found:  # grows while we walk
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+    def is_early(self) -> bool:
+        """Whether a rank that ends now without a word died of the signal itself.
 
-
-def _parents() -> dict[int, int]:
-    found = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            # "PID (NAME) STATE PPID ...": the name may hold blanks and parentheses
-            found[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def _become_subreaper() -> None:
-    """Let orphans below this process fall to it instead of init (Linux alone)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        Long after it was asked, it was killed while it saved.
+        """
+        return bool(self.began_at) and time.monotonic() - self.began_at < EARLY_S

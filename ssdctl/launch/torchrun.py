@@ -1,9 +1,8 @@
-"""The command line of torchrun: `python -m torch.distributed.run`, for GPUs and CPUs."""
+"""The command line of torchrun: `python -m torch.distributed.run`, for GPUs, CPUs and TPUs."""
 
 from __future__ import annotations
 
 import re
-import signal
 from string import Template
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ from ssdctl.launch.node import Node
 if TYPE_CHECKING:
     from ssdctl.launch.plan import Request
 
-# torchrun passes SIGTERM on to its ranks and waits for them; SIGUSR1 would kill it.
-STOP_SIGNAL = signal.SIGTERM
 # How long torchrun waits for ranks that were asked to stop; its own 30 s can cut a save short.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
@@ -45,6 +42,8 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
     }
+    if request.device == "xla":
+        defaults["PJRT_DEVICE"] = "TPU"
     environment = {k: v for k, v in defaults.items() if k not in request.environment}
     argv = (
         request.python,

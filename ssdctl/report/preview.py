@@ -25,7 +25,7 @@ from ssdctl.files import write_bytes
 from ssdctl.input.loader import TrainLoader, TrainPlan
 from ssdctl.input.order import Order
 from ssdctl.model.augment import MEAN, STD, normalise
-from ssdctl.report.predict import PALETTE
+from ssdctl.report.draw import PALETTE
 
 ROWS = 4
 EPOCHS = 3

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.prepare import MOST_PIXELS
+from ssdctl.data.images import MOST_PIXELS
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluate.analysis import Box, Evaluation, Sample

@@ -60,7 +60,8 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
     """The checkpoint to go on from, once it has been found to belong to this run."""
     wanted = setup.config.train.resume
     if wanted == "never":
-        if setup.out.is_dir() and any(setup.out.iterdir()):
+        # The other ranks write their logs there already.
+        if setup.out.is_dir() and any(p.name != "logs" for p in setup.out.iterdir()):
             raise UsageError(
                 f"{setup.out} is not empty, and --resume never would mix a new run into it",
                 hint="choose another --out, or leave --resume out to go on with it",

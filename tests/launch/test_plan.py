@@ -32,6 +32,7 @@ def plan_for(
     node: Node = GAUDI,
     environment: dict[str, str] | None = None,
     hosts: tuple[str, ...] = (),
+    open_mpi: int = 4,
     **settings: Any,
 ) -> Plan:
     request = Request(
@@ -43,6 +44,7 @@ def plan_for(
         environment=environment or {},
         hosts=hosts,
         free_port=40000,
+        open_mpi=open_mpi,
     )
     return make_plan(request, node)
 
@@ -82,13 +84,20 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
         "SSDCTL_TRAIN__LR": "1",
         "HOME": "/",
         "MPI_ROOT": "/opt/mpi",
+        "MINE": "$(x)",
     }
     plan = plan_for(
-        "hpu", 16, nodes=2, hostfile="-hosts", hosts=("gaudi-0", "gaudi-1"), environment=environment
+        "hpu",
+        16,
+        carry=("MINE",),
+        nodes=2,
+        hostfile="-hosts",
+        hosts=("gaudi-0", "gaudi-1"),
+        environment=environment,
     )
     line = plan.to_line()
     assert "--prefix /opt/mpi --hostfile ./-hosts -x MASTER_ADDR=gaudi-0 " in line
-    assert line.endswith("-x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
+    assert line.endswith("-x MINE -x PYTHONPATH -x SSDCTL_TRAIN__LR python -m ssdctl train")
     assert plan.missing is None
 
 
@@ -114,6 +123,26 @@ def test_torchrun_on_several_nodes() -> None:
     assert plan.missing is None
 
 
+def test_open_mpi_5_spells_it_anew() -> None:
+    """A socket is a package there, and ranks are ordered by slot."""
+    line = plan_for("hpu", 8, open_mpi=5).to_line()
+    start = "mpirun -n 8 --bind-to core --map-by package:PE=6 --rank-by slot --display bind "
+    assert line.startswith(start)
+    line = plan_for("hpu", 8, open_mpi=5, bind_to="none").to_line()
+    assert "--bind-to none --map-by slot:OVERSUBSCRIBE --rank-by slot" in line
+
+
+def test_tpus_are_started_by_torchrun() -> None:
+    """torch_xla's `xla://` rendezvous takes chip and neighbours from torchrun's variables."""
+    plan = plan_for("xla", 4, "train", "--device=xla")
+    assert shlex.join(plan.argv) == (
+        "python -m torch.distributed.run --standalone --nproc-per-node=4 "
+        "-m ssdctl train --device=xla"
+    )
+    assert plan.environment["PJRT_DEVICE"] == "TPU"
+    assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
+
+
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 def test_a_host_still_to_be_said(device: str) -> None:
     missing = plan_for(device, 16, nodes=2).missing
@@ -126,9 +155,15 @@ def test_a_host_still_to_be_said(device: str) -> None:
     [
         ("hpu", 9, {"nodes": 2}, "do not divide"),
         ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
-        ("xla", 8, {}, "cannot launch TPU jobs yet"),
-        ("cuda", 8, {"launcher": "slurm"}, "slurm"),
-        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes"),
+        ("xla", 8, {"launcher": "mpirun"}, "torchrun's variables"),
+        ("xla", 8, {"launcher": "slurm"}, "no TPUs"),
+        ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes.image"),
+        (
+            "hpu",
+            8,
+            {"carry": ("A;B",)},
+            "no name of a variable",
+        ),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "several nodes"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "HOST:PORT"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "HOST:PORT"),
@@ -217,4 +252,7 @@ def test_hyper_threads_and_forbidden_cpus_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_topology(tmp_path: Path) -> None:
-    assert read_node(tmp_path, range(3)) == Node(cores=3, sockets=1)
+    node = read_node(tmp_path, range(3))
+    assert node == Node(cores=3, sockets=1, has_topology=False)
+    argv = plan_for("hpu", 2, node=node).argv
+    assert argv[argv.index("--map-by") + 1] == "slot"

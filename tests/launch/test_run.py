@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from ssdctl.config.schema import LaunchConfig
-from ssdctl.launch.exits import VARIABLE, job_exit_code
+from ssdctl.launch.exits import VARIABLE, described, job_exit_code
+from ssdctl.launch.logs import last_lines, log_path, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import Plan, Request, make_plan
 from ssdctl.launch.run import free_port
@@ -34,7 +35,7 @@ from ssdctl.launch.plan import Plan
 from ssdctl.launch.run import run
 given = json.loads(sys.argv[1])
 given["stop_signal"] = signal.Signals(given["stop_signal"])
-sys.exit(run(Plan(**given)))
+sys.exit(run(Plan(**given)).code)
 """
 
 # A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
@@ -162,6 +163,9 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
         (1, [], None, 8),
         (137, [], None, 8),  # mpirun's way to say that a rank was killed
         (75, [], None, 75),  # mpirun hands a rank's code on
+        (0, [75, 75], None, 75),  # to their launcher, ranks that saved and stopped ended well
+        (0, [0, 0], 15, 0),
+        (143, [], 10, 75),  # mpirun, asked to end before it had ranks
     ],
 )
 def test_exit_code_of_a_job(
@@ -281,6 +285,48 @@ def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
         ranks = wait_for(lambda: ranks_of(tmp_path))
         os.kill(ranks[1]["pid"], signal.SIGTERM)
         assert launch.wait(30) == 7
+
+
+@pytest.mark.parametrize(
+    ("exits", "num_ranks", "words"),
+    [
+        ({1: 8, 0: 3}, 2, "rank 0 failed first, with exit code 3"),
+        ({0: 8, 2: 8}, 3, "rank 1 died or hung: no exit code was left"),
+        ({0: 8}, None, "rank 0 was the first to miss another rank"),
+        ({}, 2, None),
+        ({0: 0, 1: 0}, 2, None),
+    ],
+)
+def test_who_failed(exits: dict[int, int], num_ranks: int | None, words: str | None) -> None:
+    assert described(exits, num_ranks) == words
+
+
+def test_logs_of_ranks(tmp_path: Path) -> None:
+    """The first rank is heard too; what redraws a terminal is not written down."""
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from ssdctl.launch.logs import start_rank_log\n"
+        "start_rank_log(Path('run'), int(sys.argv[1]))\n"
+        "sys.stderr.write('\\r10%')\nprint('step 1', file=sys.stderr)\n"
+        "os.write(2, b'a library speaks\\n')\n"
+    )
+    heard = []
+    for rank in ("0", "1", "1"):
+        argv = [sys.executable, "-c", code, rank]
+        done = subprocess.run(argv, cwd=tmp_path, capture_output=True, check=True)
+        heard.append(done.stderr)
+    assert heard == [b"\r10%step 1\na library speaks\n", b"", b""]
+    assert last_lines(log_path(tmp_path / "run", 0)) == ["step 1"]
+    whole = log_path(tmp_path / "run", 1).read_text()
+    assert whole.count("--- rank 1, process") == 2
+    assert "a library speaks\n" in whole
+    assert last_lines(log_path(tmp_path / "run", 1), count=1)[0].endswith(("speaks", "step 1"))
+    assert last_lines(log_path(tmp_path / "run", 7)) == []
+
+
+def test_a_log_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    start_rank_log(tmp_path, 1)
 
 
 def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:

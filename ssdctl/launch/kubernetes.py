@@ -1,0 +1,225 @@
+"""The manifest of a Kubernetes job: an MPIJob (Kubeflow's operator) or, for one pod, a Job.
+
+An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
+volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
+the operator writes, so what happens inside a cluster is what happens on one machine. ssdctl gets in
+by an init container (pod_install.py), which leaves the image's torch alone. Workers count as ready
+when their sshd answers, and the launcher waits for that: no `sleep`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdctl.errors import UsageError
+from ssdctl.launch import podspec
+from ssdctl.launch.podspec import checked, inert
+
+if TYPE_CHECKING:
+    from ssdctl.launch.plan import Request
+
+Manifest = dict[str, Any]
+ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
+HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
+INSTALLED = "/opt/ssdctl"
+# Keys are made where an image brings none; the folder is sshd's own demand.
+SSHD = "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De"
+# A pod that is deleted waits for ranks that are saving.
+WAIT_FOR_RANKS = "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
+SAVE_S = 300  # the longest that a stop may take before Kubernetes kills
+
+
+def build(request: Request) -> Manifest:
+    """The manifest.
+
+    Raises:
+        UsageError: Something is missing, malformed, or would be lost with the pods.
+    """
+    config = request.kubernetes
+    if config.image is None:
+        raise UsageError(
+            "kubernetes.image is not set", hint="name the image of the pods, or give --cluster"
+        )
+    if config.install is None:
+        raise UsageError(
+            "kubernetes.install is not set: nothing says how ssdctl gets into the pods",
+            hint="a wheel on one of kubernetes.volumes, a requirement, or `image` where it has it",
+        )
+    _check_written(request)
+    _check_resume(request)
+    name = checked("name", config.name or request.job_name)
+    metadata: Manifest = {"name": name, "labels": {"app": "ssdctl"}}
+    if config.namespace is not None:
+        metadata["namespace"] = checked("namespace", config.namespace)
+    if is_mpi(request):
+        return {
+            "apiVersion": "kubeflow.org/v2beta1",
+            "kind": "MPIJob",
+            "metadata": metadata,
+            "spec": _mpi_job(request),
+        }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {
+            "backoffLimit": request.config.restarts,
+            # A download or its like needs no more than a launcher does.
+            "template": _pod(
+                request,
+                "main",
+                _program(request),
+                has_devices=request.device != "cpu" or request.command[0] == "train",
+            ),
+        },
+    }
+
+
+def is_mpi(request: Request) -> bool:
+    """Whether the job needs the MPI operator: several pods, or HPUs, which mpirun starts."""
+    return request.config.nodes > 1 or (request.device == "hpu" and request.count > 1)
+
+
+def _mpi_job(request: Request) -> Manifest:
+    config = request.config
+    launcher = _pod(request, "launcher", _program(request), has_devices=False)
+    worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
+    (container,) = worker["spec"]["containers"]
+    container["ports"] = [{"containerPort": 22, "name": "ssh"}]
+    container["readinessProbe"] = {"tcpSocket": {"port": 22}, "periodSeconds": 2}
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", WAIT_FOR_RANKS]}}}
+    return {
+        "slotsPerWorker": request.ranks_per_node,
+        "launcherCreationPolicy": "WaitForWorkersReady",
+        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
+        "mpiReplicaSpecs": {
+            "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
+            "Worker": {"replicas": config.nodes, "template": worker},
+        },
+    }
+
+
+def _program(request: Request) -> list[str]:
+    """What the first pod runs: the command itself, or `ssdctl launch` of it for several ranks."""
+    python = request.kubernetes.python
+    if request.kubernetes.install != "image":
+        python = f"{INSTALLED}/bin/python"
+    start = [python, "-m", "ssdctl"]
+    if request.count == 1:
+        return [*start, *map(inert, request.command)]
+    config = request.config
+    flag = {"hpu": "hpus", "cuda": "gpus", "xla": "tpus", "cpu": "cpus"}[request.device]
+    words = ["launch", f"--{flag}={request.count}"]
+    if is_mpi(request):
+        words += ["--launcher=mpirun", f"--nodes={config.nodes}", f"--hostfile={HOSTFILE}"]
+        words += [f"--rank-by={config.rank_by}"]
+        # The launcher's own cores say nothing about the workers'.
+        bind_to = config.bind_to if config.cores_per_node else "none"
+        words += [f"--bind-to={bind_to}"]
+        names = [entry.partition("=")[0] for entry in request.kubernetes.env]
+        if carry := [*config.carry, *names]:
+            words += [f"--carry={','.join(carry)}"]
+    else:
+        words += ["--launcher=torchrun"]
+    if config.cores_per_node:
+        words += [f"--cores-per-node={config.cores_per_node}"]
+    if config.devices_per_node:
+        words += [f"--devices-per-node={config.devices_per_node}"]
+    is_train = request.command[0] == "train"
+    rest = request.command[1:] if is_train else ("--", *request.command)
+    return [*start, *words, *map(inert, rest)]
+
+
+def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) -> Manifest:
+    """A pod template of one container, with ssdctl installed beside it."""
+    config = request.kubernetes
+    mounts, volumes = podspec.volumes(config)
+    image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
+    environment = {**request.settings, **podspec.environment(config)}
+    container: Manifest = {
+        "name": name,
+        **image,
+        "command": command,
+        "env": [{"name": key, "value": inert(value)} for key, value in environment.items()],
+        "resources": podspec.resources(request, has_devices=has_devices),
+    }
+    spec: Manifest = {"restartPolicy": "Never", "terminationGracePeriodSeconds": SAVE_S}
+    if has_devices and request.count > 1 and not config.host_ipc:
+        # Container runtimes give 64 MB, less than the ranks' collectives ask for.
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        container["volumeMounts"] = [*mounts, {"name": "shm", "mountPath": "/dev/shm"}]
+    else:
+        container["volumeMounts"] = list(mounts)
+    if config.install != "image":
+        volumes.append({"name": "ssdctl", "emptyDir": {}})
+        mount = {"name": "ssdctl", "mountPath": INSTALLED}
+        container["volumeMounts"].append(mount)
+        program = Path(__file__).with_name("pod_install.py").read_text(encoding="utf-8")
+        arguments = [INSTALLED, str(config.install)]
+        spec["initContainers"] = [
+            {
+                "name": "install-ssdctl",
+                **image,
+                "command": [config.python, "-c", *map(inert, [program, *arguments])],
+                "env": container["env"],
+                "volumeMounts": [*mounts, mount],
+            }
+        ]
+    spec["containers"] = [container]
+    spec["volumes"] = volumes
+    if config.host_ipc and has_devices:
+        spec["hostIPC"] = True
+    if config.service_account is not None:
+        spec["serviceAccountName"] = checked("service_account", config.service_account)
+    if config.pull_secret is not None:
+        spec["imagePullSecrets"] = [{"name": checked("pull_secret", config.pull_secret)}]
+    if selector := podspec.pairs("node_selector", config.node_selector):
+        spec["nodeSelector"] = selector
+    return {"metadata": {"labels": {"app": "ssdctl"}}, "spec": spec}
+
+
+def _check_written(request: Request) -> None:
+    """See that what the job writes outlives its pods."""
+    option, folder = "--out", request.run_folder
+    if request.command[0] == "download":
+        option, folder = "--dest", _value(request.command, "--dest")
+    elif request.command[0] != "train":
+        folder = _value(request.command, "--out")
+        if folder is None:  # evaluate and its like print their answer
+            return
+    mounts, _ = podspec.volumes(request.kubernetes)
+    writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
+    path = posixpath.normpath(folder or ".")
+    if any(path == place or path.startswith(f"{place}/") for place in writable):
+        return
+    example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
+    more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
+    raise UsageError(
+        f"{option} {folder or '(its default)'} lies on no persistent volume: it would be lost "
+        "with the pods",
+        hint=f"for example {option} {example}{more}",
+    )
+
+
+def _check_resume(request: Request) -> None:
+    """A pod that is started again runs the same command, and must go on with the run."""
+    given = _value(request.command, "--resume") or request.settings.get("SSDCTL_TRAIN__RESUME")
+    if request.config.restarts and given not in (None, "auto"):
+        raise UsageError(
+            f"--resume {given} and --restarts exclude each other in pods, where the same command "
+            "is run again",
+            hint="leave one of them out",
+        )
+
+
+def _value(command: tuple[str, ...], option: str) -> str | None:
+    """The value of an option among a command's words, the last where it is given twice."""
+    found = None
+    for word, following in zip(command, [*command[1:], None], strict=True):
+        if word == option:
+            found = following
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found

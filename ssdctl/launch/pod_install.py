@@ -1,0 +1,40 @@
+"""Put ssdctl beside an image's own packages, none of which is replaced.
+
+    python3 pod_install.py FOLDER SOURCE
+
+makes a virtual environment in FOLDER that sees the packages of this interpreter, and installs
+SOURCE into it. torch and its kin are pinned to what the image has: where SOURCE wants others, pip
+fails instead of replacing the vendor's. Runs as it is in a pod's first container, before ssdctl is
+there: the standard library alone.
+"""
+
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+KEPT = re.compile(r"(torch|numpy|triton|habana|nvidia|libtpu|jax)", re.IGNORECASE)
+
+
+def main(folder: str, source: str) -> None:
+    options = ["--system-site-packages", "--without-pip"]
+    subprocess.run([sys.executable, "-m", "venv", *options, folder], check=True)
+    # Where this interpreter is one of a virtual environment itself, its packages count too.
+    packages = sysconfig.get_path("purelib", "venv", {"base": folder, "platbase": folder})
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+    Path(packages, "image.pth").write_text("".join(lines))
+    kept: dict[str, str] = {}
+    for package in metadata.distributions():
+        if KEPT.match(package.name or ""):
+            kept.setdefault(package.name, package.version)  # the first one is what is imported
+    constraints = Path(folder, "kept.txt")
+    constraints.write_text("".join(f"{name}=={kept[name]}\n" for name in sorted(kept)))
+    pip = [f"{folder}/bin/python", "-m", "pip", "install", "--no-cache-dir"]
+    subprocess.run([*pip, "--constraint", str(constraints), "--", source], check=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

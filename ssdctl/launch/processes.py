@@ -1,0 +1,73 @@
+"""The processes below this one: find them, end them, and nobody else's."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+GRACE_S = 2.0  # between asking orphans to end and killing them
+GIVE_UP_S = 30.0  # a process in uninterruptible sleep cannot be killed
+POLL_S = 0.1
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+def end_processes(spared: Collection[int] = ()) -> None:
+    """End every descendant of this process: SIGTERM, and SIGKILL `GRACE_S` later."""
+    start = time.monotonic()
+    asked: set[int] = set()
+    while True:
+        _reap(spared)
+        left = [pid for pid in descendants(os.getpid()) if pid not in spared]
+        waited = time.monotonic() - start
+        if not left or waited > GIVE_UP_S:
+            return
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if waited > GRACE_S:
+                    os.kill(pid, signal.SIGKILL)
+                elif pid not in asked:
+                    os.kill(pid, signal.SIGTERM)
+                    asked.add(pid)
+        time.sleep(POLL_S / 2)
+
+
+def _reap(spared: Collection[int]) -> None:
+    for pid in children(os.getpid()):
+        if pid not in spared:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def descendants(root: int) -> list[int]:
+    """The processes below `root`, parents first."""
+    parents = _parents()
+    found = [root]
+    for pid in found:  # grows while we walk
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def children(root: int) -> list[int]:
+    """The processes that `root` started, or adopted."""
+    return [pid for pid, parent in _parents().items() if parent == root]
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            # "PID (NAME) STATE PPID ...": the name may hold blanks and parentheses
+            found[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def become_subreaper() -> None:
+    """Let orphans below this process fall to it instead of init (Linux alone)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

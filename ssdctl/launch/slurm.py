@@ -1,0 +1,124 @@
+"""The batch script of Slurm's sbatch: one task per device, started by srun.
+
+Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
+job again, and the next run resumes. Options stand in `#SBATCH` lines, which no shell reads: so each
+is checked for what it may hold. What the user typed stands quoted in the script's body.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import TYPE_CHECKING
+
+from ssdctl.errors import UsageError
+from ssdctl.launch.exits import VARIABLE
+from ssdctl.launch.node import Node
+
+if TYPE_CHECKING:
+    from ssdctl.launch.plan import Request
+
+ARGV = ("sbatch", "--parsable")  # reads the script from its input
+DEVICES = {"cuda": "gpu", "hpu": "hpu"}  # what sites mostly call them (slurm.gres)
+WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:@+&|()*=/-]*"
+FORMS = {
+    "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
+    "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",
+    "memory": r"\d+[KMGT]?",
+    "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
+}
+FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
+BODY = """\
+exits=$PWD/.ssdctl-$SLURM_JOB_ID  # where each task leaves its exit code
+export {variable}=$exits
+while :; do
+  rm -rf -- "$exits" && mkdir -p -- "$exits"
+  MASTER_PORT=$({python} -c "{free_port}")
+  export MASTER_PORT
+  srun --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
+  {python} -m ssdctl.launch.exits "$exits" $? {count}
+  code=$?
+  rm -rf -- "$exits"
+  case $code in 1 | 8) ;; *) break ;; esac
+  [ $restarts -gt 0 ] || break
+  restarts=$((restarts - 1))
+  echo "starting again after exit code $code" >&2
+{resume}done
+"""
+REQUEUE = """\
+if [ $code -eq 75 ]; then  # saved before the time limit: queue the job again
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+
+
+def build(request: Request, node: Node) -> str:
+    """The script.
+
+    Raises:
+        UsageError: A setting holds what Slurm would read as something else.
+    """
+    if request.device == "xla":
+        raise UsageError("Slurm knows no TPUs", hint="leave --launcher out: torchrun starts them")
+    ranks, config = request.ranks_per_node, request.config
+    cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
+    environment = dict(request.settings)
+    if "OMP_NUM_THREADS" not in request.environment:
+        environment["OMP_NUM_THREADS"] = str(cores)
+    command = (request.python, "-m", "ssdctl", *request.command)
+    is_train = request.command[0] == "train"
+    resume = "command+=(--resume=auto)"
+    lines = [
+        "#!/usr/bin/env bash",
+        *(f"#SBATCH {option}" for option in _options(request, ranks, cores)),
+        "# Written by ssdctl launch.",
+        "set -u",
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment.items()),
+        "export MASTER_ADDR",
+        "MASTER_ADDR=127.0.0.1" if config.nodes == 1 else f"MASTER_ADDR=$({HEAD})",
+        f"command=({shlex.join(command)})",
+    ]
+    if is_train:
+        lines.append(f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {resume}')
+    lines.append(f"restarts={config.restarts}")
+    body = BODY.format(
+        variable=VARIABLE,
+        python=shlex.quote(request.python),
+        free_port=FREE_PORT,
+        cores=cores,
+        count=request.count,
+        resume=f"  {resume}\n" if is_train else "",
+    )
+    requeue = REQUEUE if request.slurm.requeue else ""
+    return "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
+
+
+def _options(request: Request, ranks: int, cores: int) -> list[str]:
+    slurm = request.slurm
+    gres = DEVICES.get(request.device, "none") if slurm.gres is None else slurm.gres
+    found = {
+        "job-name": _checked("job_name", slurm.job_name),
+        "nodes": str(request.config.nodes),
+        "ntasks": str(request.count),
+        "ntasks-per-node": str(ranks),
+        "cpus-per-task": str(cores),
+        "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
+        "mem": _checked("memory", slurm.memory),
+        "partition": _checked("partition", slurm.partition),
+        "account": _checked("account", slurm.account),
+        "qos": _checked("qos", slurm.qos),
+        "constraint": _checked("constraint", slurm.constraint),
+        "time": _checked("time", slurm.time),
+        "signal": f"USR1@{slurm.signal_before}",
+        "open-mode": "append",
+    }
+    options = [f"--{name}={value}" for name, value in found.items() if value is not None]
+    options.append("--requeue" if slurm.requeue else "--no-requeue")
+    return [*options, *(str(_checked("options", option)) for option in slurm.options)]
+
+
+def _checked(name: str, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
+        raise UsageError(f"slurm.{name}: {value!r} is nothing that Slurm takes there")
+    return value

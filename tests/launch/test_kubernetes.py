@@ -1,0 +1,339 @@
+"""Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
+
+No cluster is at hand: `kubectl` is a small program that records what it is asked.
+golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, without its descriptions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from conftest import Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.config.schema import KubernetesConfig, LaunchConfig
+from ssdctl.errors import UsageError
+from ssdctl.launch import pod_install
+from ssdctl.launch.node import Node
+from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.podspec import PLAIN
+
+Cli = Callable[..., Result]
+CRD = Path(__file__).parent.parent / "golden" / "mpijob-v2beta1.json"
+ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+VOYAGER = """
+[launch]
+cluster = "voyager"
+[kubernetes]
+namespace = "me"
+volumes = ["/ceph/me:/work", "coco:/data/coco:ro"]
+install = "/work/ssdctl-0.1.0-py3-none-any.whl"
+[train]
+out = "/work/runs/first"
+decay_epochs = [40, 50]
+"""
+
+
+def strict(schema: Any) -> Any:
+    """The schema, refusing what it does not name: Kubernetes would drop it in silence."""
+    if isinstance(schema, list):
+        return [strict(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@pytest.fixture(scope="module")
+def crd() -> Any:
+    schema = json.loads(CRD.read_text())
+    del schema["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
+    return strict(schema)
+
+
+def check(manifest: Any, crd: Any) -> None:
+    """A Job's pods are checked as those of an MPIJob: the schema holds all of a pod's."""
+    if manifest["kind"] == "MPIJob":
+        rest = {key: value for key, value in manifest.items() if key != "metadata"}
+        jsonschema.validate(rest, crd)
+        return
+    replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
+    assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
+    assert set(manifest["spec"]) == {"backoffLimit", "template"}
+    jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
+
+
+def plan_for(device: str, count: int, *command: str, nodes: int = 1, **settings: Any) -> Plan:
+    settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
+    request = Request(
+        device=device,
+        count=count,
+        command=command or ("train",),
+        config=LaunchConfig(launcher="kubernetes", nodes=nodes),
+        python="/home/me/venv/bin/python",
+        kubernetes=KubernetesConfig(**settings),
+        run_folder="/runs/first",
+    )
+    return make_plan(request, Node(2, 1))
+
+
+def containers(manifest: Any) -> dict[str, Any]:
+    if manifest["kind"] == "Job":
+        templates = [manifest["spec"]["template"]]
+    else:
+        templates = [r["template"] for r in manifest["spec"]["mpiReplicaSpecs"].values()]
+    return {c["name"]: c for t in templates for c in t["spec"]["containers"]}
+
+
+def planned(cli: Cli, *arguments: object) -> Any:
+    result = cli("launch", *arguments[:2], "--dry-run", "--json", *arguments[2:])
+    assert result.code == 0, result.err
+    return json.loads(result.out)
+
+
+def test_voyager(cli: Cli, crd: Any) -> None:
+    """The values of the cluster's own example (FACTS 10), in both pods, from two short tables."""
+    Path("ssdctl.toml").write_text(VOYAGER)
+    manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128, "--bf16")["manifest"]
+    check(manifest, crd)
+    spec = manifest["spec"]
+    assert manifest["metadata"]["namespace"] == "me"
+    assert spec["slotsPerWorker"] == 8
+    assert spec["runPolicy"]["cleanPodPolicy"] == "Running"
+    assert spec["launcherCreationPolicy"] == "WaitForWorkersReady"
+    replicas = spec["mpiReplicaSpecs"]
+    assert [replicas[name]["replicas"] for name in ("Launcher", "Worker")] == [1, 2]
+    worker = replicas["Worker"]["template"]["spec"]
+    amounts = {
+        "habana.ai/gaudi": "8",
+        "cpu": "95",
+        "memory": "409Gi",
+        "hugepages-2Mi": "95000Mi",
+    }
+    pods = containers(manifest)
+    assert pods["worker"]["resources"] == {"limits": amounts, "requests": amounts}
+    assert worker["hostIPC"] is True
+    for replica in replicas.values():
+        pod = replica["template"]["spec"]
+        selector = {"brightcomputing.com/node-category": "compute"}
+        assert pod["nodeSelector"] == selector
+        assert pod["volumes"][:2] == [
+            {"name": "volume-0", "hostPath": {"path": "/ceph/me", "type": "Directory"}},
+            {"name": "volume-1", "persistentVolumeClaim": {"claimName": "coco"}},
+        ]
+    assert pods["launcher"]["volumeMounts"] == pods["worker"]["volumeMounts"]
+    words = pods["launcher"]["command"]
+    assert words[:4] == ["/opt/ssdctl/bin/python", "-m", "ssdctl", "launch"]
+    assert {"--hpus=16", "--nodes=2", "--cores-per-node=48", "--bs=128", "--bf16"} <= set(words)
+    # The file that says so lies on this machine, not in the pod.
+    environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
+    assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
+    assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
+
+
+def test_what_the_launcher_pod_runs_is_a_launch(cli: Cli, tmp_path: Path) -> None:
+    """On the operator's host file it becomes the mpirun line of two Gaudi nodes."""
+    Path("ssdctl.toml").write_text(VOYAGER)
+    manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128)["manifest"]
+    Path("ssdctl.toml").unlink()
+    words = containers(manifest)["launcher"]["command"][3:]
+    hosts = tmp_path / "hostfile"
+    hosts.write_text("job-worker-0.job.me.svc slots=8\njob-worker-1.job.me.svc slots=8\n")
+    words = [w.replace("/etc/mpi/hostfile", str(hosts)) for w in words]
+    line = planned(cli, *words[1:])["command"]
+    assert "--map-by ppr:8:node:PE=6 --rank-by slot" in line
+    assert "-x MASTER_ADDR=job-worker-0.job.me.svc" in line
+    assert line.endswith("-m ssdctl train --bs=128 --device=hpu")
+
+
+def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
+    Path("ssdctl.toml").write_text(VOYAGER + "[download]\nconnections = 16\n")
+    manifest = planned(cli, "--cpus", 1, "--", "download", "--dest", "/work/coco")["manifest"]
+    check(manifest, crd)
+    (container,) = containers(manifest).values()
+    assert container["command"][1:] == ["-m", "ssdctl", "download", "--dest", "/work/coco"]
+    assert {"name": "SSDCTL_DOWNLOAD__CONNECTIONS", "value": "16"} in container["env"]
+    assert container["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "nodes", "kind", "resource"),
+    [
+        ("hpu", 8, 1, "MPIJob", "habana.ai/gaudi"),
+        ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
+        ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
+        ("cuda", 16, 2, "MPIJob", "nvidia.com/gpu"),
+        ("xla", 4, 1, "Job", "google.com/tpu"),
+        ("cpu", 2, 1, "Job", None),
+    ],
+)
+def test_kinds(
+    device: str, count: int, nodes: int, kind: str, resource: str | None, crd: Any
+) -> None:
+    plan = plan_for(device, count, nodes=nodes, install="a.whl", host_ipc=True, pull_secret="s")
+    manifest = plan.manifest
+    assert manifest is not None
+    check(manifest, crd)
+    assert manifest["kind"] == kind
+    limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
+    assert limits == ({resource: str(count // nodes)} if resource else {})
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "words"),
+    [
+        (("train",), {"volumes": ()}, "persistent volume"),
+        (("train",), {"volumes": ("runs:/run",)}, "persistent volume"),
+        (("train",), {"volumes": ("runs:/runs:ro",)}, "persistent volume"),
+        (("download",), {}, "--dest .* persistent volume"),
+        (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
+        (("predict", "--out", "/tmp/x"), {}, "persistent volume"),
+        (("train",), {"image": None}, "kubernetes.image"),
+        (("train",), {"install": None}, "how ssdctl gets"),
+        (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
+        (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
+        (("train",), {"resources": ("cpu=a lot",)}, "kubernetes.resources"),
+        (("train",), {"env": ("1=2",)}, "kubernetes.env"),
+        (("train",), {"namespace": "a\nb"}, "kubernetes.namespace"),
+        (("train",), {"name": "-a"}, "kubernetes.name"),
+        (("train",), {"node_selector": ("a=$(b)",)}, "kubernetes.node_selector"),
+        (("train",), {"image": "a; b"}, "kubernetes.image"),
+        (("train",), {"service_account": "A"}, "kubernetes.service_account"),
+    ],
+)
+def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        plan_for("cpu", 1, *command, **settings)
+
+
+@given(ARGUMENTS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> None:
+    """Kubernetes replaces $(NAME) and turns $$ into $; YAML readers guess numbers and dates."""
+    arguments = ["a" + argument for argument in arguments]
+    plan = plan_for("cpu", 1, "evaluate", *arguments, env=(f"NAME={value}",))
+    assert plan.text is not None
+    read = yaml.safe_load(plan.text)
+    assert read == plan.manifest
+    (container,) = containers(read).values()
+    passed = [word.replace("$$", "$") for word in container["command"]]
+    assert passed[4:] == arguments
+    assert container["env"][-1]["value"].replace("$$", "$") == value
+    assert all("$" not in word.replace("$$", "") for word in container["command"])
+    for token in yaml.scan(plan.text):
+        if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
+            assert PLAIN.fullmatch(token.value)
+
+
+KUBECTL = """#!{python}
+import json, os, sys
+from pathlib import Path
+here = Path({folder!r})
+with (here / "asked").open("a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+verb = sys.argv[1]
+if verb == "create":
+    (here / "manifest").write_text(sys.stdin.read())
+    print("job.batch/ssdctl-1")
+elif verb == "logs":
+    print("step 1 of " + sys.argv[-1])
+elif sys.argv[2] == "pods":
+    end = {{"state": {{"terminated": {{"exitCode": {code}}}}}}}
+    status = {{"phase": "Failed", "containerStatuses": [end]}}
+    print(json.dumps({{"items": [{{"metadata": {{"name": "pod-1"}}, "status": status}}]}}))
+else:
+    done = "Complete" if {code} == 0 else "Failed"
+    print(json.dumps({{"status": {{"conditions": [{{"type": done, "status": "True"}}]}}}}))
+"""
+IN_A_POD = ["--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first"]
+IN_A_POD += ["--set", "kubernetes.image=a", "--set", "kubernetes.install=image"]
+IN_A_POD += ["--set", "kubernetes.volumes=claim:/runs", "--set", "kubernetes.namespace=me"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
+def test_submit_and_follow(
+    code: int, expected: int, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(KUBECTL.format(python=sys.executable, folder=str(tmp_path), code=code))
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent))
+    result = cli("launch", *IN_A_POD)
+    assert (result.code, result.out) == (0, "job.batch/ssdctl-1\n")
+    assert yaml.safe_load((tmp_path / "manifest").read_text())["kind"] == "Job"
+    result = cli("launch", *IN_A_POD, "--wait")
+    assert result.code == expected
+    assert result.out == "step 1 of pod-1\n"
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    assert ["logs", "-n", "me", "--follow", "pod-1"] in asked
+
+
+def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = cli("launch", *IN_A_POD)
+    assert result.code == 2
+    assert "kubectl" in result.err
+    assert "--write" in result.err
+
+
+def test_the_manifest_is_written_as_it_is_shown(cli: Cli) -> None:
+    arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
+    shown = cli(*arguments, "--dry-run").out
+    assert cli(*arguments, "--write", "job.yaml").code == 0
+    assert Path("job.yaml").read_text() == shown
+    assert not os.access("job.yaml", os.X_OK)
+
+
+def wheel(folder: Path, *requirements: str) -> Path:
+    """A package `probe_package` with nothing in it but its needs."""
+    path = folder / "probe_package-1.0-py3-none-any.whl"
+    info = "probe_package-1.0.dist-info"
+    needs = "".join(f"Requires-Dist: {requirement}\n" for requirement in requirements)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("probe_package.py", "")
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe-package\nVersion: 1.0\n{needs}"
+        )
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
+    """This interpreter stands for the image's; nothing is fetched."""
+    program = pod_install.__file__
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
+
+    def install(source: Path, where: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, program, str(tmp_path / where), str(source)]
+        return subprocess.run(argv, env=environment, capture_output=True, text=True)
+
+    done = install(wheel(tmp_path, "torch>=2.9.0a0", "numpy"), "good")
+    assert done.returncode == 0, done.stderr
+    find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
+    argv = [str(tmp_path / "good/bin/python"), "-c", find]
+    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    torch, package = found.stdout.split()
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert torch == spec.origin
+    assert package.startswith(str(tmp_path / "good"))
+    # What wants another torch is refused instead of served.
+    assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
