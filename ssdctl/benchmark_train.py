@@ -174,7 +174,7 @@ class _Bench:
             if steps % WAIT_EVERY == 0 or time.perf_counter() - start > 0.1 * seconds * steps:
                 self.device.synchronize()
                 late = time.perf_counter() - start >= seconds
-                is_over = distributed.agree(late, self.ranks, self.device)
+                is_over = distributed.agree([late], self.ranks)[0]
         spent = time.perf_counter() - start
         images = self.size * steps * self.ranks.world_size
         return Rate(images / spent, spent / steps)

@@ -53,6 +53,7 @@ class Checkpoint(NamedTuple):
     best_ap: float | None
     optimizer: dict[str, Any]
     peer: str | None = None  # whose it is, where it is not ours
+    trained: dict[str, Tensor] | None = None  # what to go on from, where `model` is an average
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -72,7 +73,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     try:
         architecture = Architecture(**payload["architecture"])
-        if not _is_state(payload["model"]) or architecture.backbone not in BUILDERS:
+        trained = payload.get("trained")
+        states = [payload["model"]] if trained is None else [payload["model"], trained]
+        if not all(map(_is_state, states)) or architecture.backbone not in BUILDERS:
             raise TypeError("model")
         return Checkpoint(
             path=path,
@@ -87,6 +90,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             global_batch=payload["global_batch"],
             best_ap=payload["best_ap"],
             optimizer=payload["optimizer"],
+            trained=trained,
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None

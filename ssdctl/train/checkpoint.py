@@ -7,16 +7,17 @@ RUN/checkpoints/best.pt             the one with the best AP
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from ssdctl.data.coco import ClassName
 from ssdctl.errors import IntegrityError
 from ssdctl.files import atomic_write, link_or_copy, remove_stale_temporaries
-from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import FORMAT, Architecture, Checkpoint, read_checkpoint
 
 
@@ -31,50 +32,33 @@ class CheckpointFolder:
     def __init__(self, run: Path, keep: int) -> None:
         self.path = run / "checkpoints"
         self._keep = keep
+        self._held: set[Path] = set()
 
-    def save(
-        self,
-        *,
-        model: SSD300,
-        architecture: Architecture,
-        classes: list[ClassName],
-        config: dict[str, Any],
-        step: int,
-        samples_seen: int,
-        images: int,
-        global_batch: int,
-        best_ap: float | None,
-        optimizer: torch.optim.Optimizer,
-    ) -> Path:
-        """Write the checkpoint of `step` and drop the oldest.
+    def write(self, payload: dict[str, Any]) -> None:
+        """Write a checkpoint (of `payload`) and drop the oldest.
 
         Raises:
             DiskError: It cannot be written; the earlier ones are untouched.
         """
-        payload = {
-            "format": FORMAT,
-            "model": _contiguous(model.state_dict()),  # plain weights: name -> tensor
-            "architecture": architecture._asdict(),  # what to build before loading them
-            "classes": msgspec.to_builtins(classes),  # label = place + 1; ids are COCO's
-            "config": config,  # every setting, resolved
-            "step": step,  # optimizer steps done
-            "samples_seen": samples_seen,  # position in the stream of samples
-            "images": images,  # images in an epoch
-            "global_batch": global_batch,  # samples in a step
-            "best_ap": best_ap,  # so far
-            "optimizer": _on_host(optimizer.state_dict()),  # momentum and the like
-        }
-        target = self.path / f"step-{step:08d}.pt"
+        target = self.of_step(payload["step"])
         with atomic_write(target) as file:
             torch.save(payload, file)
         link_or_copy(target, self.path / "last.pt")
         for old in self.steps()[: -self._keep]:
-            old.unlink()
-        return target
+            if old not in self._held:
+                old.unlink()
 
-    def mark_best(self, checkpoint: Path) -> None:
-        """Publish a checkpoint as the best."""
-        link_or_copy(checkpoint, self.path / "best.pt")
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.path / f"step-{step:08d}.pt"
+
+    def hold(self, step: int) -> None:
+        """Keep the checkpoint of a step, whose score is still being worked out."""
+        self._held = {self.of_step(step)}
+
+    def mark_best(self, step: int) -> None:
+        """Publish the checkpoint of a step as the best."""
+        link_or_copy(self.of_step(step), self.path / "best.pt")
 
     def steps(self) -> list[Path]:
         """The checkpoints, the oldest first."""
@@ -113,15 +97,34 @@ class CheckpointFolder:
         return None, warnings
 
 
-def _contiguous(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights in plain memory order, so that any reader finds the usual layout."""
-    return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
 
-
-def _on_host(value: Any) -> Any:
-    """Tensors at any depth on the CPU: other devices' do not load everywhere."""
-    if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_on_host(entry) for entry in value]
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def payload(
+    *,
+    model: nn.Module,
+    averaged: Mapping[str, torch.Tensor] | None,
+    architecture: Architecture,
+    classes: list[ClassName],
+    config: dict[str, Any],
+    step: int,
+    samples_seen: int,
+    images: int,
+    global_batch: int,
+    best_ap: float | None,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """What a checkpoint holds. The tensors are the run's own: copy them before the next step."""
+    trained = model.state_dict()
+    return {
+        "format": FORMAT,
+        "model": trained if averaged is None else dict(averaged),  # what to evaluate and deploy
+        "trained": None if averaged is None else trained,  # what to go on from, where it differs
+        "architecture": architecture._asdict(),  # what to build before loading them
+        "classes": msgspec.to_builtins(classes),  # label = place + 1; ids are COCO's
+        "config": config,  # every setting, resolved
+        "step": step,  # optimizer steps done
+        "samples_seen": samples_seen,  # position in the stream of samples
+        "images": images,  # images in an epoch
+        "global_batch": global_batch,  # samples in a step
+        "best_ap": best_ap,  # so far
+        "optimizer": optimizer.state_dict(),  # momentum and the like
+    }

@@ -1,4 +1,8 @@
-"""What all ranks do together: join, average, agree, gather."""
+"""What all ranks do together: join, average, agree, gather; and who is missing when one is lost.
+
+Numbers on the device travel over the device's own backend. What the hosts tell each other (stop,
+objects) travels over gloo, so that no rank waits for its device just to agree.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,8 @@ import contextlib
 import datetime
 import inspect
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,40 +22,70 @@ from ssdctl.device.base import Device
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.train.ranks import Ranks
 
-TIMEOUT = datetime.timedelta(minutes=30)  # a rank may prepare the dataset while the others wait
+DEFAULT_TIMEOUT_S = 600.0
+ROLL_CALL_S = 5.0  # how long a rank that lost another waits for the rest to say the same
 T = TypeVar("T")
 
 
+class _Hosts:
+    """How the hosts of a run talk: set while the ranks are joined."""
+
+    group: Any = None
+    store: Any = None
+
+
 @contextlib.contextmanager
-def group(ranks: Ranks, device: Device) -> Iterator[None]:
+def group(
+    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[None]:
     """Join the other ranks for the length of the block.
 
+    Args:
+        ranks: This process and the others.
+        device: Whose backend averages gradients.
+        timeout_s: How long a rank waits for another before it gives it up.
+
     Raises:
-        DistributedError: A rank died, hung or could not be reached.
+        DistributedError: A rank died, hung or could not be reached; the message names it.
     """
     if ranks.is_alone:
         yield
         return
     try:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        if "MASTER_PORT" not in os.environ:
-            raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
-        device.register_backend()
-        dist.init_process_group(
-            device.backend, rank=ranks.rank, world_size=ranks.world_size, timeout=TIMEOUT
-        )
+        _join(ranks, device, datetime.timedelta(seconds=timeout_s))
         yield
     except (dist.DistError, RuntimeError) as error:
         if not _is_from_a_peer(error):
             raise
         raise DistributedError(
-            f"rank {ranks.rank} lost another rank: {str(error).splitlines()[0]}",
-            hint="the first failure is in the log of the rank that died",
+            f"rank {ranks.rank} lost {_roll_call(ranks)}: {str(error).splitlines()[0]}",
+            hint="the first failure is in the log of the rank that was lost; --rank-timeout says "
+            f"how long a rank is waited for (now {timeout_s:g} s)",
         ) from error
     finally:
+        _Hosts.group = _Hosts.store = None
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the peers may be gone
                 dist.destroy_process_group()
+
+
+def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+    device.register_backend()
+    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size))
+    # The hosts notice a rank that hangs before the device's own backend does, which may abort.
+    dist.init_process_group(
+        device.backend,
+        store=dist.PrefixStore("device", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout if device.backend == "gloo" else 2 * timeout,
+    )
+    is_host = device.backend == "gloo"
+    _Hosts.group = None if is_host else dist.new_group(backend="gloo", timeout=timeout)
+    _Hosts.store = dist.PrefixStore("ssdctl", store)
 
 
 def _is_from_a_peer(error: Exception) -> bool:
@@ -58,9 +93,40 @@ def _is_from_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
 
 
+def _roll_call(ranks: Ranks) -> str:
+    """Who is lost: those that do not say, within some seconds, that they lost somebody too."""
+    if _Hosts.store is None:
+        return "the others before they had met"
+    try:
+        _Hosts.store.set(f"here/{ranks.rank}", "yes")
+        deadline = time.monotonic() + ROLL_CALL_S
+        others = set(range(ranks.world_size)) - {ranks.rank}
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank in others if _Hosts.store.check([f"here/{rank}"])}
+            time.sleep(0.1)
+    except (dist.DistError, RuntimeError):  # the store lives with the first rank
+        return "rank 0, or the machine that it runs on"
+    if not others:
+        return "another rank for a while"
+    return "rank " + ", ".join(map(str, sorted(others)))
+
+
+def wait_for_first(ranks: Ranks, what: str) -> None:
+    """Wait, however long it takes, until the first rank has come here too; it does not wait.
+
+    For what one rank does for all, such as preparing a dataset. The wait can be interrupted.
+    """
+    if ranks.is_alone:
+        return
+    if ranks.is_first:
+        _Hosts.store.set(f"done/{what}", "yes")
+    while not _Hosts.store.check([f"done/{what}"]):
+        time.sleep(0.05)
+
+
 def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
     """The network with its gradients averaged over the ranks."""
-    if ranks.is_alone:
+    if ranks.is_alone or not device.averages_in_backward:
         return model
     ids = [device.torch_device] if device.torch_device.index is not None else None
     ddp = nn.parallel.DistributedDataParallel
@@ -71,13 +137,13 @@ def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
     return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **no_copies)
 
 
-def agree(flag: bool, ranks: Ranks, device: Device) -> bool:
-    """Whether any rank raised the flag; every rank gets the same answer."""
+def agree(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
+    """Which flags any rank raised; every rank gets the same answer. The device is not asked."""
     if ranks.is_alone:
-        return flag
-    raised = torch.tensor([int(flag)])  # on the host: the device need not be waited for
-    dist.all_reduce(raised, dist.ReduceOp.MAX)
-    return bool(raised.item())
+        return list(flags)
+    raised = torch.tensor([int(flag) for flag in flags])
+    dist.all_reduce(raised, dist.ReduceOp.MAX, group=_Hosts.group)
+    return [bool(flag) for flag in raised.tolist()]
 
 
 def average(tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -101,8 +167,7 @@ def average_batch_norms(model: nn.Module, ranks: Ranks) -> None:
 
 def barrier(ranks: Ranks) -> None:
     """Wait for every rank."""
-    if not ranks.is_alone:
-        dist.barrier()
+    agree([False], ranks)
 
 
 def gather(value: T, ranks: Ranks) -> list[T]:
@@ -110,7 +175,7 @@ def gather(value: T, ranks: Ranks) -> list[T]:
     if ranks.is_alone:
         return [value]
     values: list[Any] = [None] * ranks.world_size
-    dist.gather_object(value, values if ranks.is_first else None)
+    dist.gather_object(value, values if ranks.is_first else None, group=_Hosts.group)
     return values if ranks.is_first else []
 
 
@@ -119,5 +184,5 @@ def broadcast(value: T, ranks: Ranks) -> T:
     if ranks.is_alone:
         return value
     box = [value]
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=_Hosts.group)
     return box[0]

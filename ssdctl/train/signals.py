@@ -4,17 +4,25 @@
     signals.stop_requested()
 
 SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask the run to save and stop with exit 75. A second
-SIGINT interrupts at once: exit 130.
+SIGINT interrupts at once: exit 130. Before the first step there is nothing to save, so the run ends
+on the spot.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterable, Iterator
 from types import FrameType
+from typing import Any, TypeVar
+
+from ssdctl.errors import Stopped
 
 ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+T = TypeVar("T")
 
 _received: list[int] = []
+_ends_at_once = False  # whether a signal ends the run where it is
 
 
 def install() -> None:
@@ -36,7 +44,42 @@ def stop_requested() -> str | None:
     return signal.Signals(_received[0]).name if _received else None
 
 
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """A block in which nothing is trained yet: a signal ends it where it is.
+
+    Raises:
+        Stopped: A signal came, before or within.
+    """
+    global _ends_at_once
+    _ends_at_once = True
+    try:
+        if _received:
+            raise _stopped_before_the_first_step()
+        yield
+    finally:
+        _ends_at_once = False
+
+
+def until_stopped(items: Iterable[T], **_: Any) -> Iterator[T]:
+    """The items, cut short where a signal asks to stop."""
+    for item in items:
+        if _received:
+            return
+        yield item
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     if _received.count(signal.SIGINT) > 1:
         raise KeyboardInterrupt
+    if _ends_at_once and len(_received) == 1:
+        raise _stopped_before_the_first_step()
+
+
+def _stopped_before_the_first_step() -> Stopped:
+    return Stopped(
+        f"stopped by {stop_requested()} before the first step of this start; "
+        "what earlier starts saved is untouched",
+        hint="run the same command again to go on",
+    )
