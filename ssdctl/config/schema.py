@@ -358,6 +358,36 @@ class TrainConfig(Section, frozen=True):
             replaces=("--accumulation", "--batch-splits"),
         ),
     ] = 1
+    ema: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, lt=1)],
+        setting(
+            "Evaluate and deploy a moving average of the weights with this decay (0.999 is usual); "
+            "0 = off",
+            metavar="DECAY",
+            panel="Recipe",
+            maths=True,
+        ),
+    ] = 0.0
+    sync_bn: Annotated[
+        bool,
+        setting(
+            "Batch norm over the images of all ranks, where the device can",
+            panel="Recipe",
+            maths=True,
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        setting("Use kernels alone that give the same bits every time; slower", panel="Run"),
+    ] = False
+    rank_timeout: Annotated[
+        Positive,
+        setting(
+            "Seconds that a rank waits for another before it gives it up (exit 8)",
+            metavar="S",
+            panel="Run",
+        ),
+    ] = 600.0
     on_nonfinite: Annotated[
         Literal["skip", "rollback", "stop"],
         setting(
@@ -423,6 +453,16 @@ class TrainConfig(Section, frozen=True):
         Count | None,
         setting("Train on the first N images alone", metavar="N", panel="Input", maths=True),
     ] = None
+    overfit: Annotated[
+        Count | None,
+        setting(
+            "Train on the first N images, without augmentation, and score on the same ones: AP "
+            "near 1 shows that data and settings fit together",
+            metavar="N",
+            panel="Input",
+            maths=True,
+        ),
+    ] = None
 
     # Evaluation, saving, logging
     eval_every: Annotated[
@@ -432,6 +472,18 @@ class TrainConfig(Section, frozen=True):
             metavar="DURATION",
             panel="Evaluation",
             replaces=("--val-interval", "--val-epochs", "--evaluation"),
+        ),
+    ] = None
+    eval_at: Annotated[
+        tuple[Positive, ...],
+        setting(
+            "Evaluate after these epochs, besides --eval-every", metavar="E,E", panel="Evaluation"
+        ),
+    ] = ()
+    patience: Annotated[
+        Count | None,
+        setting(
+            "Stop after this many evaluations without a better AP", metavar="N", panel="Evaluation"
         ),
     ] = None
     target_ap: Annotated[
@@ -464,6 +516,14 @@ class TrainConfig(Section, frozen=True):
             replaces=("--log-interval", "--save_summary_steps", "--log_step_count_steps"),
         ),
     ] = 20
+    tensorboard: Annotated[
+        bool,
+        setting("Write RUN/tensorboard: figures, and pictures with their boxes", panel="Saving"),
+    ] = False
+    mllog: Annotated[
+        str | None,
+        setting("Append MLPerf's log lines to this file", metavar="FILE", panel="Saving"),
+    ] = None
 
 
 class EvaluateConfig(Section, frozen=True):

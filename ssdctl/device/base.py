@@ -29,6 +29,7 @@ class Device(Protocol):
     remarks: tuple[str, ...]  # what the user should know, such as why a wish was not granted
     is_host: bool  # tensors of the host are its own: nothing is copied
     averages_in_backward: bool  # DistributedDataParallel works here
+    has_sync_bn: bool  # SyncBatchNorm works here
     optimizers_leave_out: bool  # its optimizers read `found_inf` on the device and stay put
 
     def place(self, model: Module) -> Module:

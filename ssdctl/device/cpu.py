@@ -36,6 +36,7 @@ class Cpu:
     is_host = True
     averages_in_backward = True
     optimizers_leave_out = True
+    has_sync_bn = False
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")

@@ -31,6 +31,7 @@ class Cuda:
     is_host = False
     averages_in_backward = True
     optimizers_leave_out = True
+    has_sync_bn = True
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)

@@ -39,6 +39,7 @@ class Hpu:
     is_host = False
     averages_in_backward = True
     optimizers_leave_out = False
+    has_sync_bn = False
 
     def __init__(self, execution: str) -> None:
         self.execution = execution

@@ -34,6 +34,7 @@ class Xla:
     is_host = False
     averages_in_backward = False  # one reduction in the step's own graph, not per bucket
     optimizers_leave_out = False
+    has_sync_bn = False
 
     def __init__(self, local_rank: int) -> None:
         # A learning rate of 0 or 1 would else become part of the graph, and compile it anew.

@@ -1,11 +1,11 @@
 """Score detections in a process beside the one that found them. Torch-free.
 
-    scoring = start_scoring(annotations, detections, image_ids)
+    scoring = BackgroundScoring(annotations, detections, about)
     ...
-    if scoring.is_done: scores = scoring.result()
+    if scoring.is_done: evaluation = scoring.result()
 
-The process is `python -m ssdctl.evaluate.scoring`: detections come in on its stdin, scores leave on
-its stdout. It takes no signals; whoever started it is asked, and waits for it.
+The process is `python -m ssdctl.evaluate.scoring ANNOTATIONS`: detections come in on its stdin, an
+`Evaluation` leaves on its stdout. It takes no signals: whoever started it is asked, and waits.
 """
 
 from __future__ import annotations
@@ -16,36 +16,35 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import SsdctlError
-from ssdctl.evaluate.coco_ap import ClassScore, Detections, Scores, score
+from ssdctl.evaluate.analysis import About, Evaluation, analyse
+from ssdctl.evaluate.coco_ap import Detections, run_scoring
 
 
-class _Answer(msgspec.Struct):
-    figures: dict[str, float]
-    per_class: list[tuple[int, str, float, float]]
-    images: int
+class BackgroundScoring:
+    """An evaluation that is being worked out.
 
+    Args:
+        annotations: COCO annotations.
+        detections: What was found in their images.
+        about: Where it comes from.
+        image_ids: Score these images alone; None scores all.
+    """
 
-class Job(NamedTuple):
-    """What is to be scored."""
-
-    annotations: Path
-    detections: Detections
-    image_ids: NDArray[np.int64] | None
-
-
-class Scoring:
-    """A score that is being worked out."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._answer: Scores | None = None
+    def __init__(
+        self,
+        annotations: Path,
+        detections: Detections,
+        about: About,
+        image_ids: NDArray[np.int64] | None = None,
+    ) -> None:
+        self._job = annotations, detections, about, image_ids
+        self._answer: Evaluation | None = None
         self._thread = threading.Thread(target=self._ask, name="scoring", daemon=True)
         self._thread.start()
 
@@ -54,41 +53,45 @@ class Scoring:
         """Whether `result` answers at once."""
         return not self._thread.is_alive()
 
-    def result(self) -> Scores:
-        """The scores; waits for them.
+    def result(self) -> Evaluation:
+        """The evaluation; waits for it.
 
         Raises:
-            DataError: See `score`.
+            DataError: See `run_scoring`.
         """
         self._thread.join()
         if self._answer is None:  # the process was killed, or refused: here the reason shows
-            job = self._job
-            self._answer = score(job.annotations, job.detections, image_ids=job.image_ids)
+            self._answer = evaluate(*self._job)
         return self._answer
 
     def _ask(self) -> None:
-        command = [sys.executable, "-m", "ssdctl.evaluate.scoring", str(self._job.annotations)]
+        annotations, detections, about, image_ids = self._job
+        command = [sys.executable, "-m", "ssdctl.evaluate.scoring", str(annotations)]
         try:
-            done = subprocess.run(command, input=_packed(self._job), capture_output=True)
-            answer = msgspec.json.decode(done.stdout, type=_Answer)
+            done = subprocess.run(
+                command, input=_packed(detections, about, image_ids), capture_output=True
+            )
+            self._answer = msgspec.json.decode(done.stdout, type=Evaluation)
         except (OSError, msgspec.DecodeError):
             return
-        per_class = [ClassScore(*entry) for entry in answer.per_class]
-        self._answer = Scores(answer.figures, per_class, answer.images)
 
 
-def start_scoring(
-    annotations: Path, detections: Detections, image_ids: NDArray[np.int64] | None = None
-) -> Scoring:
-    """Begin to score detections against an annotation file; see `score`."""
-    return Scoring(Job(annotations, detections, image_ids))
+def evaluate(
+    annotations: Path,
+    detections: Detections,
+    about: About,
+    image_ids: NDArray[np.int64] | None,
+) -> Evaluation:
+    """Score detections and say why the score is what it is, in this process."""
+    return analyse(run_scoring(annotations, detections, image_ids=image_ids), detections, about)
 
 
-def _packed(job: Job) -> bytes:
+def _packed(detections: Detections, about: About, image_ids: NDArray[np.int64] | None) -> bytes:
     buffer = io.BytesIO()
-    arrays = {f"d_{name}": column for name, column in job.detections._asdict().items()}
-    if job.image_ids is not None:
-        arrays["image_ids"] = job.image_ids
+    arrays = {f"d_{name}": column for name, column in detections._asdict().items()}
+    if image_ids is not None:
+        arrays["image_ids"] = image_ids
+    arrays["about"] = np.frombuffer(msgspec.json.encode(about), np.uint8)
     np.savez(buffer, allow_pickle=False, **arrays)
     return buffer.getvalue()
 
@@ -99,13 +102,13 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
         detections = Detections(*(arrays[f"d_{name}"] for name in Detections._fields))
-        image_ids = arrays["image_ids"] if "image_ids" in arrays else None
+        about = msgspec.json.decode(arrays["about"].tobytes(), type=About)
+        image_ids = arrays.get("image_ids")
     try:
-        scores = score(Path(sys.argv[1]), detections, image_ids=image_ids)
+        evaluation = evaluate(Path(sys.argv[1]), detections, about, image_ids)
     except SsdctlError:
         sys.exit(1)  # the one who asked finds out why
-    answer = _Answer(scores.figures, [tuple(c) for c in scores.per_class], scores.images)
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    sys.stdout.buffer.write(msgspec.json.encode(evaluation))
 
 
 if __name__ == "__main__":

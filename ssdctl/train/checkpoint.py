@@ -97,7 +97,6 @@ class CheckpointFolder:
         return None, warnings
 
 
-
 def payload(
     *,
     model: nn.Module,

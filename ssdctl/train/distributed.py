@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ssdctl.device.base import Device
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.train.ranks import Ranks
 
 DEFAULT_TIMEOUT_S = 600.0
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
 ROLL_CALL_S = 5.0  # how long a rank that lost another waits for the rest to say the same
 T = TypeVar("T")
 
@@ -35,9 +37,7 @@ class _Hosts:
 
 
 @contextlib.contextmanager
-def group(
-    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Iterator[None]:
+def group(ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[None]:
     """Join the other ranks for the length of the block.
 
     Args:
@@ -74,18 +74,18 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     if "MASTER_PORT" not in os.environ:
         raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
     device.register_backend()
-    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size))
+    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
     # The hosts notice a rank that hangs before the device's own backend does, which may abort.
     dist.init_process_group(
         device.backend,
-        store=dist.PrefixStore("device", store),
+        store=_PrefixStore("device", store),
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout if device.backend == "gloo" else 2 * timeout,
     )
     is_host = device.backend == "gloo"
     _Hosts.group = None if is_host else dist.new_group(backend="gloo", timeout=timeout)
-    _Hosts.store = dist.PrefixStore("ssdctl", store)
+    _Hosts.store = _PrefixStore("ssdctl", store)
 
 
 def _is_from_a_peer(error: Exception) -> bool:

@@ -16,28 +16,33 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ssdctl.config.render import to_toml, values
+from ssdctl.config.render import values
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.errors import Stopped
-from ssdctl.files import make_dir, remove_stale_temporaries, write_text
+from ssdctl.evaluate.analysis import Evaluation
+from ssdctl.files import write_text
 from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
 from ssdctl.input.order import Order
-from ssdctl.model.weights import load_state
 from ssdctl.train import distributed, signals
-from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.train.average import WeightAverage
+from ssdctl.train.best import BestSoFar
+from ssdctl.train.checkpoint import CheckpointFolder, payload
 from ssdctl.train.guard import BadStep, Guard
 from ssdctl.train.memory import explained
-from ssdctl.train.metrics import MetricsFile, Record, environment
+from ssdctl.train.metrics import Record
 from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.pace import Pace
 from ssdctl.train.profile import StepProfiler
 from ssdctl.train.ranks import find_ranks
-from ssdctl.train.resume import begin
+from ssdctl.train.recorder import Recorder
+from ssdctl.train.resume import begin, restore
+from ssdctl.train.saver import Saver
 from ssdctl.train.scaling import loss_scale
-from ssdctl.train.schedule import Every, every
+from ssdctl.train.schedule import every
 from ssdctl.train.setup import Progress, Say, Setup, prepare_run
 from ssdctl.train.step import TrainStep, copied_ahead
-from ssdctl.train.validate import validate
+from ssdctl.train.validate import Validator
 
 
 class Summary(NamedTuple):
@@ -49,6 +54,7 @@ class Summary(NamedTuple):
     best_ap: float | None
     peak_memory_bytes: int
     total_s: float
+    data_wait: float  # share of the training time that went by waiting for images
 
 
 def run_training(
@@ -65,17 +71,26 @@ def run_training(
         Stopped: A signal came; everything is saved.
         NonFiniteError: Too many steps went bad.
         DistributedError: Another rank was lost.
+        DiskError: A checkpoint cannot be written.
     """
     ranks = find_ranks()
     wishes = resolved.config.train
-    device = open_device(wishes.device, ranks.local_rank, wishes.execution)
     quiet = not ranks.is_first
-    with distributed.group(ranks, device):
-        say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
+    say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
+    with signals.ending_at_once():
+        device = open_device(wishes.device, ranks.local_rank, wishes.execution)
+    with distributed.group(ranks, device, wishes.rank_timeout):
         for remark in device.remarks:
             warn(remark)
-        setup = prepare_run(resolved.config, device, ranks, say, progress if not quiet else _plain)
-        return _Run(setup, resolved, say, warn, emit).train()
+        with signals.ending_at_once():
+            setup = prepare_run(
+                resolved.config, device, ranks, say, progress if not quiet else _plain
+            )
+            run = _Run(setup, resolved, say, warn, emit)
+        try:
+            return run.train()
+        finally:
+            run.saver.close()
 
 
 class _Run:
@@ -89,41 +104,37 @@ class _Run:
         warn: Say,
         emit: Callable[[Record], None],
     ) -> None:
-        config = setup.config.train
-        self.setup, self.say, self.warn, self._emit = setup, say, warn, emit
-        self.plan = setup.plan
+        config, self.plan = setup.config.train, setup.plan
+        self.setup, self.say, self.warn = setup, say, warn
         self.optimizer = build_optimizer(setup.model, config, setup.device)
         self.scale = loss_scale(setup.precision, setup.device, self.optimizer)
         self.checkpoints = CheckpointFolder(setup.out, config.keep)
+        self.saver = Saver(self.checkpoints)
+        eval_every = every(config.eval_every, self.plan) if config.eval_every else None
+        self.validator = Validator(setup, eval_every)
         self.save_every = every(config.save_every, self.plan)
-        self.eval_every = every(config.eval_every, self.plan) if config.eval_every else None
 
         start = begin(setup, self.checkpoints, self.optimizer, say, warn)
-        self.step, self.best_ap, self.first_sample = start.step, start.best_ap, start.samples_seen
-        self.first_step = start.step
-        self.batches: Iterator[Batch] = iter(())
+        self.step = self.first_step = start.step
+        self.first_sample = start.samples_seen
+        self.average = WeightAverage(setup.model, config.ema) if config.ema else None
+        if self.average is not None and start.averaged is not None:
+            self.average.load(start.averaged)
         self.saved_step = start.step if start.is_saved else None
-        self.saved_at = self.started_at = time.monotonic()
-        self.paused_s = 0.0  # evaluations and saves, which are no training
-        self.trained_images = 0
-        evaluated = self._open_folder(resolved) if setup.ranks.is_first else None
-        self.evaluated_step = distributed.broadcast(evaluated, setup.ranks)
-
-    def _open_folder(self, resolved: Resolved) -> int | None:
-        """Write what describes the run; return the last step that was evaluated already."""
-        out = make_dir(self.setup.out)
-        make_dir(out / "logs")
-        remove_stale_temporaries(out)
-        self.checkpoints.clean()
-        for path in self.checkpoints.retire(self.step):
-            self.warn(f"{path.name}: set aside, the run goes on from step {self.step}")
-        resolved = resolved.with_value("train.precision", self.setup.precision)
-        resolved = resolved.with_value("train.batch_size", self.plan.batch_size)
-        write_text(out / "config.toml", to_toml(resolved))
-        facts = environment(self.setup.device.label, self.setup.ranks.world_size)
-        write_text(out / "environment.json", json.dumps(facts, indent=2) + "\n")
-        self.metrics = MetricsFile(out / "metrics.jsonl", self.step)
-        return self.metrics.last_evaluation
+        if setup.ranks.is_first:
+            self.checkpoints.clean()
+            for path in self.checkpoints.retire(self.step):
+                warn(f"{path.name}: set aside, the run goes on from step {self.step}")
+        self.recorder = Recorder(setup, resolved, self.step, emit)
+        self.evaluated_step = distributed.broadcast(self.recorder.last_evaluation, setup.ranks)
+        self.best = BestSoFar(None, config.target_ap, config.patience)
+        for ap in self.recorder.past_aps:
+            self.best.take(ap)
+        if self.best.ap is None:
+            self.best.ap = start.best_ap
+        self.batches: Iterator[Batch] = iter(())
+        self.pace = Pace(self.plan.global_batch_size)
+        self.saved_at = time.monotonic()
 
     def train(self) -> Summary:
         setup, config, plan = self.setup, self.setup.config.train, self.plan
@@ -140,46 +151,77 @@ class _Run:
         profiler = StepProfiler(config.profile, setup.out, setup.device, setup.ranks)
         self._start_input()
         setup.model.train()
+        self.pace.start()
 
-        logged_step, logged_at = self.step, time.monotonic()
-        self._stop_if_asked()
-        if self.step > 0 and self.eval_every is not None and self._is_due(self.eval_every, None):
+        is_over = self._settle()
+        if self.step > 0 and self.validator.is_due(self.step):
             self._evaluate()  # where the run was stopped before it came to that
-        while self.step < plan.total_steps and not self._reached_target():
+        while self.step < plan.total_steps and not is_over:
             lr = plan.lr(self.step)
             profiler.before(self.step + 1)
-            with torch.profiler.record_function("wait: next batch"):
+            with torch.profiler.record_function("wait: next batch"), self.pace.waiting():
                 batches = list(itertools.islice(self.batches, config.accumulate))
             with explained(setup.architecture, config, setup.device, setup.precision):
                 result = take_step(batches, lr)
             self.step += 1
-            self.trained_images += plan.global_batch_size
+            self.pace.step_done()
             guard.watch(self.step, result.is_bad, self._image_ids(batches))
+            if self.average is not None:
+                self.average.update()
 
             if self.step % config.log_every == 0 or self.step == plan.total_steps:
                 with torch.profiler.record_function("wait: device, at a log point"):
                     figures = result.read(setup.ranks)
-                now = time.monotonic()
-                rate = plan.global_batch_size * (self.step - logged_step) / (now - logged_at)
-                self._log_step(figures, lr, rate)
+                self._log_step(figures, lr)
                 if bad := guard.check():
                     self._report_bad_steps(bad)
                     if guard.judge(bad, str(self.setup.out / "nonfinite")):
                         self._roll_back()
-                        now = time.monotonic()
-                logged_step, logged_at = self.step, now
 
-            paused_at = time.monotonic()
-            if profile := profiler.after(self.step, is_last=self.step == plan.total_steps):
-                self.say(profile)
-            self._stop_if_asked()
-            if self.eval_every is not None and self._is_due(self.eval_every, None):
-                self._evaluate()
-            if self._is_due(self.save_every, self.saved_at):
-                self._save()
-            logged_at += time.monotonic() - paused_at
-            self.paused_s += time.monotonic() - paused_at
-        return self._finish()
+            with self.pace.paused():
+                if profile := profiler.after(self.step, is_last=self.step == plan.total_steps):
+                    self.say(profile)
+                is_over = self._settle()
+                if self.validator.is_due(self.step):
+                    self._evaluate()
+        return self._finish(ended_early=is_over)
+
+    def _settle(self) -> bool:
+        """Between two steps: stop or save if that is due; whether the run has reached its end.
+
+        Raises:
+            Stopped: A signal came to any of the ranks.
+            DiskError: The last save failed.
+        """
+        self.saver.check()
+        self._take_score(wait=False)
+        asked = signals.stop_requested()
+        period = self.save_every
+        if period.steps is not None:
+            is_time = self.step % period.steps == 0
+        else:
+            is_time = time.monotonic() - self.saved_at >= (period.seconds or 0.0)
+        flags = (asked is not None, is_time, self.best.reason_to_end() is not None)
+        stop, save, is_over = distributed.agree(flags, self.setup.ranks)
+        if stop:
+            self._stop(asked)
+        if save and self.step > self.first_step:
+            self._save()
+        return is_over
+
+    def _stop(self, signal_name: str | None) -> None:
+        self._take_score(wait=True)
+        self._save()
+        self.saver.wait()
+        self.recorder.event("stopped", self.step, signal=signal_name)
+        self.recorder.close(self.step, is_success=False)
+        # mpirun ends the others soon after the first rank is gone: not in mid-save.
+        distributed.barrier(self.setup.ranks)
+        raise Stopped(
+            f"stopped by {signal_name or 'another rank'} after step {self.step}; "
+            f"everything is saved in {self.setup.out}",
+            hint="run the same command again to go on",
+        )
 
     def _start_input(self) -> None:
         """Read on from the next sample of the stream."""
@@ -192,7 +234,7 @@ class _Run:
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
             accumulate=config.accumulate,
-            augment=config.augment == "ssd",
+            augment=config.augment == "ssd" and config.overfit is None,
             hue_degrees=config.hue_degrees,
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
@@ -208,12 +250,32 @@ class _Run:
     def _image_ids(self, batches: Sequence[Batch]) -> list[int]:
         return [int(i) for batch in batches for i in self.setup.train.image_ids[batch.rows]]
 
+    def _log_step(self, figures: dict[str, float], lr: float) -> None:
+        lap = self.pace.lap()
+        record = {
+            "loss": figures["loss"],
+            "loss_box": figures["loss_box"],
+            "loss_class": figures["loss_class"],
+            "lr": lr,
+            "images_per_second": round(lap.images_per_second, 3),
+            "grad_norm": figures["grad_norm"],
+            "data_wait": round(lap.data_wait, 4),
+            "memory_bytes": self.setup.device.peak_memory_bytes(),
+        }
+        self.recorder.train(self.step, record)
+        if self.pace.starves():
+            self.recorder.event("input_starves", self.step, data_wait=round(lap.data_wait, 4))
+            self.warn(
+                f"the device waits for images {lap.data_wait:.0%} of the time: give it more "
+                "--workers, or smaller images (ssdctl prepare --shrink 512)"
+            )
+
     def _report_bad_steps(self, bad: list[BadStep]) -> None:
         """Name the images of steps that were left out, in RUN/nonfinite/ and to the user."""
         shares = distributed.gather([entry.image_ids for entry in bad], self.setup.ranks)
         for number, entry in enumerate(bad):
             ids = [i for share in shares for i in share[number]]
-            self._event("nonfinite", bad_step=entry.step)
+            self.recorder.event("nonfinite", self.step, bad_step=entry.step)
             if self.setup.ranks.is_first:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
                 write_text(self.setup.out / "nonfinite" / f"step-{entry.step:08d}.json", content)
@@ -225,6 +287,8 @@ class _Run:
     def _roll_back(self) -> None:
         """Go back to the last checkpoint's weights, and on with the images that come next."""
         setup = self.setup
+        self._take_score(wait=True)
+        self.saver.wait()
         checkpoint = None
         if setup.ranks.is_first:
             checkpoint, _ = self.checkpoints.newest_intact()
@@ -232,8 +296,9 @@ class _Run:
         if checkpoint is None:  # nothing saved yet; the bad steps moved nothing either
             return
         next_sample, bad_step = self._next_sample(), self.step
-        load_state(setup.model, checkpoint.model, checkpoint.path)
-        self.optimizer.load_state_dict(checkpoint.optimizer)
+        averaged = restore(setup.model, self.optimizer, checkpoint)
+        if self.average is not None and averaged is not None:
+            self.average.load(averaged)
         self.first_sample, self.first_step, self.step = (
             next_sample,
             checkpoint.step,
@@ -243,120 +308,95 @@ class _Run:
         self.saved_step = self.evaluated_step = None
         if setup.ranks.is_first:
             self.checkpoints.retire(self.step)
-            self.metrics = MetricsFile(setup.out / "metrics.jsonl", self.step)
+        self.recorder.rewind(self.step)
         self._save()  # so that a resume too goes on past the offending images
-        self._event("rolled_back", from_step=bad_step)
+        self.recorder.event("rolled_back", self.step, from_step=bad_step)
         self.say(f"back to {checkpoint.path} (step {self.step}), past the images up to here")
 
-    def _is_due(self, period: Every, last: float | None) -> bool:
-        if period.steps is not None:
-            return self.step % period.steps == 0
-        assert period.seconds is not None
-        assert last is not None
-        is_time = time.monotonic() - last >= period.seconds
-        return distributed.agree(is_time, self.setup.ranks, self.setup.device)
-
-    def _reached_target(self) -> bool:
-        target = self.setup.config.train.target_ap
-        return target is not None and self.best_ap is not None and self.best_ap >= target
-
-    def _stop_if_asked(self) -> None:
-        asked = signals.stop_requested()
-        if distributed.agree(asked is not None, self.setup.ranks, self.setup.device):
-            self._save()
-            self._event("stopped", signal=asked)
-            # mpirun ends the others soon after the first rank is gone: not in mid-save.
-            distributed.barrier(self.setup.ranks)
-            raise Stopped(
-                f"stopped by {asked or 'another rank'} after step {self.step}; "
-                f"everything is saved in {self.setup.out}",
-                hint="run the same command again to go on",
-            )
-
     def _evaluate(self) -> None:
-        if self.setup.val is None or self.evaluated_step == self.step:
+        """Detect, save, and have the detections scored beside the steps that follow."""
+        setup = self.setup
+        if setup.val is None or self.evaluated_step == self.step:
             return
-        distributed.average_batch_norms(self.setup.model, self.setup.ranks)
-        validation = validate(self.setup)
-        scores = validation and validation.scores
+        self._take_score(wait=True)
+        self.recorder.evaluation_starts(self.step)
+        distributed.average_batch_norms(setup.model, setup.ranks)
+        if self.average is None:
+            found = self.validator.detect()
+        else:
+            with self.average.in_place():
+                found = self.validator.detect()
+        if any(distributed.agree([signals.stop_requested() is not None], setup.ranks)):
+            return  # not all images were seen; the resumed run evaluates
         self.evaluated_step = self.step
-        if scores is not None:
-            self._record({"kind": "eval", **self._position(), **scores.figures})
-            self._event("class_ap", AP={c.name: c.AP for c in scores.per_class})
-        figure = distributed.broadcast(scores and scores.figures["AP"], self.setup.ranks)
-        if figure is not None and (self.best_ap is None or figure > self.best_ap):
-            self.best_ap = figure
-            self._save(is_best=True)
-            if validation is not None:
-                best = self.checkpoints.path / "best.pt"
-                validation.write(self.setup.out, best, **self._position())
+        self.checkpoints.hold(self.step)
+        self._save()
+        if found is not None:
+            self.recorder.pictures(found, self.step)
+            self.validator.start_scoring(found, self.step, round(self.plan.epoch(self.step), 4))
 
-    def _save(self, *, is_best: bool = False) -> None:
-        if self.saved_step == self.step and not is_best:
+    def _take_score(self, *, wait: bool) -> None:
+        """Write down the score that has been worked out since the last look, if one has."""
+        evaluation: Evaluation | None = self.validator.scored(wait=wait)
+        if evaluation is None:
+            return
+        self.recorder.evaluation(evaluation)
+        if self.best.take(evaluation.figures["AP"]):
+            assert evaluation.about.step is not None
+            self.saver.mark_best(evaluation.about.step)
+            self.recorder.best(evaluation)
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
             return
         setup = self.setup
+        # A checkpoint knows the scores of the steps before it: a resumed run need not make them.
+        self._take_score(wait=True)
         distributed.average_batch_norms(setup.model, setup.ranks)
         if setup.ranks.is_first:
-            path = self.checkpoints.save(
-                model=setup.model,
-                architecture=setup.architecture,
-                classes=setup.train.classes,
-                config=values(setup.config),
-                step=self.step,
-                samples_seen=self._next_sample(),
-                images=self.plan.images,
-                global_batch=self.plan.global_batch_size,
-                best_ap=self.best_ap,
-                optimizer=self.optimizer,
+            self.saver.save(
+                payload(
+                    model=setup.model,
+                    averaged=None if self.average is None else self.average.state(),
+                    architecture=setup.architecture,
+                    classes=setup.train.classes,
+                    config=values(setup.config),
+                    step=self.step,
+                    samples_seen=self._next_sample(),
+                    images=self.plan.images,
+                    global_batch=self.plan.global_batch_size,
+                    best_ap=self.best.ap,
+                    optimizer=self.optimizer,
+                )
             )
-            if is_best:
-                self.checkpoints.mark_best(path)
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
-    def _finish(self) -> Summary:
-        was_finished = self.trained_images == 0 and self.evaluated_step == self.step
+    def _finish(self, *, ended_early: bool) -> Summary:
+        was_finished = self.pace.images == 0 and self.evaluated_step == self.step
         if self.setup.val is None:
             self.say("no validation split: nothing to evaluate")
-        self._evaluate()
+        if reason := self.best.reason_to_end():
+            self.say(reason)
+        if not ended_early:
+            self._evaluate()
+        self._settle()  # a signal that came meanwhile
+        self._take_score(wait=True)
         self._save()
-        trained_s = time.monotonic() - self.started_at - self.paused_s
+        self.saver.wait()
         summary = Summary(
             out=str(self.setup.out),
             step=self.step,
-            images_per_second=round(self.trained_images / max(trained_s, 1e-9), 2),
-            best_ap=self.best_ap,
+            images_per_second=round(self.pace.images_per_second, 2),
+            best_ap=self.best.ap,
             peak_memory_bytes=self.setup.device.peak_memory_bytes(),
-            total_s=round(time.monotonic() - self.started_at, 1),
+            total_s=round(self.pace.total_s, 1),
+            data_wait=round(self.pace.data_wait, 4),
         )
         if not was_finished:
             facts = {k: v for k, v in summary._asdict().items() if k not in ("out", "step")}
-            self._event("finished", **facts)
+            self.recorder.event("finished", self.step, **facts)
+        self.recorder.close(self.step, is_success=True)
         return summary
-
-    def _log_step(self, figures: dict[str, float], lr: float, rate: float) -> None:
-        self._record(
-            {
-                "kind": "train",
-                **self._position(),
-                "loss": figures["loss"],
-                "loss_box": figures["loss_box"],
-                "loss_class": figures["loss_class"],
-                "lr": lr,
-                "images_per_second": round(rate, 3),
-                "grad_norm": figures["grad_norm"],
-            }
-        )
-
-    def _event(self, name: str, **facts: Any) -> None:
-        self._record({"kind": "event", **self._position(), "event": name, **facts})
-
-    def _position(self) -> Record:
-        return {"step": self.step, "epoch": round(self.plan.epoch(self.step), 4)}
-
-    def _record(self, record: Record) -> None:
-        if self.setup.ranks.is_first:
-            self.metrics.write(record)
-            self._emit(record)
 
 
 def _muted(speak: Callable[[Any], None], quiet: bool) -> Callable[[Any], None]:

@@ -27,10 +27,12 @@ class MetricsFile:
     def __init__(self, path: Path, start_step: int) -> None:
         self.path = path
         self.last_evaluation: int | None = None  # the step of the last one that is kept
+        self.past_aps: list[float] = []  # of those that are kept
         if path.exists():
             kept = [r for r in read_metrics(path) if r.get("step", 0) <= start_step]
-            steps = [int(r["step"]) for r in kept if r.get("kind") == "eval"]
-            self.last_evaluation = max(steps, default=None)
+            evaluations = [r for r in kept if r.get("kind") == "eval"]
+            self.last_evaluation = max((int(r["step"]) for r in evaluations), default=None)
+            self.past_aps = [float(r["AP"]) for r in evaluations]
             write_text(path, "".join(_line(r) for r in kept))
 
     def write(self, record: Record) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -81,3 +83,15 @@ def update(
         optimizer.step()
         for tensor, old in zip((*parameters, *states), before, strict=True):
             tensor.copy_(torch.where(is_left_out > 0, old, tensor))
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what `state_dict` gave, on whatever device and in whatever memory layout.
+
+    The fused kernels walk through a weight and its momentum side by side, as they lie in memory.
+    """
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                values[name] = torch.empty_like(parameter).copy_(value)

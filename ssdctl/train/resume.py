@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
@@ -13,6 +14,7 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint, same_classes
 from ssdctl.train import distributed
 from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.train.optimizer import load_optimizer
 from ssdctl.train.setup import Say, Setup, load_first_weights
 
 HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
@@ -25,6 +27,7 @@ class Start(NamedTuple):
     samples_seen: int
     best_ap: float | None
     is_saved: bool  # whether the run folder holds a checkpoint of it
+    averaged: dict[str, Tensor] | None = None  # the average of the weights, where one is kept
 
 
 def begin(
@@ -45,15 +48,14 @@ def begin(
     if checkpoint is None:
         load_first_weights(setup, say)
         return Start(0, 0, None, False)
-    load_state(setup.model, checkpoint.model, checkpoint.path)
-    _load_optimizer(optimizer, checkpoint, warn)
+    averaged = restore(setup.model, optimizer, checkpoint, warn)
     step = checkpoint.step
     if checkpoint.global_batch != setup.plan.global_batch_size:
         # The schedule counts in the new batch: the step that has seen as many samples.
         step = checkpoint.samples_seen // setup.plan.global_batch_size
     say(f"going on from {checkpoint.path} (step {step} of {setup.plan.total_steps})")
     is_own = checkpoint.path.parent == folder.path and step == checkpoint.step
-    return Start(step, checkpoint.samples_seen, checkpoint.best_ap, is_own)
+    return Start(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
 
 
 def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | None:
@@ -112,6 +114,19 @@ def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
         )
 
 
+def restore(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    checkpoint: Checkpoint,
+    warn: Say = lambda _: None,
+) -> dict[str, Tensor] | None:
+    """Load a checkpoint into network and optimizer; return the average of the weights, if any."""
+    trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
+    load_state(model, trained, checkpoint.path)
+    _load_optimizer(optimizer, checkpoint, warn)
+    return None if checkpoint.trained is None else checkpoint.model
+
+
 def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, warn: Say) -> None:
     """The state of the checkpoint's optimizer, with this run's settings."""
     kind = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "sgd"
@@ -124,7 +139,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, wa
         {name: group[name] for name in HYPERPARAMETERS if name in group}
         for group in optimizer.param_groups
     ]
-    optimizer.load_state_dict(checkpoint.optimizer)
+    load_optimizer(optimizer, checkpoint.optimizer)
     for group, settings in zip(optimizer.param_groups, wanted, strict=True):
         group.update(settings)
 

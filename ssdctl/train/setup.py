@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import nn
 
 from ssdctl.config import Config
 from ssdctl.data.dataset import dataset_folders
@@ -48,6 +51,7 @@ class Setup(NamedTuple):
     plan: Plan
     train: Split
     val: Split | None
+    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
     architecture: Architecture
     model: SSD300
     out: Path
@@ -90,10 +94,14 @@ def prepare_run(
     root, folder = dataset_folders(config.data)
     if ranks.is_first:  # the others find it prepared
         open_dataset(root, folder, say=say, progress=progress)
-    distributed.barrier(ranks)
+    distributed.wait_for_first(ranks, "dataset")
     splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
     train, val = _checked_splits(splits, root)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
+    val_rows = None
+    if config.train.overfit is not None:  # these few, and scored on these few
+        train = train._replace(trainable=train.trainable[: config.train.overfit])
+        val, val_rows = train, train.trainable
     architecture = Architecture(
         config.model.backbone, config.model.extra_norm, len(train.classes) + 1
     )
@@ -104,6 +112,10 @@ def prepare_run(
     model = architecture.build()
     if config.train.freeze_stem:
         freeze_stem(model.backbone)
+    if config.train.sync_bn:
+        model = with_sync_bn(model, device, ranks)
+    if config.train.deterministic:
+        make_deterministic()
     return Setup(
         config=config,
         device=device,
@@ -112,11 +124,34 @@ def prepare_run(
         plan=plan,
         train=train,
         val=val,
+        val_rows=val_rows,
         architecture=architecture,
         model=device.place(model),
         out=run_folder(config),
         threads=config.train.workers or _share_of_cores(ranks),
     )
+
+
+def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
+    """The network with batch norm over the images of all ranks.
+
+    Raises:
+        UsageError: The device has no such thing.
+    """
+    if not device.has_sync_bn:
+        raise UsageError(
+            f"device {device.name} has no batch norm over several ranks (--sync-bn)",
+            hint="leave --sync-bn out: the running statistics are averaged over the ranks before "
+            "an evaluation or a save in any case",
+        )
+    return model if ranks.is_alone else nn.SyncBatchNorm.convert_sync_batchnorm(model)
+
+
+def make_deterministic() -> None:
+    """Have PyTorch choose kernels that give the same bits every time, or fail where it has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
@@ -166,7 +201,7 @@ def load_first_weights(setup: Setup, say: Say) -> None:
             name = f"{config.model.backbone}-{name}"
         if setup.ranks.is_first:
             fetch_weights(name, mirror=config.download.mirror, say=say)
-        distributed.barrier(setup.ranks)
+        distributed.wait_for_first(setup.ranks, "weights")
         # Found in the cache by now; on another node its first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)

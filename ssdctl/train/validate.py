@@ -1,66 +1,94 @@
-"""Score the network in the middle of a run: every rank detects its share, the first one scores."""
+"""Evaluate in the middle of a run: the ranks detect, a process beside training scores.
+
+Training waits for the detections alone. The score comes some steps later and belongs to the step
+that was detected; the checkpoint of that step is kept until it is known whether it is the best.
+"""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from ssdctl.data.dataset import dataset_folders
-from ssdctl.evaluate.analysis import FILE, About, analyse, write_evaluation
-from ssdctl.evaluate.coco_ap import Detections, Scores, Scoring, run_scoring
+from ssdctl.evaluate.analysis import About, Evaluation
+from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
-from ssdctl.train import distributed
+from ssdctl.evaluate.scoring import BackgroundScoring
+from ssdctl.train import distributed, signals
+from ssdctl.train.schedule import Every, Plan
 from ssdctl.train.setup import Setup
 
 
-class Validation(NamedTuple):
-    """What a run scored, and what it takes to say why."""
+class Validator:
+    """Knows when to evaluate, what is being scored, and how good the run has been.
 
-    scoring: Scoring
-    found: Detections
-    data: Path
-    store: Path
+    Args:
+        setup: The run.
+        eval_every: None evaluates at the end alone, or at the epochs of --eval-at.
+    """
 
-    @property
-    def scores(self) -> Scores:
-        return self.scoring.scores
+    def __init__(self, setup: Setup, eval_every: Every | None) -> None:
+        self._setup = setup
+        self._every = eval_every
+        self._at = set(at_steps(setup.config.train.eval_at, setup.plan))
+        self._scoring: BackgroundScoring | None = None
 
-    def write(self, out: Path, checkpoint: Path, step: int, epoch: float) -> None:
-        """Leave the analysis for the report, as `ssdctl evaluate --report RUN` would."""
+    def is_due(self, step: int) -> bool:
+        """Whether the plan has an evaluation after this step."""
+        if self._setup.val is None:
+            return False
+        every = self._every is not None and step % (self._every.steps or 1) == 0
+        return every or step in self._at
+
+    def detect(self) -> Detections | None:
+        """The detections on the validation split; None on every rank but the first.
+
+        Each image is detected by one rank, so none is counted twice whatever the number of ranks.
+        Where a signal asks to stop, the rest of the images is left out.
+        """
+        setup, wishes = self._setup, self._setup.config.evaluate
+        assert setup.val is not None
+        options = DetectOptions(
+            batch_size=wishes.batch_size,
+            precision=setup.precision,
+            threads=setup.threads,
+            score_threshold=wishes.score_threshold,
+            nms_iou=wishes.nms_iou,
+        )
+        rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
+        rows = rows[setup.ranks.rank :: setup.ranks.world_size]
+        found = detect_split(
+            setup.model, setup.val, rows, setup.device, options, signals.until_stopped
+        )
+        parts = distributed.gather(found, setup.ranks)
+        return merge(parts) if setup.ranks.is_first else None
+
+    def start_scoring(self, found: Detections, step: int, epoch: float) -> None:
+        """Begin to score what `detect` found. One score is worked out at a time."""
+        assert self._scoring is None
+        setup = self._setup
+        assert setup.val is not None
+        root, store = dataset_folders(setup.config.data)
+        image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
         about = About(
-            source=str(checkpoint),
+            source=str(setup.out / "checkpoints" / "best.pt"),
             step=step,
             epoch=epoch,
-            data=str(self.data),
-            store=str(self.store),
-            split="val",
-            images=self.scores.images,
-            detections=len(self.found.scores),
+            data=str(root),
+            store=str(store),
+            split="val" if setup.val_rows is None else "train",
+            images=len(setup.val.image_ids if image_ids is None else image_ids),
+            detections=len(found.scores),
         )
-        write_evaluation(out / FILE, analyse(self.scoring, self.found, about))
+        self._scoring = BackgroundScoring(setup.val.annotations, found, about, image_ids)
+
+    def scored(self, *, wait: bool) -> Evaluation | None:
+        """The evaluation that has been finished since the last call, if one has."""
+        if self._scoring is None or not (wait or self._scoring.is_done):
+            return None
+        scoring, self._scoring = self._scoring, None
+        return scoring.result()
 
 
-def validate(setup: Setup) -> Validation | None:
-    """AP on the validation split, in the run's precision; None on every rank but the first.
-
-    Each image is detected by one rank, so none is counted twice whatever the number of ranks.
-    """
-    assert setup.val is not None
-    wishes = setup.config.evaluate
-    options = DetectOptions(
-        batch_size=wishes.batch_size,
-        precision=setup.precision,
-        threads=setup.threads,
-        score_threshold=wishes.score_threshold,
-        nms_iou=wishes.nms_iou,
-    )
-    rows = np.arange(len(setup.val.image_ids))[setup.ranks.rank :: setup.ranks.world_size]
-    found = detect_split(setup.model, setup.val, rows, setup.device, options)
-    parts = distributed.gather(found, setup.ranks)
-    if not setup.ranks.is_first:
-        return None
-    merged = merge(parts)
-    scoring = run_scoring(setup.val.annotations, merged)
-    return Validation(scoring, merged, *dataset_folders(setup.config.data))
+def at_steps(epochs: tuple[float, ...], plan: Plan) -> list[int]:
+    """The steps with which these epochs end."""
+    return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]

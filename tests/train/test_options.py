@@ -1,0 +1,121 @@
+"""What the loop offers besides steps: when it evaluates, ends, averages, and what it tells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from runs import assert_same_state, last, records
+
+from ssdctl.train.best import BestSoFar
+from ssdctl.train.pace import Pace
+
+Cli = Callable[..., Result]
+OPTIONS = TINY_RUN.split()
+
+
+def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """A network that learns nothing (a rate near 0) has the same AP again and again."""
+    run = tmp_path / "run"
+    # 20 images in batches of 2: an epoch is 10 steps.
+    options = ["--steps", 30, "--lr", 1e-9, "--patience", 3, "--limit-train", 20]
+    options += ["--eval-at", "0.1,0.2", "--eval-every", "3st"]
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, *options)
+    assert result.code == 0, result.err
+    steps = [r["step"] for r in records(run, "eval")]
+    assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
+    assert "--patience" in result.err
+    assert last(run).step < 30  # a score comes some steps after its images were seen
+
+
+def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    best = BestSoFar(None, 0.5, None)
+    assert best.take(0.3)
+    assert best.reason_to_end() is None
+    assert best.take(0.5)
+    assert "--target-ap" in str(best.reason_to_end())
+    assert not best.take(0.4)
+
+
+def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    options = ["--overfit", 3, "--steps", 3]
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, *options)
+    assert result.code == 0, result.err
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["about"]["images"] == 3
+    assert evaluation["about"]["split"] == "train"
+    assert last(run).images == 3
+
+
+def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """It is what one evaluates; training goes on from the weights themselves, resumed or not."""
+    plain, averaged = tmp_path / "plain", tmp_path / "averaged"
+    command = ["train", "--data", shapes, *OPTIONS, "--lr", "1e-2"]
+    assert cli(*command, "--out", plain, "--steps", 4).code == 0
+    assert cli(*command, "--out", averaged, "--steps", 2, "--ema", 0.5).code == 0
+    result = cli(*command, "--out", averaged, "--steps", 4, "--ema", 0.5)
+    assert result.code == 0, result.err
+    ours, theirs = last(averaged), last(plain)
+    assert ours.trained is not None
+    assert_same_state(ours._replace(model=ours.trained), theirs)
+    name = "box_heads.0.weight"
+    assert not torch.equal(ours.model[name], ours.trained[name])
+    straight = tmp_path / "straight"
+    assert cli(*command, "--out", straight, "--steps", 4, "--ema", 0.5).code == 0
+    assert_same_state(ours, last(straight))
+
+
+def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    pytest.importorskip("tensorboard", reason="the extra is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, log = tmp_path / "run", tmp_path / "mlperf.log"
+    options = ["--steps", 2, "--tensorboard", "--mllog", log, "--deterministic"]
+    try:
+        result = cli("train", "--data", shapes, "--out", run, *OPTIONS, *options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert result.code == 0, result.err
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2]
+    assert events.Scalars("eval/AP")[0].value == pytest.approx(records(run, "eval")[0]["AP"])
+    assert len(events.Tags()["images"]) == 4
+    lines = [json.loads(line.removeprefix(":::MLLOG ")) for line in log.read_text().splitlines()]
+    keys = [line["key"] for line in lines]
+    assert keys[-3:] == ["eval_accuracy", "eval_stop", "run_stop"]
+    assert lines[-1]["metadata"]["status"] == "success"
+    assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
+
+
+def test_batch_norm_over_ranks_is_refused_where_there_is_none(shapes: Path, cli: Cli) -> None:
+    result = cli("train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, "--sync-bn")
+    assert result.code == 2
+    assert "--sync-bn" in result.err
+
+
+def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    pace = Pace(global_batch=8)
+    pace.start()
+    told = []
+    for _ in range(8):
+        with pace.waiting():
+            now[0] += 0.5
+        now[0] += 0.5
+        pace.step_done()
+        with pace.paused():
+            now[0] += 100
+        lap = pace.lap()
+        assert lap.images_per_second == pytest.approx(8)
+        assert lap.data_wait == pytest.approx(0.5)
+        told.append(pace.starves())
+    assert told == [False] * 4 + [True] + [False] * 3
+    assert pace.images_per_second == pytest.approx(8)
+    assert pace.data_wait == pytest.approx(0.5)

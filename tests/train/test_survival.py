@@ -1,0 +1,250 @@
+"""What a run must survive: kills at any moment, a full disk, lost ranks. FAULTS 28 to 37."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TINY_RUN, Result
+from runs import assert_same_state, last, records, start, wait_for
+
+Cli = Callable[..., Result]
+OPTIONS = TINY_RUN.split()
+STEPS = 12
+
+
+def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
+    """Start a command, send it a signal at a random moment, return its exit code."""
+    process = start(*command)
+    time.sleep(random.uniform(0.05, within_s))
+    process.send_signal(number)
+    _, words = process.communicate(timeout=120)
+    assert "Traceback" not in words
+    return process.returncode
+
+
+def survive(shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals]) -> None:
+    """Kill a run again and again, let it end, and compare it with one that was left alone."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", STEPS]
+    command += ["--save-every", "2st", "--eval-every", "5st"]
+    begin = time.monotonic()
+    process = start(*command, "--out", whole)
+    _, words = process.communicate(timeout=600)
+    assert process.returncode == 0, words
+    alone_s = time.monotonic() - begin
+    for number, sent in enumerate(signals):
+        more = ["--workers", str(1 + number % 3)]
+        code = killed_at_random([*command, "--out", run, *more], sent, 1.1 * alone_s)
+        expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
+        assert code in expected
+        if code == 0:  # it came to its end before the signal: begin again
+            assert_same_state(last(run), last(whole))
+            shutil.rmtree(run)
+    result = cli(*command, "--out", run)
+    assert result.code == 0, result.err
+    assert_same_state(last(run), last(whole))
+    for kind in ("train", "eval"):
+        ours, theirs = records(run, kind), records(whole, kind)
+        assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+        key = "loss" if kind == "train" else "AP"
+        assert [r[key] for r in ours] == [r[key] for r in theirs]
+    assert not list(run.rglob("*.tmp"))
+
+
+def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    random.seed(1)
+    survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signal.Signals) -> None:
+    survive(shapes, tmp_path, cli, [sent] * 20)
+
+
+CRASH = """
+import json, os, pathlib, sys
+import torch
+from ssdctl.train.checkpoint import CheckpointFolder
+
+run = pathlib.Path(sys.argv[1])
+payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
+payload["step"] += 1
+operations, crash_at = 0, 0
+
+
+def crashing(function):
+    def operate(*arguments, **named):
+        global operations
+        operations += 1
+        if operations == crash_at:
+            os._exit(9)
+        return function(*arguments, **named)
+
+    return operate
+
+
+def save():
+    for owner, names in (
+        (os, ["open", "fsync", "link", "close"]),
+        (pathlib.Path, ["open", "replace", "unlink", "mkdir"]),
+        (torch, ["save"]),
+    ):
+        for name in names:
+            setattr(owner, name, crashing(getattr(owner, name)))
+    CheckpointFolder(run, keep=2).write(payload)
+    os._exit(0)
+
+
+for crash_at in range(1, 40):
+    child = os.fork() or save()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    folder = CheckpointFolder(run, keep=2)
+    folder.clean()
+    newest, warnings = folder.newest_intact()
+    hidden = [p.name for p in folder.path.iterdir() if p.name.startswith(".")]
+    print(json.dumps([code, newest.step, warnings, hidden, len(folder.steps())]))
+    if code == 0:
+        break
+"""
+
+
+def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
+    """A process that dies at the Nth operation, for every N: the newest intact one loads."""
+    run, script = tmp_path / "run", tmp_path / "crash.py"
+    shutil.copytree(tiny_run, run)
+    script.write_text(CRASH)
+    done = subprocess.run(
+        [sys.executable, script, run], capture_output=True, text=True, timeout=300
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found, done.stderr
+    codes, steps = [f[0] for f in found], [f[1] for f in found]
+    assert codes == [9] * (len(codes) - 1) + [0]
+    assert len(codes) > 8  # there were that many operations
+    assert steps[0] == 3  # it died before the new one was there
+    assert steps[-1] == 4
+    assert steps == sorted(steps)
+    for _, _, warnings, hidden, kept in found:
+        assert not warnings
+        assert not hidden
+        assert kept <= 3
+
+
+def is_mountable(tmp_path: Path) -> bool:
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run(command, capture_output=True).returncode
+    )
+
+
+def in_small_disk(
+    place: Path, megabytes: int, *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Run ssdctl where `place` is a disk of that size."""
+    words = " ".join(map(str, arguments))
+    script = (
+        f"mount -t tmpfs -o size={megabytes}m none {place} && {sys.executable} -m ssdctl {words}"
+    )
+    script += f"; code=$?; ls -A {place}/run/checkpoints; exit $code"
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
+    """The write fails beside training; the next step says so, and the older checkpoint is whole."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if not is_mountable(place):
+        pytest.skip("mounting needs rights that this user lacks")
+    command = ["train", "--data", shapes, "--out", place / "run", *OPTIONS, "--steps", 6]
+    done = in_small_disk(place, 110, *command, "--save-every", "2st", "--keep", 5)
+    assert done.returncode == 6, done.stderr
+    assert "no space left" in done.stderr
+    assert "Traceback" not in done.stderr
+    files = done.stdout.split()
+    assert "step-00000002.pt" in files
+    assert "last.pt" in files
+    assert not [name for name in files if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_a_lost_rank_is_named_and_ends_the_others(shapes: Path, tmp_path: Path, how: str) -> None:
+    """Without a launcher's help: the ranks notice by themselves."""
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]
+    options += ["--rank-timeout", 6, "--bs", 1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [start(*options, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+    try:
+        wait_for(
+            lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 2, ranks[0]
+        )
+        ranks[1].send_signal(signal.SIGKILL if how == "dies" else signal.SIGSTOP)
+        _, words = ranks[0].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    assert ranks[0].returncode == 8, words
+    assert "rank 0 lost rank 1" in words
+    assert "Traceback" not in words
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def test_one_and_two_ranks_see_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """A rate that breaks every step has the run name the images of each one."""
+    seen = []
+    for ranks, batch in ((1, 2), (2, 1)):
+        run = tmp_path / str(ranks)
+        options = ["--data", shapes, "--out", run, *OPTIONS, "--bs", batch, "--lr", 3e38]
+        options += ["--steps", 6, "--clip-grad", 0, "--eval-every", "100st"]
+        process = start(*(["launch", "--cpus", 2] if ranks == 2 else ["train"]), *options)
+        _, words = process.communicate(timeout=240)
+        named = {
+            p.name: sorted(json.loads(p.read_text())["image_ids"])
+            for p in (run / "nonfinite").glob("*")
+        }
+        assert len(named) >= 3, words
+        seen.append(named)
+    assert seen[0] == seen[1]
+
+
+def test_tiny_shared_memory_is_enough(shapes: Path, tmp_path: Path) -> None:
+    place = tmp_path / "probe"
+    place.mkdir()
+    if not is_mountable(place):
+        pytest.skip("mounting needs rights that this user lacks")
+    words = " ".join(
+        map(str, ["--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 2])
+    )
+    script = f"mount -t tmpfs -o size=64k none /dev/shm && {sys.executable} -m ssdctl launch --cpus 2 {words}"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script.replace("--bs 2", "--bs 1")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert last(tmp_path / "run").step == 2
