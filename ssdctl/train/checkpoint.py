@@ -42,7 +42,10 @@ class CheckpointFolder:
         """
         target = self.of_step(payload["step"])
         with atomic_write(target) as file:
-            torch.save(payload, file)
+            try:
+                torch.save(payload, file)
+            except RuntimeError as error:  # of PyTorch's writer, which hides the disk's refusal
+                raise _disks_own(error) from error
         link_or_copy(target, self.path / "last.pt")
         for old in self.steps()[: -self._keep]:
             if old not in self._held:
@@ -127,3 +130,11 @@ def payload(
         "best_ap": best_ap,  # so far
         "optimizer": optimizer.state_dict(),  # momentum and the like
     }
+
+
+def _disks_own(error: RuntimeError) -> Exception:
+    """The OSError that an error came from, if there is one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return cause or error
