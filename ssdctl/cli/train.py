@@ -15,6 +15,7 @@ from ssdctl.train import signals
 from ssdctl.train.ranks import find_ranks
 
 if TYPE_CHECKING:
+    from ssdctl.config import Config
     from ssdctl.train.schedule import Plan
 
 
@@ -83,7 +84,8 @@ def train(
     call.console.result(
         summary._asdict(),
         f"{summary.out}: {summary.step} steps in {summary.total_s:.0f} s, "
-        f"{summary.images_per_second:.1f} img/s, {ap}",
+        f"{summary.images_per_second:.1f} img/s, "
+        f"{summary.peak_memory_bytes / 1e9:.1f} GB at most, {ap}",
     )
 
 
@@ -97,7 +99,22 @@ def _show_plan(call: Call) -> None:
         raise DataError("no training image has a box to learn from")
     limit = call.config.train.limit_train
     plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
-    call.console.result(plan.as_json(), _described(plan))
+    needs = "" if call.console.as_json else _disk_needed(call.config)
+    call.console.result(plan.as_json(), _described(plan) + needs)
+
+
+def _disk_needed(config: Config) -> str:
+    """What the checkpoints will take, for people."""
+    from ssdctl.files import free_bytes
+    from ssdctl.train.memory import checkpoint_bytes
+    from ssdctl.train.setup import run_folder
+
+    each, kept = checkpoint_bytes(config), config.train.keep + 2
+    return (
+        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, {kept * each / 1e9:.1f} GB at most "
+        f"(--keep {config.train.keep}, the best, one being written); "
+        f"{free_bytes(run_folder(config).absolute()) / 1e9:,.0f} GB are free"
+    )
 
 
 def _described(plan: Plan) -> str:

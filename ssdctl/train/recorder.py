@@ -61,6 +61,14 @@ class Recorder:
                 config, setup.plan, 0 if setup.val is None else len(setup.val.image_ids)
             )
 
+        self.event(
+            "started",
+            start_step,
+            total_steps=setup.plan.total_steps,
+            global_batch_size=setup.plan.global_batch_size,
+            world_size=setup.ranks.world_size,
+        )
+
     def rewind(self, step: int) -> None:
         """Forget the steps after `step`: they come again."""
         if self._setup.ranks.is_first:
