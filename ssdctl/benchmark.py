@@ -1,4 +1,4 @@
-"""This machine's figures: how fast it feeds, trains and evaluates.
+"""This machine's figures: how fast it trains and evaluates (benchmark_data: how fast it feeds).
 
 Each function measures a real code path on real images and returns plain figures.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,9 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.evaluate.coco_ap import score
 from ssdctl.evaluate.detect import DetectOptions, detect_split
-from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
+from ssdctl.input.loader import Batch, TrainLoader
 from ssdctl.input.order import Order
-from ssdctl.model.augment import normalise
-from ssdctl.model.loss import MultiboxLoss
+from ssdctl.input.samples import TrainPlan
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.optimizer import build_optimizer
@@ -44,23 +43,6 @@ def make_shapes(folder: Path) -> dict[str, Split]:
     """A dataset to measure on where the user names none."""
     shapes.generate(folder, num_train=256, num_val=64)
     return open_dataset(folder, folder / "prepared", say=lambda _: None)
-
-
-def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
-    """Images per second of the host stage, and with colour, normalisation and targets added."""
-    threads = config.train.workers or len(os.sched_getaffinity(0))
-    batches = _endless(split, config, batch_size=32, threads=threads)
-    host = _rate(batches, seconds, lambda batch: None)
-    loss = MultiboxLoss()
-    offsets, logits = torch.zeros(32, 4, 8732), torch.zeros(32, len(split.classes) + 1, 8732)
-
-    def finish(batch: Batch) -> None:
-        normalise(batch.images, batch.jitter)
-        with torch.inference_mode():
-            loss(offsets, logits, batch.boxes, batch.labels)
-
-    full = _rate(batches, seconds, finish)
-    return {"images_per_second": host, "images_per_second_full": full, "workers": threads}
 
 
 def benchmark_train(split: Split, config: Config, seconds: float) -> Figures:
@@ -182,14 +164,3 @@ def _endless(split: Split, config: Config, *, batch_size: int, threads: int) -> 
     )
     order = Order(split.trainable, config.train.seed)
     return TrainLoader(split, order, plan).batches(0, 1 << 40)
-
-
-def _rate(batches: Iterator[Batch], seconds: float, work: Callable[[Batch], None]) -> float:
-    for batch in itertools.islice(batches, WARMUP_STEPS):
-        work(batch)
-    images, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        batch = next(batches)
-        work(batch)
-        images += len(batch.rows)
-    return round(images / (time.perf_counter() - start), 1)

@@ -38,6 +38,7 @@ def sample_crops(
     row: NDArray[np.int64],
     boxes: Floats,
     labels: NDArray[np.int64],
+    sizes: NDArray[np.int32] | None = None,
 ) -> Crops:
     """Draw the crop of each sample.
 
@@ -47,6 +48,8 @@ def sample_crops(
         row: (B,) its image.
         boxes: (B, G, 4) ltrb in fractions of the picture.
         labels: (B, G); 0 marks padding.
+        sizes: (B, 2) width and height in pixels: the crops are cut at whole pixels, as MLPerf's
+            are, and the boxes refer to them exactly. None: anywhere.
     """
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
     waiting = np.arange(len(row))
@@ -55,6 +58,8 @@ def sample_crops(
         draw = uniform(*keys)
         mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
         proposal = _proposal(draw[:, 1:])
+        if sizes is not None:
+            proposal = _at_whole_pixels(proposal, sizes[waiting])
         is_good = _is_valid(proposal, mode, boxes[waiting], labels[waiting] > 0)
         rect[waiting[is_good]] = proposal[is_good]
         waiting = waiting[~is_good & (mode != WHOLE)]
@@ -96,6 +101,13 @@ def _proposal(draw: Floats) -> Floats:
     width, height = 0.3 + 0.7 * draw[:, 0], 0.3 + 0.7 * draw[:, 1]
     left, top = draw[:, 2] * (1 - width), draw[:, 3] * (1 - height)
     return np.stack([left, top, left + width, top + height], axis=1)
+
+
+def _at_whole_pixels(rect: Floats, sizes: NDArray[np.int32]) -> Floats:
+    """The rectangles with their edges moved to the nearest pixel's, at least one pixel large."""
+    low = np.minimum(np.rint(rect[:, :2] * sizes), sizes - 1)
+    high = np.maximum(np.rint(rect[:, 2:] * sizes), low + 1)
+    return np.concatenate([low / sizes, high / sizes], axis=1)
 
 
 def _is_valid(

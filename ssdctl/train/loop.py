@@ -19,10 +19,12 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.errors import Stopped
 from ssdctl.files import make_dir, remove_stale_temporaries, write_text
-from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
-from ssdctl.input.order import Order
+from ssdctl.input.loader import Batch
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import TrainPlan
 from ssdctl.model.weights import load_state
 from ssdctl.train import distributed, signals
+from ssdctl.train.bad_images import BadImages
 from ssdctl.train.checkpoint import CheckpointFolder
 from ssdctl.train.guard import BadStep, Guard
 from ssdctl.train.metrics import MetricsFile, Record, environment
@@ -97,6 +99,7 @@ class _Run:
         self.saved_at = self.started_at = time.monotonic()
         self.paused_s = 0.0  # evaluations and saves, which are no training
         self.trained_images = 0
+        self.bad_images = BadImages(self.plan.images)
         evaluated = self._open_folder(resolved) if setup.ranks.is_first else None
         self.evaluated_step = distributed.broadcast(evaluated, setup.ranks)
 
@@ -130,6 +133,7 @@ class _Run:
         while self.step < plan.total_steps and not self._reached_target():
             lr = plan.lr(self.step)
             batches = list(itertools.islice(self.batches, config.accumulate))
+            self.bad_images.watch(batches)
             result = take_step(batches, lr)
             self.step += 1
             self.trained_images += plan.global_batch_size
@@ -140,6 +144,7 @@ class _Run:
                 now = time.monotonic()
                 rate = plan.global_batch_size * (self.step - logged_step) / (now - logged_at)
                 self._log_step(figures, lr, rate)
+                self._report_bad_images()
                 if bad := guard.check():
                     self._report_bad_steps(bad)
                     if guard.judge(bad, str(self.setup.out / "nonfinite")):
@@ -160,7 +165,6 @@ class _Run:
     def _start_input(self) -> None:
         """Read on from the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
-        order = Order(setup.train.trainable, config.seed)
         plan = TrainPlan(
             seed=config.seed,
             first_sample=self._next_sample(),
@@ -173,8 +177,8 @@ class _Run:
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
         )
-        loader = TrainLoader(setup.train, order, plan)
-        self.batches = loader.batches(0, self.plan.total_steps - self.step)
+        source = open_input(config.pipeline, setup.train, plan, fake=config.fake_data)
+        self.batches = source.batches(0, self.plan.total_steps - self.step)
 
     def _next_sample(self) -> int:
         """The stream's first sample that no step has taken yet."""
@@ -182,6 +186,13 @@ class _Run:
 
     def _image_ids(self, batches: Sequence[Batch]) -> list[int]:
         return [int(i) for batch in batches for i in self.setup.train.image_ids[batch.rows]]
+
+    def _report_bad_images(self) -> None:
+        """Tell of images that were replaced since the last time; end the run at too many."""
+        for bad in self.bad_images.collect(self.setup.ranks, self.setup.device):
+            self._event("bad_image", **bad._asdict())
+            self.warn(f"image {bad.image_id} was replaced: {bad.file}: {bad.problem}")
+        self.bad_images.refuse_too_many()
 
     def _report_bad_steps(self, bad: list[BadStep]) -> None:
         """Name the images of steps that were left out, in RUN/nonfinite/ and to the user."""
