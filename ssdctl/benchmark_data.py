@@ -90,8 +90,9 @@ def full_chain(batches: Iterator[Batch], threads: int) -> Iterator[int]:
         num_boxes = max(int((labels > 0).sum(dim=1).max()), 1)  # shapes need not be static here
         boxes, labels = batch.boxes[part, :num_boxes], labels[:, :num_boxes]
         owner, _ = match(boxes, labels, defaults_ltrb)
-        centres = box_ltrb_to_cxcywh(boxes)
-        encode(centres.gather(1, owner.unsqueeze(-1).expand(-1, -1, 4)), defaults)
+        centres = box_ltrb_to_cxcywh(boxes).transpose(1, 2)
+        matched = centres.gather(2, owner.unsqueeze(1).expand(-1, 4, -1))
+        encode(matched.transpose(1, 2), defaults)
 
     with ThreadPoolExecutor(threads) as pool, torch.inference_mode():
         for batch in batches:

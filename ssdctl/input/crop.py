@@ -22,6 +22,7 @@ NUM_MODES = len(MIN_IOUS) + 2
 WHOLE, FREE = 0, NUM_MODES - 1
 # Each attempt ends with the whole picture with probability 1/7: 300 fail once in 10**20 samples.
 MOST_ATTEMPTS = 300
+AT_ONCE = 6  # attempts that are drawn and judged together, of which the first that ends it counts
 
 
 class Crops(NamedTuple):
@@ -53,16 +54,21 @@ def sample_crops(
     """
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
     waiting = np.arange(len(row))
-    for attempt in range(MOST_ATTEMPTS):
-        keys = (CROP_STREAM, seed, epoch[waiting, None], row[waiting, None], attempt, np.arange(5))
-        draw = uniform(*keys)
+    for first in range(0, MOST_ATTEMPTS, AT_ONCE):
+        attempts = np.arange(first, first + AT_ONCE)[:, None]
+        keys = (epoch[waiting, None, None], row[waiting, None, None], attempts, np.arange(5))
+        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # W waiting samples x attempts
+        owner = np.repeat(waiting, AT_ONCE)
         mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
         proposal = _proposal(draw[:, 1:])
         if sizes is not None:
-            proposal = _at_whole_pixels(proposal, sizes[waiting])
-        is_good = _is_valid(proposal, mode, boxes[waiting], labels[waiting] > 0)
-        rect[waiting[is_good]] = proposal[is_good]
-        waiting = waiting[~is_good & (mode != WHOLE)]
+            proposal = _at_whole_pixels(proposal, sizes[owner])
+        is_good = _is_valid(proposal, mode, boxes[owner], labels[owner] > 0)
+        ends = (is_good | (mode == WHOLE)).reshape(-1, AT_ONCE)
+        end = ends.argmax(axis=1) + np.arange(len(waiting)) * AT_ONCE  # the first that ends it
+        taken = is_good[end] & ends.any(axis=1)
+        rect[waiting[taken]] = proposal[end[taken]]
+        waiting = waiting[~ends.any(axis=1)]
         if not len(waiting):
             break
     return crop_boxes(rect, boxes, labels)
