@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +78,33 @@ def test_too_many_bad_images_end_the_run(
     assert result.code == 3, result.err
     assert "4 images could not be trained on, more than 3" in result.err
     assert len(events(run, "bad_image")) == 4
+
+
+@pytest.mark.slow
+def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path) -> None:
+    """Deleted under a run without a packed store; each rank meets another half of them."""
+    split = open_dataset(dataset, dataset / "prepared", say=lambda _: None)["train"]
+    run = tmp_path / "run"
+    options = [*OPTIONS, "--bs", "1", "--epochs", "1000"]
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(dataset)]
+    process = subprocess.Popen(
+        [*command, "--out", str(run), *options], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for row in split.trainable[:12]:
+        Path(split.place(int(row))).unlink()
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 3, words
+    assert "images could not be trained on, more than 10" in words
+    lost = set(split.image_ids[split.trainable[:12]].tolist())
+    told = events(run, "bad_image")
+    assert len({event["image_id"] for event in told}) == len(told) > 10
+    assert {event["image_id"] for event in told} <= lost
+    assert not lost & {event["replaced_by"] for event in told}
 
 
 def test_fake_data_needs_no_dataset(tmp_path: Path, cli: Cli) -> None:
