@@ -29,12 +29,17 @@ Seconds = Annotated[
 @command(
     group,
     "data",
-    settings=["data.*", "train.workers", "train.augment", "train.seed"],
+    settings=["data.*", "train.workers", "train.augment", "train.seed", "train.pipeline"],
     examples=["ssdctl benchmark data", "ssdctl benchmark data --data /data/coco --workers 8"],
 )
 def data(call: Call, seconds: Seconds = 5.0) -> None:
-    """Measure the input: images per second of the host stage, and of the full chain on the CPU."""
-    from ssdctl.benchmark import benchmark_data
+    """Measure the input: images per second of the host stage, and of the full chain on the CPU.
+
+    The host stage reads, crops, decodes and resizes the images and has their boxes; it is all that
+    the CPU does in training. The full chain adds colours, normalisation and targets. Beside them:
+    the stages of one image in one thread.
+    """
+    from ssdctl.benchmark_data import benchmark_data
 
     with _splits(call) as splits:
         _show(call, benchmark_data(splits["train"], call.config, seconds))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
         "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a quick look",
+        "ssdctl train --fake-data --steps 100 --warmup 10st   # the device's ceiling, no dataset",
         "ssdctl train --dry-run --json   # the plan: steps, warm-up, learning rate",
     ],
 )
@@ -94,7 +95,13 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.prepare import count_trainable
     from ssdctl.train.schedule import make_plan
 
-    images = count_trainable(*dataset_folders(call.config.data))
+    root, folder = dataset_folders(call.config.data)
+    if call.config.train.fake_data and not root.is_dir():
+        from ssdctl.input.fake import COCO_IMAGES
+
+        images = COCO_IMAGES
+    else:
+        images = count_trainable(root, folder)
     if not images:
         raise DataError("no training image has a box to learn from")
     limit = call.config.train.limit_train

@@ -445,6 +445,26 @@ class TrainConfig(Section, frozen=True):
             replaces=("--num-workers", "--num_workers"),
         ),
     ] = 0
+    pipeline: Annotated[
+        Literal["native", "dali"],
+        setting(
+            "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
+            "samples, crops and colours, pixels that differ by a few levels",
+            panel="Input",
+            replaces=("--data-pipeline", "--use-dali"),
+            maths=True,
+        ),
+    ] = "native"
+    fake_data: Annotated[
+        bool,
+        setting(
+            "Random batches instead of images, for the device's ceiling: no dataset is needed, "
+            "nothing is evaluated",
+            panel="Input",
+            replaces=("--synthetic-data", "--use-fake-data"),
+            maths=True,
+        ),
+    ] = False
     augment: Annotated[
         Literal["ssd", "none"],
         setting("SSD crops, flips and colours, or plain resized images", panel="Input", maths=True),

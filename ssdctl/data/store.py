@@ -67,6 +67,7 @@ class Split(NamedTuple):
     classes: list[ClassName]
     image_ids: NDArray[np.int64]  # N
     sizes: NDArray[np.int32]  # N x 2: width, height in pixels
+    pixel_sizes: NDArray[np.int32]  # N x 2: of the encoded images, which `shrink` made smaller
     starts: NDArray[np.int64]  # N + 1
     boxes: NDArray[np.float32]  # M x 4
     labels: NDArray[np.int32]  # M
@@ -79,6 +80,10 @@ class Split(NamedTuple):
     def read(self, row: int) -> bytes | memoryview:
         """The encoded image of a row."""
         return self.images.read(row)
+
+    def place(self, row: int) -> str:
+        """Where the encoded image of a row lies, for messages."""
+        return self.images.place(row)
 
 
 class ImageFiles(NamedTuple):
@@ -94,6 +99,9 @@ class ImageFiles(NamedTuple):
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
+    def place(self, row: int) -> str:
+        return str(self.folder / self.names[row])
+
 
 class PackedImages:
     """Images packed into Arrow files, mapped into memory."""
@@ -103,6 +111,7 @@ class PackedImages:
         for table, shard in zip(tables, shards, strict=True):
             if table.num_rows != shard.rows:
                 raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
+        self._files = [(folder / shard.file, shard.rows) for shard in shards]
         self._chunks = [chunk for table in tables for chunk in table.column("image").chunks]
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
 
@@ -110,6 +119,20 @@ class PackedImages:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         start = int(self._ends[chunk - 1]) if chunk else 0
         return memoryview(self._chunks[chunk][row - start].as_buffer())
+
+    def place(self, row: int) -> str:
+        ends = np.cumsum([rows for _, rows in self._files])
+        number = int(np.searchsorted(ends, row, side="right"))
+        path, rows = self._files[number]
+        return f"{path}, row {row - ends[number] + rows}"
+
+
+def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
+    """(N, 2) sizes of images once those whose shorter side is above `shorter` are made smaller."""
+    if shorter is None:
+        return sizes
+    scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
+    return np.rint(sizes * scale).astype(np.int32)
 
 
 def index_path(folder: Path, split: str) -> Path:
@@ -176,6 +199,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         classes=metadata.classes,
         image_ids=_numbers(table, "image_id"),
         sizes=sizes,
+        pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
         boxes=pixels / scale,
         labels=labels.flatten().to_numpy(),

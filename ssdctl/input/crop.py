@@ -22,6 +22,7 @@ NUM_MODES = len(MIN_IOUS) + 2
 WHOLE, FREE = 0, NUM_MODES - 1
 # Each attempt ends with the whole picture with probability 1/7: 300 fail once in 10**20 samples.
 MOST_ATTEMPTS = 300
+AT_ONCE = 6  # attempts that are drawn and judged together, of which the first that ends it counts
 
 
 class Crops(NamedTuple):
@@ -38,6 +39,7 @@ def sample_crops(
     row: NDArray[np.int64],
     boxes: Floats,
     labels: NDArray[np.int64],
+    sizes: NDArray[np.int32] | None = None,
 ) -> Crops:
     """Draw the crop of each sample.
 
@@ -47,17 +49,26 @@ def sample_crops(
         row: (B,) its image.
         boxes: (B, G, 4) ltrb in fractions of the picture.
         labels: (B, G); 0 marks padding.
+        sizes: (B, 2) width and height in pixels: the crops are cut at whole pixels, as MLPerf's
+            are, and the boxes refer to them exactly. None: anywhere.
     """
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
     waiting = np.arange(len(row))
-    for attempt in range(MOST_ATTEMPTS):
-        keys = (CROP_STREAM, seed, epoch[waiting, None], row[waiting, None], attempt, np.arange(5))
-        draw = uniform(*keys)
+    for first in range(0, MOST_ATTEMPTS, AT_ONCE):
+        attempts = np.arange(first, first + AT_ONCE)[:, None]
+        keys = (epoch[waiting, None, None], row[waiting, None, None], attempts, np.arange(5))
+        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # W waiting samples x attempts
+        owner = np.repeat(waiting, AT_ONCE)
         mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
         proposal = _proposal(draw[:, 1:])
-        is_good = _is_valid(proposal, mode, boxes[waiting], labels[waiting] > 0)
-        rect[waiting[is_good]] = proposal[is_good]
-        waiting = waiting[~is_good & (mode != WHOLE)]
+        if sizes is not None:
+            proposal = _at_whole_pixels(proposal, sizes[owner])
+        is_good = _is_valid(proposal, mode, boxes[owner], labels[owner] > 0)
+        ends = (is_good | (mode == WHOLE)).reshape(-1, AT_ONCE)
+        end = ends.argmax(axis=1) + np.arange(len(waiting)) * AT_ONCE  # the first that ends it
+        taken = is_good[end] & ends.any(axis=1)
+        rect[waiting[taken]] = proposal[end[taken]]
+        waiting = waiting[~ends.any(axis=1)]
         if not len(waiting):
             break
     return crop_boxes(rect, boxes, labels)
@@ -96,6 +107,13 @@ def _proposal(draw: Floats) -> Floats:
     width, height = 0.3 + 0.7 * draw[:, 0], 0.3 + 0.7 * draw[:, 1]
     left, top = draw[:, 2] * (1 - width), draw[:, 3] * (1 - height)
     return np.stack([left, top, left + width, top + height], axis=1)
+
+
+def _at_whole_pixels(rect: Floats, sizes: NDArray[np.int32]) -> Floats:
+    """The rectangles with their edges moved to the nearest pixel's, at least one pixel large."""
+    low = np.minimum(np.rint(rect[:, :2] * sizes), sizes - 1)
+    high = np.maximum(np.rint(rect[:, 2:] * sizes), low + 1)
+    return np.concatenate([low / sizes, high / sizes], axis=1)
 
 
 def _is_valid(

@@ -1,39 +1,48 @@
-"""Turn steps into batches: decode threads that fill a reused uint8 buffer, some steps ahead.
+"""Turn steps into batches: decode threads that fill reused uint8 buffers, some steps ahead.
 
     loader = TrainLoader(split, order, plan)
     for batch in loader.batches(start_step, end_step): ...
 
 JPEG decoding and resizing release the GIL, so threads suffice: no worker processes, no pickling,
-no shared memory. Pixels are resized as Pillow does (antialiased bilinear) and stay uint8; colour
-and normalisation happen on the device.
-Shapes: B batch, G boxes (padded).
+no shared memory. Pixels stay uint8; colour and normalisation happen on the device.
+An image that cannot be read or decoded in training is replaced by the next good sample of the
+stream: a function of the place in the stream alone, so every rank, thread count and resume does
+the same. Batches say so in `bad`. Shapes: B batch, G boxes (padded).
 """
 
 from __future__ import annotations
 
-import io
-import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
-from ssdctl.input.crop import Crops, Floats, flip_boxes, sample_crops, whole_images
+from ssdctl.input.decode import Pixels, decode, shrink_crop, shrink_exactly
 from ssdctl.input.order import Order
-from ssdctl.input.randomness import uniform
+from ssdctl.input.samples import Samples, TrainPlan, draw_samples, whole_samples
 
-FLIP_STREAM = 3
-COLOUR_STREAM = 4
 BATCHES_AHEAD = 2
+MOST_PER_TASK = 4  # images: a task of a thread costs some 20 us beside them
+MOST_IN_A_ROW = 100  # bad images of the stream, one after another, before the run gives up
+Problem = tuple[int, str]  # which slot of a batch, and why
+
+
+class BadImage(NamedTuple):
+    """An image that could not be trained on, and what came in its place."""
+
+    image_id: int
+    file: str
+    problem: str
+    sample: int  # the place in the stream
+    replaced_by: int  # image id
 
 
 class Batch(NamedTuple):
@@ -48,25 +57,11 @@ class Batch(NamedTuple):
     labels: Tensor  # B x G, int64; 0 marks padding
     jitter: Tensor | None  # B x 4, float32: see ssdctl.model.augment.normalise
     rows: NDArray[np.int64]  # B, which images
+    bad: tuple[BadImage, ...] = ()  # replaced in this batch
 
 
-class TrainPlan(NamedTuple):
-    """What a rank takes of the stream."""
-
-    seed: int
-    first_sample: int  # of the stream, at step 0 of `TrainLoader.batches`
-    batch_size: int  # per rank and micro-batch
-    rank: int
-    world_size: int
-    accumulate: int
-    augment: bool
-    hue_degrees: float
-    threads: int
-    max_boxes: int  # G: the same for every batch, so that shapes are static
-
-    @property
-    def global_batch(self) -> int:
-        return self.batch_size * self.world_size * self.accumulate
+# What to do with a slot whose image is bad; it is given the pixels of the whole batch.
+Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
 
 class TrainLoader:
@@ -80,144 +75,163 @@ class TrainLoader:
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end, `accumulate` for each step.
 
-        Steps count from `first_sample`.
+        Steps count from the plan's `first_sample`.
+
+        Raises:
+            DataError: Too many images in a row cannot be decoded.
         """
+        places = self._plan.places(start_step, end_step)
+        return self.decode(map(self._draw, places))
+
+    def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
+        """The batches of samples that are drawn already."""
         plan = self._plan
-        parts = (
-            plan.first_sample
-            + step * plan.global_batch
-            + (part * plan.world_size + plan.rank) * plan.batch_size
-            for step in range(start_step, end_step)
-            for part in range(plan.accumulate)
+        size, threads, held = plan.batch_size, plan.threads, plan.accumulate
+        return _decoded(self._split, work, size, threads, held, self._replace)
+
+    def _draw(self, start: int) -> Samples:
+        plan = self._plan
+        return draw_samples(self._split, self._order, plan, start, plan.batch_size)
+
+    def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
+        """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
+        split, place, bad = self._split, int(samples.places[slot]), int(samples.rows[slot])
+        tried = {bad}
+        for step in range(1, MOST_IN_A_ROW * len(self._order)):
+            other = draw_samples(split, self._order, self._plan, place + step, 1)
+            row = int(other.rows[0])
+            if row in tried:
+                continue
+            tried.add(row)
+            if decode_sample(split, other, 0, pixels[slot]) is None:
+                _put(other, samples, slot)
+                ids = split.image_ids
+                return BadImage(int(ids[bad]), split.place(bad), problem, place, int(ids[row]))
+            if len(tried) >= min(MOST_IN_A_ROW, len(self._order)):
+                break
+        raise DataError(
+            f"{len(tried)} images in a row cannot be decoded, the first {split.place(bad)}: "
+            f"{problem}",
+            hint="is the dataset's disk still there? ssdctl prepare --force checks every image",
         )
-        work = (self._draw(start) for start in parts)
-        return _decoded(self._split, work, plan.batch_size, plan.threads, plan.accumulate)
-
-    def _draw(self, start: int) -> _Work:
-        """Decide everything about a micro-batch but its pixels."""
-        plan = self._plan
-        sample = self._order.samples(start, plan.batch_size)
-        boxes, labels = padded_boxes(self._split, sample.row, plan.max_boxes)
-        if not plan.augment:
-            crops = whole_images(boxes, labels)
-            return _Work(sample.row, crops, np.zeros(len(sample.row), np.bool_), None)
-        crops = sample_crops(plan.seed, sample.epoch, sample.row, boxes, labels)
-        flip = uniform(FLIP_STREAM, plan.seed, sample.epoch, sample.row) < 0.5
-        mirrored = flip_boxes(crops.boxes, crops.labels)
-        crops = crops._replace(boxes=np.where(flip[:, None, None], mirrored, crops.boxes))
-        keys = (COLOUR_STREAM, plan.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
-        jitter = colour_jitter(uniform(*keys), plan.hue_degrees)
-        return _Work(sample.row, crops, flip, jitter)
-
-
-def colour_jitter(draw: Floats, hue_degrees: float) -> NDArray[np.float32]:
-    """(B, 4) uniform numbers -> brightness .875 to 1.125, contrast and saturation .5 to 1.5, hue
-    in radians (FACTS 5)."""
-    spread = np.array([0.125, 0.5, 0.5, math.radians(hue_degrees)])
-    return (np.array([1.0, 1.0, 1.0, 0.0]) + spread * (2 * draw - 1)).astype(np.float32)
 
 
 def evaluation_batches(
     split: Split, rows: NDArray[np.int64], batch_size: int, threads: int
 ) -> Iterator[Batch]:
-    """Whole pictures in the order of `rows`; the last batch may be smaller."""
+    """Whole pictures in the order of `rows`; the last batch may be smaller.
 
-    def draw(chosen: NDArray[np.int64]) -> _Work:
-        boxes, labels = padded_boxes(split, chosen, 1)
-        crops = whole_images(boxes, labels)
-        return _Work(chosen, crops, np.zeros(len(chosen), np.bool_), None)
-
-    work = (draw(rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
-    return _decoded(split, work, batch_size, threads, held=1)
+    Raises:
+        DataError: An image cannot be decoded.
+    """
+    work = (whole_samples(split, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
+    return _decoded(split, work, batch_size, threads, 1, _refuse(split))
 
 
-def padded_boxes(
-    split: Split, rows: NDArray[np.int64], max_boxes: int
-) -> tuple[Floats, NDArray[np.int64]]:
-    """The boxes (B, G, 4) and labels (B, G) of images, padded with zeros, cut at `max_boxes`."""
-    boxes = np.zeros((len(rows), max_boxes, 4))
-    labels = np.zeros((len(rows), max_boxes), np.int64)
-    for i, row in enumerate(rows):
-        start = split.starts[row]
-        end = min(split.starts[row + 1], start + max_boxes)
-        boxes[i, : end - start] = split.boxes[start:end]
-        labels[i, : end - start] = split.labels[start:end]
-    return boxes, labels
+def _refuse(split: Split) -> Replace:
+    def refuse(samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
+        row = int(samples.rows[slot])
+        raise DataError(
+            f"image {split.image_ids[row]} cannot be decoded: {split.place(row)}: {problem}",
+            hint="replace the file, or take the image out of the annotations; then run it again",
+        )
 
-
-class _Work(NamedTuple):
-    rows: NDArray[np.int64]
-    crops: Crops
-    flip: NDArray[np.bool_]
-    jitter: NDArray[np.float32] | None
+    return refuse
 
 
 class _Pending(NamedTuple):
-    work: _Work
-    pixels: NDArray[np.uint8]
-    futures: list[Future[None]]
+    samples: Samples
+    pixels: Pixels
+    futures: list[Future[list[Problem]]]
 
 
 def _decoded(
-    split: Split, work: Iterator[_Work], batch_size: int, threads: int, held: int
+    split: Split,
+    work: Iterable[Samples],
+    batch_size: int,
+    threads: int,
+    held: int,
+    replace: Replace,
 ) -> Iterator[Batch]:
     """Decode batches ahead of their use, into a ring of buffers.
 
     Args:
         held: How many batches the caller uses at a time.
+        replace: Called for each image that cannot be decoded.
     """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1
     free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
     pending: deque[_Pending] = deque()
+    share = min(max(batch_size // threads, 1), MOST_PER_TASK)
 
-    def start(pool: ThreadPoolExecutor, item: _Work) -> None:
+    def start(pool: ThreadPoolExecutor, samples: Samples) -> None:
         pixels = free[0]
         free.rotate(-1)
-        futures = [
-            pool.submit(_decode, split, int(row), item.crops.rect[i], bool(item.flip[i]), pixels[i])
-            for i, row in enumerate(item.rows)
-        ]
-        pending.append(_Pending(item, pixels, futures))
+        slots = range(len(samples.rows))
+        parts = [slots[i : i + share] for i in range(0, len(slots), share)]
+        futures = [pool.submit(_decode_part, split, samples, part, pixels) for part in parts]
+        pending.append(_Pending(samples, pixels, futures))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         try:
-            for item in work:
-                start(pool, item)
+            for samples in work:
+                start(pool, samples)
                 if len(pending) > BATCHES_AHEAD:
-                    yield _finished(pending.popleft())
+                    yield _finished(pending.popleft(), replace)
             while pending:
-                yield _finished(pending.popleft())
+                yield _finished(pending.popleft(), replace)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _finished(done: _Pending) -> Batch:
-    for future in done.futures:
-        future.result()
-    work = done.work
+def _finished(done: _Pending, replace: Replace) -> Batch:
+    samples, pixels = done.samples, done.pixels
+    problems = [problem for future in done.futures for problem in future.result()]
+    bad = tuple(replace(samples, slot, problem, pixels) for slot, problem in problems)
+    return as_batch(samples, torch.from_numpy(pixels[: len(samples.rows)]), bad)
+
+
+def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -> Batch:
+    """Samples and their pixels as tensors."""
     return Batch(
-        images=torch.from_numpy(done.pixels[: len(work.rows)]),
-        boxes=torch.from_numpy(work.crops.boxes),
-        labels=torch.from_numpy(work.crops.labels),
-        jitter=None if work.jitter is None else torch.from_numpy(work.jitter),
-        rows=work.rows,
+        images=images,
+        boxes=torch.from_numpy(samples.crops.boxes),
+        labels=torch.from_numpy(samples.crops.labels),
+        jitter=None if samples.jitter is None else torch.from_numpy(samples.jitter),
+        rows=samples.rows,
+        bad=bad,
     )
 
 
-def _decode(split: Split, row: int, rect: Floats, flip: bool, out: NDArray[np.uint8]) -> None:
-    """Read one image, cut `rect` (fractions) out of it, resize it to 300 x 300 into `out`."""
+def _decode_part(split: Split, samples: Samples, slots: range, pixels: Pixels) -> list[Problem]:
+    problems = ((slot, decode_sample(split, samples, slot, pixels[slot])) for slot in slots)
+    return [(slot, problem) for slot, problem in problems if problem is not None]
+
+
+def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
+    """Read, decode, cut and resize one image into `out`; return what is wrong with it, or None."""
+    row = int(samples.rows[slot])
+    width, height = (int(n) for n in split.pixel_sizes[row])
     try:
-        with Image.open(io.BytesIO(split.read(row))) as picture:
-            width, height = picture.size
-            box = (rect[0] * width, rect[1] * height, rect[2] * width, rect[3] * height)
-            size = (IMAGE_SIZE, IMAGE_SIZE)
-            pixels = np.asarray(
-                picture.convert("RGB").resize(size, Image.Resampling.BILINEAR, box=box)
-            )
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(
-            f"image {split.image_ids[row]} cannot be decoded: {error}",
-            hint="replace the file, or take the image out of the annotations; then run it again",
-        ) from None
-    out[...] = pixels[:, ::-1] if flip else pixels
+        content = split.read(row)
+        if samples.is_whole:
+            shrink_exactly(decode(content, (width, height)), out)
+            return None
+        edges = samples.crops.rect[slot] * (width, height, width, height)
+        left, top, right, bottom = (int(edge) for edge in np.rint(edges))
+        pixels = decode(content, (width, height), rows=bottom)
+        shrink_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+    except (DataError, OSError, SyntaxError, ValueError) as error:
+        return str(error).partition(" <_io")[0]  # without an address in memory
+    return None
+
+
+def _put(source: Samples, target: Samples, slot: int) -> None:
+    """Copy the only sample of `source` into a slot of `target`, but for its place."""
+    target.rows[slot] = source.rows[0]
+    target.flip[slot] = source.flip[0]
+    for name in ("rect", "boxes", "labels"):
+        getattr(target.crops, name)[slot] = getattr(source.crops, name)[0]
+    if target.jitter is not None and source.jitter is not None:
+        target.jitter[slot] = source.jitter[0]

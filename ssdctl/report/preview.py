@@ -22,8 +22,9 @@ from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
-from ssdctl.input.loader import TrainLoader, TrainPlan
+from ssdctl.input.loader import TrainLoader
 from ssdctl.input.order import Order
+from ssdctl.input.samples import TrainPlan
 from ssdctl.model.augment import MEAN, STD, normalise
 from ssdctl.report.draw import PALETTE
 

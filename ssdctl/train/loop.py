@@ -22,10 +22,12 @@ from ssdctl.device import open_device
 from ssdctl.errors import Stopped
 from ssdctl.evaluate.analysis import Evaluation
 from ssdctl.files import write_text
-from ssdctl.input.loader import Batch, TrainLoader, TrainPlan
-from ssdctl.input.order import Order
+from ssdctl.input.loader import Batch
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import TrainPlan
 from ssdctl.train import distributed, signals
 from ssdctl.train.average import WeightAverage
+from ssdctl.train.bad_images import BadImages
 from ssdctl.train.best import BestSoFar
 from ssdctl.train.checkpoint import CheckpointFolder, payload
 from ssdctl.train.guard import BadStep, Guard
@@ -134,6 +136,7 @@ class _Run:
             self.best.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
         self.pace = Pace(self.plan.global_batch_size)
+        self.bad_images = BadImages(self.plan.images)
         self.saved_at = time.monotonic()
 
     def train(self) -> Summary:
@@ -161,6 +164,7 @@ class _Run:
             profiler.before(self.step + 1)
             with torch.profiler.record_function("wait: next batch"), self.pace.waiting():
                 batches = list(itertools.islice(self.batches, config.accumulate))
+            self.bad_images.watch(batches)
             with explained(setup.architecture, config, setup.device, setup.precision):
                 result = take_step(batches, lr)
             self.step += 1
@@ -173,6 +177,7 @@ class _Run:
                 with torch.profiler.record_function("wait: device, at a log point"):
                     figures = result.read(setup.ranks)
                 self._log_step(figures, lr)
+                self._report_bad_images()
                 if bad := guard.check():
                     self._report_bad_steps(bad)
                     if guard.judge(bad, str(self.setup.out / "nonfinite")):
@@ -226,7 +231,6 @@ class _Run:
     def _start_input(self) -> None:
         """Read on from the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
-        order = Order(setup.train.trainable, config.seed)
         plan = TrainPlan(
             seed=config.seed,
             first_sample=self._next_sample(),
@@ -239,8 +243,8 @@ class _Run:
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
         )
-        loader = TrainLoader(setup.train, order, plan)
-        batches = loader.batches(0, self.plan.total_steps - self.step)
+        source = open_input(config.pipeline, setup.train, plan, fake=config.fake_data)
+        batches = source.batches(0, self.plan.total_steps - self.step)
         self.batches = copied_ahead(batches, setup.device)
 
     def _next_sample(self) -> int:
@@ -269,6 +273,13 @@ class _Run:
                 f"the device waits for images {lap.data_wait:.0%} of the time: give it more "
                 "--workers, or smaller images (ssdctl prepare --shrink 512)"
             )
+
+    def _report_bad_images(self) -> None:
+        """Tell of images that were replaced since the last time; end the run at too many."""
+        for bad in self.bad_images.collect(self.setup.ranks):
+            self.recorder.event("bad_image", self.step, **bad._asdict())
+            self.warn(f"image {bad.image_id} was replaced: {bad.file}: {bad.problem}")
+        self.bad_images.refuse_too_many()
 
     def _report_bad_steps(self, bad: list[BadStep]) -> None:
         """Name the images of steps that were left out, in RUN/nonfinite/ and to the user."""

@@ -96,9 +96,11 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
 def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     now = values(setup.config)
     differing = [
-        f"{path} was {checkpoint.config.get(path)!r}, is {now[path]!r}"
+        f"{path} was {known!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
-        if setting.maths and _plain(checkpoint.config.get(path)) != _plain(now[path])
+        # A setting that the checkpoint's version did not know was what its default stands for.
+        if setting.maths
+        and _plain(known := checkpoint.config.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan
     if checkpoint.global_batch != plan.global_batch_size:

@@ -21,6 +21,8 @@ from ssdctl.data.store import Split
 from ssdctl.data.weights import fetch_weights
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
+from ssdctl.input.fake import fake_split
+from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import (
@@ -87,16 +89,12 @@ def prepare_run(
     Raises:
         UsageError, DataError: See the modules that are asked.
     """
+    check_pipeline(config.train.pipeline)
     precision = choose_precision(config.train.precision, device)
     # What `auto` came down to belongs to the run: a resume elsewhere must notice.
     train_config = msgspec.structs.replace(config.train, precision=precision)
     config = msgspec.structs.replace(config, train=train_config)
-    root, folder = dataset_folders(config.data)
-    if ranks.is_first:  # the others find it prepared
-        open_dataset(root, folder, say=say, progress=progress)
-    distributed.wait_for_first(ranks, "dataset")
-    splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
-    train, val = _checked_splits(splits, root)
+    train, val = _open_splits(config, ranks, say, progress)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
     val_rows = None
     if config.train.overfit is not None:  # these few, and scored on these few
@@ -152,6 +150,24 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+
+
+def _open_splits(
+    config: Config, ranks: Ranks, say: Say, progress: Progress
+) -> tuple[Split, Split | None]:
+    """The splits to train and to validate on; with fake data, sizes alone."""
+    root, folder = dataset_folders(config.data)
+    if config.train.fake_data and not root.is_dir():
+        say(f"fake data: {root} is not there, so as many images and classes as COCO has")
+        return fake_split(), None
+    if ranks.is_first:  # the others find it prepared
+        open_dataset(root, folder, say=say, progress=progress)
+    distributed.wait_for_first(ranks, "dataset")
+    splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
+    if config.train.fake_data:
+        say("fake data: no image is read, nothing is evaluated")
+        splits.pop("val", None)
+    return _checked_splits(splits, root)
 
 
 def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:

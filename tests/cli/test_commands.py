@@ -263,6 +263,8 @@ def test_doctor_pastes_well(cli: Cli, shapes: Path) -> None:
 def test_benchmark_commands(cli: Cli) -> None:
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
     assert figures["images_per_second"] > figures["images_per_second_full"] > 0
+    for stage in ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms"):
+        assert figures[stage] > 0
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:

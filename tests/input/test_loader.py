@@ -14,8 +14,9 @@ from PIL import Image
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
-from ssdctl.input.loader import Batch, TrainLoader, TrainPlan, evaluation_batches
+from ssdctl.input.loader import Batch, TrainLoader, evaluation_batches
 from ssdctl.input.order import Order
+from ssdctl.input.samples import TrainPlan
 
 PLAN = TrainPlan(
     seed=4,
@@ -157,4 +158,6 @@ def test_an_image_that_went_bad_is_named(shapes: Path, tmp_path: Path, content: 
     for path in (root / "train2017").iterdir():
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"image \d+ cannot be decoded"):
+        list(evaluation_batches(split, split.trainable, 4, 2))
+    with pytest.raises(DataError, match=r"images in a row cannot be decoded, the first .*\.jpg"):
         taken(split, PLAN, range(1))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ssdctl.input.order import Order
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 90), st.integers(0, 5), st.integers(0, 1000))
 def test_each_epoch_is_a_permutation(images: int, batch: int, seed: int, offset: int) -> None:
     rows = np.arange(images) * 3 + offset
@@ -19,6 +20,7 @@ def test_each_epoch_is_a_permutation(images: int, batch: int, seed: int, offset:
         assert sorted(stream[epoch * images : (epoch + 1) * images]) == rows.tolist()
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
 def test_ranks_share_the_global_batch(images: int, world: int, size: int, step: int) -> None:
     rows = np.arange(images)

@@ -26,8 +26,9 @@ from ssdctl.config.resolve import Override
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
-from ssdctl.input.loader import TrainLoader, TrainPlan
+from ssdctl.input.loader import TrainLoader
 from ssdctl.input.order import Order
+from ssdctl.input.samples import TrainPlan
 from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.optimizer import build_optimizer

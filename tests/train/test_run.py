@@ -177,16 +177,16 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
 
 def spoiled_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the colours of some batches infinite, as a broken sample would."""
-    from ssdctl.input import loader
+    from ssdctl.input import samples
 
-    made = loader.colour_jitter
+    made = samples.colour_jitter
     calls = iter(range(10_000))
 
     def jitter(draw: Any, hue_degrees: float) -> Any:
         result = made(draw, hue_degrees)
         return result * float("inf") if next(calls) in bad_calls else result
 
-    monkeypatch.setattr(loader, "colour_jitter", jitter)
+    monkeypatch.setattr(samples, "colour_jitter", jitter)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])

@@ -1,0 +1,320 @@
+"""Our input beside DALI's and a PIL pipeline of the peers' kind, in one run, on the CPU.
+
+    python benchmarks/input.py [--seconds 4] [--rounds 5] [--threads 2] [--images 256]
+
+Images are generated: 640 x 480, natural spectrum, JPEG quality 75 (about 120 KB), 1 to 14 boxes.
+Each pipeline runs a few seconds a round, in turn, so that a slow minute of the machine meets all of
+them; figures are medians over the rounds, ratios are medians of the rounds' ratios. "host" is
+reading, crop, decoding, resizing and boxes; "full" adds colour, normalisation and targets. "peers"
+is our own re-implementation of MLPerf's PIL pipeline in worker processes. DALI needs the extra.
+Where other work shares the machine, the processor time an image tells more than the rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import json
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance
+
+from ssdctl.benchmark_data import full_chain, stage_times
+from ssdctl.boxes.coder import encode
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.boxes.matcher import match
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
+from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.store import Split
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import TrainPlan
+from ssdctl.model.augment import MEAN, STD
+
+BATCH, WIDTH, HEIGHT = 32, 640, 480
+MIN_IOUS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, 0.0)
+Count = Iterator[int]  # images of each batch that came out
+
+
+def make_dataset(root: Path, num_images: int) -> None:
+    """COCO's layout with generated pictures, the same ones each time."""
+    rng = np.random.default_rng(0)
+    (root / "annotations").mkdir(parents=True)
+    (root / "train2017").mkdir()
+    images, annotations, sizes = [], [], []
+    for number in range(num_images):
+        name = f"{number:06d}.jpg"
+        buffer = io.BytesIO()
+        Image.fromarray(natural_picture(rng)).save(buffer, "JPEG", quality=75)
+        (root / "train2017" / name).write_bytes(buffer.getvalue())
+        sizes.append(buffer.tell())
+        images.append({"id": number, "file_name": name, "width": WIDTH, "height": HEIGHT})
+        for _ in range(rng.integers(1, 15)):
+            w, h = rng.uniform(20, 300), rng.uniform(20, 300)
+            x, y = rng.uniform(0, WIDTH - w), rng.uniform(0, HEIGHT - h)
+            box = {"bbox": [x, y, w, h], "area": w * h, "iscrowd": 0}
+            number_ = len(annotations)
+            category = int(rng.integers(1, 81))
+            annotations.append({"id": number_, "image_id": number, "category_id": category, **box})
+    categories = [{"id": i, "name": f"class {i}"} for i in range(1, 81)]
+    content = {"images": images, "annotations": annotations, "categories": categories}
+    (root / "annotations/instances_train2017.json").write_text(json.dumps(content))
+    print(f"{num_images} images of {np.mean(sizes) / 1e3:.0f} KB, {len(annotations)} boxes")
+
+
+def natural_picture(rng: np.random.Generator) -> np.ndarray:
+    """Noise whose amplitude falls as 1 / frequency, with correlated colours."""
+    rows, columns = np.fft.fftfreq(HEIGHT)[:, None], np.fft.rfftfreq(WIDTH)[None]
+    frequency = np.maximum(np.hypot(rows, columns), 1 / WIDTH)
+
+    def field() -> np.ndarray:
+        noise = rng.standard_normal((2, *frequency.shape))
+        values = np.fft.irfft2((noise[0] + 1j * noise[1]) / frequency, (HEIGHT, WIDTH))
+        return values / values.std()
+
+    gray = field()
+    rgb = np.stack([gray + 0.4 * field() for _ in range(3)], axis=-1)
+    return np.clip(118 + 50 * rgb, 0, 255).astype(np.uint8)
+
+
+class PeerDataset(torch.utils.data.Dataset):
+    """MLPerf's way: PIL, one image at a time, in Python."""
+
+    def __init__(self, root: Path, is_full: bool) -> None:
+        content = json.loads((root / "annotations/instances_train2017.json").read_text())
+        self.folder, self.is_full = root / "train2017", is_full
+        self.names = [image["file_name"] for image in content["images"]]
+        self.boxes: list[list[list[float]]] = [[] for _ in self.names]
+        for entry in content["annotations"]:
+            x, y, w, h = entry["bbox"]
+            ltrb = [x / WIDTH, y / HEIGHT, (x + w) / WIDTH, (y + h) / HEIGHT]
+            self.boxes[entry["image_id"]].append(ltrb)
+        self.defaults = default_boxes_cxcywh()
+        self.defaults_ltrb = box_cxcywh_to_ltrb(self.defaults)
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        index = random.randrange(len(self.names))
+        picture = Image.open(self.folder / self.names[index]).convert("RGB")
+        picture, boxes = peer_crop(picture, torch.tensor(self.boxes[index]))
+        if random.random() < 0.5:
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            boxes = torch.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], 1)
+        picture = picture.resize((300, 300), Image.Resampling.BILINEAR)
+        if not self.is_full:
+            padded = torch.zeros(14, 4)
+            padded[: len(boxes)] = boxes
+            return torch.from_numpy(np.array(picture)), padded
+        pixels = torch.from_numpy(np.array(peer_colour(picture))).permute(2, 0, 1).float() / 255
+        pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+        owner, labels = match(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
+        targets = encode(box_ltrb_to_cxcywh(boxes[owner[0]]), self.defaults)
+        return pixels, targets, labels[0]
+
+
+def peer_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+    """One attempt a mode, then another mode (FACTS 5)."""
+    while True:
+        mode = random.choice(MIN_IOUS)
+        if mode is None:
+            return picture, boxes
+        w, h = random.uniform(0.3, 1), random.uniform(0.3, 1)
+        if not 0.5 <= w / h <= 2:
+            continue
+        left, top = random.uniform(0, 1 - w), random.uniform(0, 1 - h)
+        rect = torch.tensor([[left, top, left + w, top + h]])
+        if not bool((pairwise_iou(boxes, rect) > mode).all()):
+            continue
+        centre = (boxes[:, :2] + boxes[:, 2:]) / 2
+        inside = ((centre > rect[:, :2]) & (centre < rect[:, 2:])).all(1)
+        if not bool(inside.any()):
+            continue
+        kept = (boxes[inside] - rect[:, [0, 1, 0, 1]]) / torch.tensor([w, h, w, h])
+        edges = (rect[0] * torch.tensor([WIDTH, HEIGHT] * 2)).int().tolist()
+        return picture.crop(tuple(edges)), kept.clamp(0, 1)
+
+
+def peer_colour(picture: Image.Image) -> Image.Image:
+    """Brightness, contrast, saturation and hue, one after the other."""
+    for enhance, spread in (
+        (ImageEnhance.Brightness, 0.125),
+        (ImageEnhance.Contrast, 0.5),
+        (ImageEnhance.Color, 0.5),
+    ):
+        picture = enhance(picture).enhance(random.uniform(1 - spread, 1 + spread))
+    hue, saturation, value = picture.convert("HSV").split()
+    turn = int(random.uniform(-0.05, 0.05) * 255) % 256
+    shifted = Image.fromarray((np.array(hue) + np.uint8(turn)).astype(np.uint8))
+    return Image.merge("HSV", (shifted, saturation, value)).convert("RGB")
+
+
+def peers(root: Path, threads: int, is_full: bool) -> Count:
+    loader = torch.utils.data.DataLoader(PeerDataset(root, is_full), BATCH, num_workers=threads)
+    return (len(batch[0]) for batch in loader)
+
+
+def dali(root: Path, threads: int, is_full: bool) -> Count:
+    """As DALI's own SSD example has it, with one attempt a mode."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    anchors = box_cxcywh_to_ltrb(default_boxes_cxcywh()).flatten().tolist()
+
+    @pipeline_def(batch_size=BATCH, num_threads=threads, device_id=None, seed=1)
+    def build() -> tuple[object, ...]:
+        encoded, boxes, labels = fn.readers.coco(
+            file_root=str(root / "train2017"),
+            annotations_file=str(root / "annotations/instances_train2017.json"),
+            ratio=True,
+            ltrb=True,
+            random_shuffle=True,
+            skip_empty=True,
+        )
+        anchor, shape, boxes, labels = fn.random_bbox_crop(
+            boxes,
+            labels,
+            aspect_ratio=[0.5, 2.0],
+            thresholds=[0.0, 0.1, 0.3, 0.5, 0.7, 0.9],
+            scaling=[0.3, 1.0],
+            bbox_layout="xyXY",
+            allow_no_crop=True,
+            num_attempts=1,
+        )
+        images = fn.decoders.image_slice(encoded, anchor, shape, output_type=types.RGB)
+        images = fn.resize(images, resize_x=300, resize_y=300, antialias=True)
+        flip = fn.random.coin_flip(probability=0.5)
+        boxes = fn.bb_flip(boxes, ltrb=True, horizontal=flip)
+        if not is_full:
+            return fn.flip(images, horizontal=flip), boxes, labels
+        images = fn.color_twist(
+            images,
+            brightness=fn.random.uniform(range=[0.875, 1.125]),
+            contrast=fn.random.uniform(range=[0.5, 1.5]),
+            saturation=fn.random.uniform(range=[0.5, 1.5]),
+            hue=fn.random.uniform(range=[-18.0, 18.0]),
+        )
+        images = fn.crop_mirror_normalize(
+            images,
+            mirror=flip,
+            mean=[255 * m for m in MEAN],
+            std=[255 * s for s in STD],
+            dtype=types.FLOAT,
+            output_layout="CHW",
+        )
+        boxes, labels = fn.box_encoder(
+            boxes, labels, anchors=anchors, offset=True, scale=300.0, criteria=0.5,
+            stds=[0.1, 0.1, 0.2, 0.2],
+        )  # fmt: skip
+        return images, boxes, labels
+
+    pipeline = build()
+    pipeline.build()
+    while True:
+        yield len(pipeline.run()[0])
+
+
+def our_plan(split: Split, threads: int) -> TrainPlan:
+    """One rank's, augmented."""
+    return TrainPlan(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
+
+
+def ours(root: Path, store: Path, threads: int, is_full: bool, pipeline: str = "native") -> Count:
+    split = open_dataset(root, store, say=print)["train"]
+    batches = open_input(pipeline, split, our_plan(split, threads)).batches(0, 1 << 40)
+    if is_full:
+        return full_chain(batches, threads)
+    return (len(batch.rows) for batch in batches)
+
+
+def rate(count: Count, seconds: float) -> tuple[float, float]:
+    """Images a second, and milliseconds of processor time an image (of this process alone).
+
+    What was made ahead while another pipeline was measured does not count.
+    """
+    for _ in range(4):
+        next(count)
+    images, start, busy = 0, time.perf_counter(), time.process_time()
+    while (spent := time.perf_counter() - start) < seconds:
+        images += next(count)
+    return images / spent, 1000 * (time.process_time() - busy) / images
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--only", default="", help="parts of names, separated by ;")
+    parser.add_argument("--verbose", action="store_true", help="every round's figures")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the pipelines have threads of their own
+    with tempfile.TemporaryDirectory(prefix="ssdctl-input-") as folder:
+        root = Path(folder) / "data"
+        make_dataset(root, options.images)
+        stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk")}
+        prepare(root, stores["files"], pack=False)
+        prepare(root, stores["packed"], pack=True)
+        prepare(root, stores["shrunk"], pack=True, shrink=300)
+        threads = options.threads
+        makers = {
+            "ours, host, files": lambda: ours(root, stores["files"], threads, False),
+            "ours, host, packed": lambda: ours(root, stores["packed"], threads, False),
+            "ours, host, shrunk to 300": lambda: ours(root, stores["shrunk"], threads, False),
+            "ours, full, files": lambda: ours(root, stores["files"], threads, True),
+            "ours by --pipeline dali": lambda: ours(root, stores["files"], threads, False, "dali"),
+            "DALI, host": lambda: dali(root, threads, False),
+            "DALI, full": lambda: dali(root, threads, True),
+            "peers, host": lambda: peers(root, threads, False),
+            "peers, full": lambda: peers(root, threads, True),
+        }
+        wanted = [part for part in options.only.split(";") if part]
+        rates: dict[str, list[tuple[float, float]]] = {
+            name: [] for name in makers if not wanted or any(part in name for part in wanted)
+        }
+        for _ in range(options.rounds):
+            for name in list(rates):
+                try:
+                    count = makers[name]()
+                    rates[name].append(rate(count, options.seconds))
+                    with contextlib.suppress(AttributeError):
+                        count.close()  # ends its threads
+                    del count
+                    gc.collect()
+                except ImportError as error:
+                    print(f"{name}: {error}; pip install 'ssdctl[dali]'")
+                    del rates[name]
+        if options.verbose:
+            print(rates)
+        for name, values in rates.items():
+            wall, busy = (statistics.median(column) for column in zip(*values, strict=True))
+            line = f"{name:<28}{wall:8.0f} img/s"
+            if "peers" not in name:  # whose time is spent in worker processes
+                line += f"{busy:8.2f} ms of a core an image"
+            other = "DALI, full" if "full" in name else "DALI, host"
+            if other in rates and name != other:
+                pairs = list(zip(values, rates[other], strict=True))
+                line += f"{statistics.median(a[0] / b[0] for a, b in pairs):8.2f} x {other}"
+                if "peers" not in name:
+                    line += (
+                        f" ({statistics.median(b[1] / a[1] for a, b in pairs):.2f} by core time)"
+                    )
+            print(line)
+        split = open_dataset(root, stores["files"], say=print)["train"]
+        times = stage_times(split, our_plan(split, 1), num_images=320)
+        print("one thread, ms an image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")  # DALI's and PIL's remarks
+    main()

@@ -1,0 +1,139 @@
+"""This machine's input figures: images per second of the host stage and of the full chain.
+
+    figures = benchmark_data(split, config, seconds=5)
+
+Host stage: read, crop, decode, resize, boxes, which is all that the CPU does in training. Full
+chain: with colours, normalisation and targets, which the device does otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from ssdctl.boxes.coder import encode
+from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
+from ssdctl.boxes.matcher import match
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh
+from ssdctl.config import Config
+from ssdctl.data.store import Split
+from ssdctl.input.decode import decode, shrink_crop
+from ssdctl.input.loader import Batch
+from ssdctl.input.order import Order
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import TrainPlan, draw_samples
+from ssdctl.model.augment import normalise
+
+Figures = dict[str, float | int | str]
+BATCH_SIZE = 32
+WARMUP_BATCHES = 4
+TIMED_IMAGES = 200
+PART = 4  # images of the full chain's last stages at a time: they stay in a core's cache
+
+
+def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
+    """Images per second of the host stage, of the full chain, and milliseconds of each stage."""
+    threads = config.train.workers or len(os.sched_getaffinity(0))
+    plan = _plan(split, config, threads)
+
+    def batches() -> Iterator[Batch]:
+        loader = open_input(config.train.pipeline, split, plan)
+        return loader.batches(0, 1 << 40)
+
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the full chain's arithmetic runs in the threads that are counted
+    try:
+        host = _rate((len(batch.rows) for batch in batches()), seconds)
+        full = _rate(full_chain(batches(), threads), seconds)
+        stages = stage_times(split, plan, TIMED_IMAGES)
+    finally:
+        torch.set_num_threads(torch_threads)
+    return {
+        "images_per_second": host,
+        "images_per_second_full": full,
+        "workers": threads,
+        "pipeline": config.train.pipeline,
+        **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
+    }
+
+
+def _plan(split: Split, config: Config, threads: int) -> TrainPlan:
+    return TrainPlan(
+        seed=config.train.seed,
+        first_sample=0,
+        batch_size=BATCH_SIZE,
+        rank=0,
+        world_size=1,
+        accumulate=1,
+        augment=config.train.augment == "ssd",
+        hue_degrees=config.train.hue_degrees,
+        threads=threads,
+        max_boxes=max(split.most_boxes, 1),
+    )
+
+
+def full_chain(batches: Iterator[Batch], threads: int) -> Iterator[int]:
+    """Colour, normalise and match batches on the CPU; yields how many images each held."""
+    defaults = default_boxes_cxcywh()
+    defaults_ltrb = box_cxcywh_to_ltrb(defaults)
+
+    def finish(batch: Batch, part: slice) -> None:
+        jitter = None if batch.jitter is None else batch.jitter[part]
+        normalise(batch.images[part], jitter)
+        labels = batch.labels[part]
+        num_boxes = max(int((labels > 0).sum(dim=1).max()), 1)  # shapes need not be static here
+        boxes, labels = batch.boxes[part, :num_boxes], labels[:, :num_boxes]
+        owner, _ = match(boxes, labels, defaults_ltrb)
+        centres = box_ltrb_to_cxcywh(boxes).transpose(1, 2)
+        matched = centres.gather(2, owner.unsqueeze(1).expand(-1, 4, -1))
+        encode(matched.transpose(1, 2), defaults)
+
+    with ThreadPoolExecutor(threads) as pool, torch.inference_mode():
+        for batch in batches:
+            size = len(batch.rows)
+            parts = [slice(start, start + PART) for start in range(0, size, PART)]
+            list(pool.map(lambda part, batch=batch: finish(batch, part), parts))
+            yield size
+
+
+def stage_times(split: Split, plan: TrainPlan, num_images: int) -> dict[str, float]:
+    """Median milliseconds that an image spends in each stage of the host's work, in one thread.
+
+    `draw` is its share of a batch's order, boxes, crops and colours.
+    """
+    order = Order(split.trainable, plan.seed)
+    out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
+    for start in range(0, num_images, plan.batch_size):
+        begin = time.perf_counter()
+        samples = draw_samples(split, order, plan, start, plan.batch_size)
+        spent["draw"].append((time.perf_counter() - begin) / plan.batch_size)
+        for slot, row in enumerate(samples.rows):
+            width, height = (int(n) for n in split.pixel_sizes[row])
+            edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
+            left, top, right, bottom = (int(edge) for edge in edges)
+            times = [time.perf_counter()]
+            content = bytes(split.read(int(row)))  # copied, so that a mapped file is read indeed
+            times.append(time.perf_counter())
+            pixels = decode(content, (width, height), rows=bottom)
+            times.append(time.perf_counter())
+            shrink_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+            times.append(time.perf_counter())
+            for name, value in zip(list(spent)[1:], np.diff(times), strict=True):
+                spent[name].append(float(value))
+    return {name: 1000 * statistics.median(values) for name, values in spent.items()}
+
+
+def _rate(counts: Iterator[int], seconds: float) -> float:
+    for _ in range(WARMUP_BATCHES):
+        next(counts)
+    images, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        images += next(counts)
+    return round(images / (time.perf_counter() - start), 1)

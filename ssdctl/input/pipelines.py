@@ -1,0 +1,61 @@
+"""The inputs that a run can choose from, by name, behind one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from ssdctl.data.store import Split
+from ssdctl.errors import UsageError
+from ssdctl.input.fake import FakeLoader
+from ssdctl.input.loader import Batch, TrainLoader
+from ssdctl.input.order import Order
+from ssdctl.input.samples import TrainPlan
+
+
+class TrainInput(Protocol):
+    """What feeds a run."""
+
+    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """The micro-batches of steps start to end of this rank, `accumulate` for each step."""
+        ...
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Refuse what this machine lacks, before anything else is done.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if pipeline != "dali":
+        return
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"--pipeline dali: nvidia-dali cannot be imported ({error})",
+            hint="pip install 'ssdctl[dali]', or leave --pipeline at native",
+        ) from None
+
+
+def open_input(pipeline: str, split: Split, plan: TrainPlan, *, fake: bool = False) -> TrainInput:
+    """The input of one rank.
+
+    Args:
+        pipeline: `native` or `dali`.
+        split: The images.
+        plan: What of the stream to take.
+        fake: Random batches instead, without reading an image.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if fake:
+        return FakeLoader(split, plan)
+    check_pipeline(pipeline)
+    order = Order(split.trainable, plan.seed)
+    if pipeline == "dali":
+        from ssdctl.input.dali import DaliLoader
+
+        return DaliLoader(split, order, plan)
+    return TrainLoader(split, order, plan)

@@ -1,0 +1,108 @@
+"""What a micro-batch is made of, decided before any pixel is: images, crops, flips, colours.
+
+All of it is a function of (seed, place in the stream). Shapes: B batch, G boxes (padded).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.data.store import Split
+from ssdctl.input.crop import Crops, Floats, flip_boxes, sample_crops, whole_images
+from ssdctl.input.order import Order
+from ssdctl.input.randomness import uniform
+
+FLIP_STREAM = 3
+COLOUR_STREAM = 4
+
+
+class TrainPlan(NamedTuple):
+    """What a rank takes of the stream."""
+
+    seed: int
+    first_sample: int  # of the stream, at step 0 of `TrainLoader.batches`
+    batch_size: int  # per rank and micro-batch
+    rank: int
+    world_size: int
+    accumulate: int
+    augment: bool
+    hue_degrees: float
+    threads: int
+    max_boxes: int  # G: the same for every batch, so that shapes are static
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.world_size * self.accumulate
+
+    def places(self, start_step: int, end_step: int) -> range:
+        """Where in the stream each micro-batch of this rank begins.
+
+        Steps count from `first_sample`; each has `accumulate` micro-batches.
+        """
+        stride = self.batch_size * self.world_size
+        first = self.first_sample + self.rank * self.batch_size
+        start, end = (first + step * self.accumulate * stride for step in (start_step, end_step))
+        return range(start, end, stride)
+
+
+class Samples(NamedTuple):
+    """A micro-batch but for its pixels."""
+
+    places: NDArray[np.int64]  # B, in the stream
+    rows: NDArray[np.int64]  # B, which images
+    crops: Crops
+    flip: NDArray[np.bool_]  # B
+    jitter: NDArray[np.float32] | None  # B x 4: see ssdctl.model.augment.normalise
+    is_whole: bool  # no crop anywhere: the pictures are resized exactly as Pillow does it
+
+
+def draw_samples(split: Split, order: Order, plan: TrainPlan, start: int, count: int) -> Samples:
+    """Decide everything about the stream's samples start to start + count but their pixels."""
+    sample = order.samples(start, count)
+    places = np.arange(start, start + count)
+    boxes, labels = padded_boxes(split, sample.row, plan.max_boxes)
+    if not plan.augment:
+        return _whole(places, sample.row, whole_images(boxes, labels))
+    sizes = split.pixel_sizes[sample.row]
+    crops = sample_crops(plan.seed, sample.epoch, sample.row, boxes, labels, sizes)
+    flip = uniform(FLIP_STREAM, plan.seed, sample.epoch, sample.row) < 0.5
+    mirrored = flip_boxes(crops.boxes, crops.labels)
+    crops = crops._replace(boxes=np.where(flip[:, None, None], mirrored, crops.boxes))
+    keys = (COLOUR_STREAM, plan.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
+    jitter = colour_jitter(uniform(*keys), plan.hue_degrees)
+    return Samples(places, sample.row, crops, flip, jitter, is_whole=False)
+
+
+def whole_samples(split: Split, rows: NDArray[np.int64]) -> Samples:
+    """Whole pictures, for evaluation: no box is asked for."""
+    boxes, labels = padded_boxes(split, rows, 1)
+    return _whole(rows, rows, whole_images(boxes, labels))
+
+
+def colour_jitter(draw: Floats, hue_degrees: float) -> NDArray[np.float32]:
+    """(B, 4) uniform numbers -> brightness .875 to 1.125, contrast and saturation .5 to 1.5, hue
+    in radians (FACTS 5)."""
+    spread = np.array([0.125, 0.5, 0.5, math.radians(hue_degrees)])
+    return (np.array([1.0, 1.0, 1.0, 0.0]) + spread * (2 * draw - 1)).astype(np.float32)
+
+
+def padded_boxes(
+    split: Split, rows: NDArray[np.int64], max_boxes: int
+) -> tuple[Floats, NDArray[np.int64]]:
+    """The boxes (B, G, 4) and labels (B, G) of images, padded with zeros, cut at `max_boxes`."""
+    boxes = np.zeros((len(rows), max_boxes, 4))
+    labels = np.zeros((len(rows), max_boxes), np.int64)
+    for i, row in enumerate(rows):
+        start = split.starts[row]
+        end = min(split.starts[row + 1], start + max_boxes)
+        boxes[i, : end - start] = split.boxes[start:end]
+        labels[i, : end - start] = split.labels[start:end]
+    return boxes, labels
+
+
+def _whole(places: NDArray[np.int64], rows: NDArray[np.int64], crops: Crops) -> Samples:
+    return Samples(places, rows, crops, np.zeros(len(rows), np.bool_), None, is_whole=True)
