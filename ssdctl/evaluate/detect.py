@@ -1,8 +1,9 @@
 """Run a network over a split and collect its detections.
 
 Every image is seen once, the last partial batch included; an image without detections adds none.
-Pictures are decoded some batches ahead, and while the network runs on a batch, a thread turns the
-output of the one before into detections: the network alone sets the pace.
+Pictures are decoded some batches ahead. While an accelerator, or a CPU of many cores, runs the
+network on a batch, a thread turns the output of the one before into detections: the network alone
+sets the pace. On few cores the thread would only compete with it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ssdctl.model import postprocess
 
 Progress = Callable[..., Iterable[Any]]
 BATCHES_BEHIND = 2  # outputs that wait for their decoding
+FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
 # A single picture takes other convolution kernels than a batch does, whose last digits differ: the
 # figures would depend on how the images are shared out.
 SMALLEST_BATCH = 2
@@ -73,7 +75,9 @@ def detect_split(
     )
     rows = rows[split.usable[rows]]
     # Accelerators want one shape for all batches; see also SMALLEST_BATCH.
-    least = SMALLEST_BATCH if device.torch_device.type == "cpu" else options.batch_size
+    is_cpu = device.torch_device.type == "cpu"
+    least = SMALLEST_BATCH if is_cpu else options.batch_size
+    behind = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else BATCHES_BEHIND
     batches: Iterable[Batch] = evaluation_batches(split, rows, options.batch_size, options.threads)
     if progress is not None:
         total = -(-len(rows) // options.batch_size)
@@ -81,22 +85,32 @@ def detect_split(
     was_training = model.training
     model.eval()
     try:
-        return merge(list(_found(detector, split, batches, least)))
+        return merge(list(_found(detector, split, batches, least, behind)))
     finally:
         model.train(was_training)
 
 
 def _found(
-    detector: Detector, split: Split, batches: Iterable[Batch], least: int
+    detector: Detector, split: Split, batches: Iterable[Batch], least: int, behind: int
 ) -> Iterator[Detections]:
-    """The detections of each image, in the order of the batches."""
+    """The detections of each image, in the order of the batches.
+
+    Args:
+        least: Pictures that the network gets at a time, at least.
+        behind: How many outputs may wait for the thread that decodes them; 0 = no thread.
+    """
+    if behind == 0:
+        for batch in batches:
+            output = detector.forward(_filled(batch.images, least))
+            yield from _finish(detector, split, batch.rows, output)
+        return
     pending: deque[Future[list[Detections]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
             for batch in batches:
                 output = detector.forward(_filled(batch.images, least))
                 pending.append(pool.submit(_finish, detector, split, batch.rows, output))
-                if len(pending) > BATCHES_BEHIND:
+                if len(pending) > behind:
                     yield from pending.popleft().result()
             while pending:
                 yield from pending.popleft().result()
