@@ -233,6 +233,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
     # What the first life leaves is swept up by then; a second one must not begin before.
     wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
+    time.sleep(3)  # slurmd removes the first life's script a little later, by the job's number
     update = ["scontrol", "update", f"jobid={found[1]}", "StartTime=now", "TimeLimit=60"]
     # Each update makes the scheduler look; otherwise it does once a minute.
     show = ["scontrol", "show", "job", found[1]]
