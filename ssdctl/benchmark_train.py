@@ -107,7 +107,7 @@ class _Bench:
             real = endless_batches(split, self.config, batch_size=self.size, threads=threads)
             rate = self._rate(step, real, seconds)
             found = {
-                "images_per_second_fake": round(fake_rate.images_per_second, 2),
+                "images_per_second_fake": round(fake_rate.images_per_second, 3),
                 "input_cost": round(1 - rate.images_per_second / fake_rate.images_per_second, 4),
             }
         memory = self.device.peak_memory_bytes()
@@ -130,7 +130,7 @@ class _Bench:
         images = COCO_IMAGES
         hours = images / rate.images_per_second / 3600
         return {
-            "images_per_second": round(rate.images_per_second, 2),
+            "images_per_second": round(rate.images_per_second, 3),
             "step_ms": round(1000 * rate.step_s, 2),
             "tflops": round(achieved / 1e12, 4),
             "peak_fraction": round(achieved / peak, 4),
