@@ -1,23 +1,15 @@
 """The typed config that every command shares.
 
-schema.py says which settings there are, settings.py lists them one by one (for options, help and
-docs), resolve.py layers their sources, render.py writes a config down.
+sections/ says which settings there are, schema.py puts them together, settings.py lists them one by
+one (for options, help and docs), resolve.py layers their sources, render.py writes a config down.
 """
 
 from ssdctl.config.resolve import Resolved, resolve
-from ssdctl.config.schema import (
-    Config,
-    DataConfig,
-    DownloadConfig,
-    EvaluateConfig,
-    KubernetesConfig,
-    LaunchConfig,
-    ModelConfig,
-    PredictConfig,
-    PrepareConfig,
-    SlurmConfig,
-    TrainConfig,
-)
+from ssdctl.config.schema import Config
+from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
+from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
+from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
+from ssdctl.config.sections.train import ModelConfig, TrainConfig
 
 __all__ = [
     "Config",

@@ -1,4 +1,4 @@
-"""The settings of schema.py as a flat list: what options, help, docs and messages are made from."""
+"""All settings as a flat list: what options, help, docs and messages are made from."""
 
 from __future__ import annotations
 

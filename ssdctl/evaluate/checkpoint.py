@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from ssdctl.config import Config, DataConfig
-from ssdctl.config.schema import EvaluateConfig
+from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.coco import ClassName
 from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import open_dataset

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ssdctl.config.schema import KubernetesConfig, LaunchConfig, SlurmConfig
+from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch import kubernetes, mpirun, podspec, slurm, torchrun
 from ssdctl.launch.node import Node

@@ -6,7 +6,7 @@ import posixpath
 import re
 from typing import TYPE_CHECKING, Any
 
-from ssdctl.config.schema import KubernetesConfig
+from ssdctl.config.sections.launch import KubernetesConfig
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:

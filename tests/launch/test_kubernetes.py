@@ -23,7 +23,7 @@ from conftest import Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.schema import KubernetesConfig, LaunchConfig
+from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch import pod_install
 from ssdctl.launch.node import Node

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.schema import LaunchConfig
+from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.node import Node, read_node

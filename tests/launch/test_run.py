@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from ssdctl.config.schema import LaunchConfig
+from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.launch.exits import VARIABLE, described, job_exit_code
 from ssdctl.launch.logs import last_lines, log_path, start_rank_log
 from ssdctl.launch.node import read_node

@@ -27,7 +27,7 @@ from conftest import TINY_RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.config.schema import LaunchConfig, SlurmConfig
+from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.batch import follow, submit
 from ssdctl.launch.node import Node

@@ -1,0 +1,62 @@
+"""What settings are made of: how one is described, and the types that carry their bounds."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+Precision = Literal["auto", "bf16", "fp16", "fp32"]
+DeviceName = Literal["auto", "cpu", "cuda", "hpu", "xla"]
+BackboneName = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+
+ClusterName = Literal["voyager"]
+PresetName = Literal["mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34"]
+
+
+def setting(
+    help: str,
+    *,
+    flag: str | None = None,
+    panel: str = "Options",
+    metavar: str | None = None,
+    choice_flags: bool = False,
+    replaces: tuple[str, ...] = (),
+    maths: bool = False,
+) -> msgspec.Meta:
+    """Describe one field.
+
+    Args:
+        help: One sentence, units included.
+        flag: The option's name where it is not the field's.
+        panel: The heading under which `--help` lists it.
+        metavar: What stands for the value in `--help`.
+        choice_flags: Give each choice a flag of its own (`--bf16`), besides none for the field.
+        maths: Another value changes what a run computes, so a resume refuses it.
+        replaces: Options of the systems that ssdctl replaces; using one names this one.
+    """
+    extra = {
+        "flag": flag,
+        "panel": panel,
+        "metavar": metavar,
+        "choice_flags": choice_flags,
+        "replaces": replaces,
+        "maths": maths,
+    }
+    return msgspec.Meta(description=help, extra=extra)
+
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+# "3" or "3ep": epochs; "300st": optimizer steps; "10min": wall time (for saving).
+Passes = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st)?$")]
+# The same for what is repeated, which needs a length.
+Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st)?$")]
+IntervalOrTime = Annotated[
+    str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st|min)?$")
+]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One table of the config file."""

@@ -1,0 +1,1 @@
+"""The settings, table by table of the config file."""

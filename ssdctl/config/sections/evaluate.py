@@ -1,0 +1,38 @@
+"""Settings of evaluation and prediction."""
+
+from typing import Annotated, Literal
+
+from ssdctl.config.fields import Count, DeviceName, Fraction, Natural, Section, setting
+
+
+class EvaluateConfig(Section, frozen=True):
+    """How a checkpoint is scored."""
+
+    split: Annotated[Literal["train", "val"], setting("Split to score")] = "val"
+    batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 16
+    precision: Annotated[
+        Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
+    ] = "fp32"
+    device: Annotated[DeviceName, setting("Device to run on")] = "auto"
+    workers: Annotated[Natural, setting("Decode threads; 0 = all cores", metavar="N")] = 0
+    limit: Annotated[Count | None, setting("Score the first N images alone", metavar="N")] = None
+    score_threshold: Annotated[
+        Fraction, setting("Drop detections below this score", metavar="X")
+    ] = 0.05
+    nms_iou: Annotated[
+        Fraction, setting("Suppress a box that overlaps a better one by more", metavar="X")
+    ] = 0.5
+    annotated_only: Annotated[
+        bool, setting("Score images with annotations alone, as the peers do")
+    ] = False
+    verify: Annotated[
+        bool, setting("Score with pycocotools too and fail on a difference over 1e-12")
+    ] = False
+
+
+class PredictConfig(Section, frozen=True):
+    """How `ssdctl predict` looks at pictures."""
+
+    score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
+    batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
+    device: Annotated[DeviceName, setting("Device to run on")] = "auto"

@@ -1,0 +1,159 @@
+"""Settings of launches: local, Slurm's, Kubernetes'."""
+
+from typing import Annotated, Literal
+
+from ssdctl.config.fields import ClusterName, Count, Natural, Section, setting
+
+
+class LaunchConfig(Section, frozen=True):
+    """How many devices, and what starts them."""
+
+    launcher: Annotated[
+        Literal["auto", "torchrun", "mpirun", "slurm", "kubernetes"],
+        setting(
+            "What starts the ranks; auto = mpirun for HPUs, torchrun for GPUs, TPUs and CPUs",
+            panel="Launch",
+        ),
+    ] = "auto"
+    cluster: Annotated[
+        ClusterName | None,
+        setting("Settings of a known cluster to start from (docs/clusters.md)", panel="Launch"),
+    ] = None
+    nodes: Annotated[
+        Count, setting("Machines; the devices are divided among them", metavar="N", panel="Launch")
+    ] = 1
+    restarts: Annotated[
+        Natural,
+        setting(
+            "Start the job again this often after a crash; it resumes", metavar="N", panel="Launch"
+        ),
+    ] = 0
+    hostfile: Annotated[
+        str | None, setting("Open MPI host file, one host a line", metavar="FILE", panel="Launch")
+    ] = None
+    rdzv_endpoint: Annotated[
+        str | None,
+        setting(
+            "Where torchrun's nodes meet [default: the first host of --hostfile]",
+            metavar="HOST:PORT",
+            panel="Launch",
+        ),
+    ] = None
+    rank_by: Annotated[
+        Literal["core", "slot"],
+        setting(
+            "Order of mpirun's ranks; newer Gaudi releases and Open MPI 5 want slot", panel="Launch"
+        ),
+    ] = "core"
+    bind_to: Annotated[
+        Literal["core", "none"],
+        setting("Whether mpirun gives each rank cores of its own", panel="Launch"),
+    ] = "core"
+    carry: Annotated[
+        tuple[str, ...],
+        setting(
+            "More variables that mpirun takes along to other nodes",
+            metavar="NAME,NAME",
+            panel="Launch",
+        ),
+    ] = ()
+    cores_per_node: Annotated[
+        Count | None,
+        setting(
+            "Physical cores of a node, for binding ranks [default: this machine's]",
+            metavar="N",
+            panel="Launch",
+        ),
+    ] = None
+    devices_per_node: Annotated[
+        Count | None,
+        setting(
+            "Cards a node has, for sharing its cores [default: those used]",
+            metavar="N",
+            panel="Launch",
+        ),
+    ] = None
+
+
+class SlurmConfig(Section, frozen=True):
+    """What `launch --launcher slurm` asks Slurm for."""
+
+    job_name: Annotated[str, setting("Name of the job", metavar="NAME")] = "ssdctl"
+    partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
+    account: Annotated[str | None, setting("Account to charge", metavar="NAME")] = None
+    qos: Annotated[str | None, setting("Quality of service", metavar="NAME")] = None
+    constraint: Annotated[str | None, setting("Features of the nodes", metavar="LIST")] = None
+    time: Annotated[
+        str | None,
+        setting(
+            "Time limit: minutes, H:MM:SS or D-HH:MM:SS [default: the partition's]", metavar="TIME"
+        ),
+    ] = None
+    memory: Annotated[str | None, setting("Memory per node, as 400G", metavar="SIZE")] = None
+    gres: Annotated[
+        str | None,
+        setting("Slurm's name for the devices; none = ask for none [default: gpu or hpu]"),
+    ] = None
+    signal_before: Annotated[
+        Count, setting("Seconds before the time limit at which the job saves", metavar="S")
+    ] = 300
+    requeue: Annotated[
+        bool, setting("Queue the job again where the time limit stopped it; it resumes")
+    ] = True
+    options: Annotated[
+        tuple[str, ...], setting("More options of sbatch (--exclusive)", metavar="--OPTION,...")
+    ] = ()
+
+
+class KubernetesConfig(Section, frozen=True):
+    """The pods of `launch --launcher kubernetes`."""
+
+    name: Annotated[
+        str | None, setting("Name of the job [default: ssdctl-XXXXXX]", metavar="NAME")
+    ] = None
+    namespace: Annotated[str | None, setting("Namespace [default: kubectl's]", metavar="NAME")] = (
+        None
+    )
+    image: Annotated[str | None, setting("Image of all pods", metavar="IMAGE")] = None
+    pull_policy: Annotated[
+        Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
+    ] = "IfNotPresent"
+    pull_secret: Annotated[
+        str | None, setting("Secret that opens the image's registry", metavar="NAME")
+    ] = None
+    service_account: Annotated[str | None, setting("Service account", metavar="NAME")] = None
+    install: Annotated[
+        str | None,
+        setting(
+            "How ssdctl gets into the pods: image = it is in the image; else what pip installs "
+            "there (a wheel or folder on a volume, a requirement), beside the image's own torch",
+            metavar="image|SOURCE",
+        ),
+    ] = None
+    python: Annotated[str, setting("The image's interpreter", metavar="PROGRAM")] = "python3"
+    volumes: Annotated[
+        tuple[str, ...],
+        setting(
+            "Folders that outlive the pods: a path of the nodes, or a claim's name, then where to "
+            "mount it, then ro where nothing may be written",
+            metavar="SOURCE:PATH[:ro],...",
+        ),
+    ] = ()
+    resources: Annotated[
+        tuple[str, ...],
+        setting(
+            "What a pod with devices gets besides them (cpu=95, memory=409Gi)",
+            metavar="NAME=AMOUNT,...",
+        ),
+    ] = ()
+    launcher_resources: Annotated[
+        tuple[str, ...],
+        setting("What the pod that runs mpirun gets", metavar="NAME=AMOUNT,..."),
+    ] = ("cpu=2", "memory=4Gi")
+    node_selector: Annotated[
+        tuple[str, ...], setting("Labels of the nodes to run on", metavar="KEY=VALUE,...")
+    ] = ()
+    host_ipc: Annotated[bool, setting("Share the node's IPC namespace")] = False
+    env: Annotated[
+        tuple[str, ...], setting("Variables for all pods", metavar="NAME=VALUE,...")
+    ] = ()

@@ -1,0 +1,393 @@
+"""Settings of the network and of a training run."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ssdctl.config.fields import (
+    BackboneName,
+    Count,
+    DeviceName,
+    Interval,
+    IntervalOrTime,
+    Natural,
+    NonNegative,
+    Passes,
+    Positive,
+    Precision,
+    PresetName,
+    Section,
+    setting,
+)
+
+
+class ModelConfig(Section, frozen=True):
+    """The network."""
+
+    backbone: Annotated[
+        BackboneName, setting("ResNet that is cut after conv4_x", panel="Network", maths=True)
+    ]
+    weights: Annotated[
+        str,
+        setting(
+            "Backbone weights: a name (ssdctl fetch-weights --list; imagenet-v1 is the backbone's "
+            "own), a file, or none",
+            flag="--backbone-weights",
+            metavar="NAME|FILE|none",
+            panel="Network",
+            replaces=("--backbone-path", "--pretrained-backbone", "--resnet_checkpoint"),
+        ),
+    ]
+    extra_norm: Annotated[
+        Literal["none", "batch"],
+        setting(
+            "Normalisation in the extra blocks: none (MLPerf) or batch (NVIDIA)",
+            panel="Network",
+            maths=True,
+        ),
+    ]
+
+
+class TrainConfig(Section, frozen=True):
+    """One training run. Fields without a default are the recipe's: the preset names them."""
+
+    # Recipe
+    epochs: Annotated[Count, setting("Length of the run, in epochs", metavar="N", panel="Recipe")]
+    batch_size: Annotated[
+        Count | Literal["auto"],
+        setting(
+            "Images per device and step; auto = as many as the device's memory holds",
+            flag="--bs",
+            metavar="N|auto",
+            panel="Recipe",
+            replaces=("--batch-size", "--batch_size", "--eval-batch-size"),
+        ),
+    ]
+    lr: Annotated[
+        Positive,
+        setting(
+            "Learning rate at global batch 32; scaled by global batch / 32",
+            metavar="X",
+            panel="Recipe",
+            replaces=("--learning-rate", "--base-lr"),
+            maths=True,
+        ),
+    ]
+    warmup: Annotated[
+        Passes,
+        setting(
+            "Linear warm-up: 3 or 3ep = epochs, 300st = optimizer steps",
+            metavar="DURATION",
+            panel="Recipe",
+            maths=True,
+        ),
+    ]
+    decay_epochs: Annotated[
+        tuple[Positive, ...],
+        setting(
+            "Epochs at which the learning rate falls (see --lr-decay)",
+            metavar="E,E",
+            panel="Recipe",
+            replaces=("--multistep", "--lr-decay-epochs", "--lr-decay-schedule"),
+            maths=True,
+        ),
+    ]
+    lr_decay: Annotated[
+        Literal["step", "cosine"],
+        setting(
+            "step = to a tenth at each decay epoch; cosine = from the first of two decay epochs "
+            "to the second",
+            panel="Recipe",
+            maths=True,
+        ),
+    ]
+    momentum: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, lt=1)],
+        setting("SGD momentum (AdamW: beta1)", metavar="X", panel="Recipe", maths=True),
+    ]
+    weight_decay: Annotated[
+        NonNegative,
+        setting("Weight decay", metavar="X", panel="Recipe", replaces=("--wd",), maths=True),
+    ]
+    decay_bias_and_norm: Annotated[
+        bool, setting("Apply weight decay to biases and batch norm too", panel="Recipe", maths=True)
+    ]
+    optimizer: Annotated[Literal["sgd", "adamw"], setting("Optimizer", panel="Recipe", maths=True)]
+    clip_grad: Annotated[
+        NonNegative,
+        setting(
+            "Clip the gradient's global L2 norm to this; 0 = off",
+            metavar="NORM",
+            panel="Recipe",
+            maths=True,
+        ),
+    ]
+    freeze_stem: Annotated[
+        bool,
+        setting(
+            "Keep conv1 and the first block's first 3x3 convolution, and their batch norm's scale "
+            "and bias, as they are",
+            panel="Recipe",
+            maths=True,
+        ),
+    ]
+    hue_degrees: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=180)],
+        setting(
+            "Hue jitter of the augmentation, +- degrees", metavar="DEG", panel="Recipe", maths=True
+        ),
+    ]
+    precision: Annotated[
+        Precision,
+        setting(
+            "Arithmetic of the network: auto = bf16 where the device has it natively, else fp32",
+            panel="Device",
+            choice_flags=True,
+            replaces=("--autocast", "--amp", "--use-fp16", "--dtype", "--data-type"),
+            maths=True,
+        ),
+    ]
+
+    # Run
+    preset: Annotated[
+        PresetName,
+        setting("Recipe to start from (ssdctl config presets)", panel="Recipe"),
+    ] = "stable-r34"
+    out: Annotated[
+        str | None,
+        setting(
+            "Run folder; the same folder again resumes [default: runs/PRESET]",
+            metavar="RUN",
+            panel="Run",
+            replaces=("--save", "--model_dir", "--save-path", "--checkpoint-dir"),
+        ),
+    ] = None
+    steps: Annotated[
+        Count | None,
+        setting(
+            "Stop after this many optimizer steps [default: all epochs]",
+            metavar="N",
+            panel="Run",
+            replaces=("--num-steps", "--max-steps", "--iteration"),
+        ),
+    ] = None
+    init: Annotated[
+        str | None,
+        setting("Start from the weights of this checkpoint", metavar="FILE", panel="Run"),
+    ] = None
+    resume: Annotated[
+        str,
+        setting(
+            "auto = from the newest intact checkpoint of RUN, never, or a file",
+            metavar="auto|never|FILE",
+            panel="Run",
+            replaces=("--checkpoint",),
+        ),
+    ] = "auto"
+    resume_changed: Annotated[
+        bool, setting("Resume although a setting that changes the maths differs", panel="Run")
+    ] = False
+    seed: Annotated[
+        Natural,
+        setting(
+            "Seed of order, crops, colours and initial weights",
+            metavar="N",
+            panel="Run",
+            maths=True,
+        ),
+    ] = 0
+    accumulate: Annotated[
+        Count,
+        setting(
+            "Micro-batches per optimizer step; the global batch grows with it",
+            metavar="N",
+            panel="Recipe",
+            replaces=("--accumulation", "--batch-splits"),
+        ),
+    ] = 1
+    ema: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, lt=1)],
+        setting(
+            "Evaluate and deploy a moving average of the weights with this decay (0.999 is usual); "
+            "0 = off",
+            metavar="DECAY",
+            panel="Recipe",
+            maths=True,
+        ),
+    ] = 0.0
+    sync_bn: Annotated[
+        bool,
+        setting(
+            "Batch norm over the images of all ranks, where the device can",
+            panel="Recipe",
+            maths=True,
+        ),
+    ] = False
+    deterministic: Annotated[
+        bool,
+        setting("Use kernels alone that give the same bits every time; slower", panel="Run"),
+    ] = False
+    rank_timeout: Annotated[
+        Positive,
+        setting(
+            "Seconds that a rank waits for another before it gives it up (exit 8)",
+            metavar="S",
+            panel="Run",
+        ),
+    ] = 600.0
+    on_nonfinite: Annotated[
+        Literal["skip", "rollback", "stop"],
+        setting(
+            "What a NaN or infinite loss or gradient leads to: leave the step out, go back to "
+            "the last checkpoint past its images, or exit 7",
+            panel="Run",
+        ),
+    ] = "skip"
+
+    # Device
+    device: Annotated[
+        DeviceName,
+        setting(
+            "Device to train on; auto = the accelerator this machine has, else cpu",
+            panel="Device",
+            replaces=("--use-hpu", "--hpu-lazy-mode", "--no-cuda", "--hpu"),
+        ),
+    ] = "auto"
+    execution: Annotated[
+        Literal["eager", "compile", "lazy"] | None,
+        setting(
+            "How a step runs: operation by operation, by torch.compile, or as graphs gathered by "
+            "the device [default: the device's fastest]",
+            panel="Device",
+            replaces=("--use-torch-compile", "--compile", "--use-lazy-mode"),
+        ),
+    ] = None
+    tf32: Annotated[
+        bool,
+        setting(
+            "Round the factors of fp32 products to TF32, where a GPU can",
+            panel="Device",
+            replaces=("--allow-tf32",),
+            maths=True,
+        ),
+    ] = False
+    profile: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d*,[1-9]\d*$")] | None,
+        setting(
+            "Profile these optimizer steps, both included: a Chrome trace and a table of the "
+            "slowest kernels and waits, in RUN/profile",
+            metavar="FIRST,LAST",
+            panel="Run",
+            replaces=("--profiling", "--profile-steps", "--profiler"),
+        ),
+    ] = None
+
+    # Input
+    workers: Annotated[
+        Natural,
+        setting(
+            "Decode threads; 0 = this process's share of the cores",
+            metavar="N",
+            panel="Input",
+            replaces=("--num-workers", "--num_workers"),
+        ),
+    ] = 0
+    pipeline: Annotated[
+        Literal["native", "dali"],
+        setting(
+            "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
+            "samples, crops and colours, pixels that differ by a few levels",
+            panel="Input",
+            replaces=("--data-pipeline", "--use-dali"),
+            maths=True,
+        ),
+    ] = "native"
+    fake_data: Annotated[
+        bool,
+        setting(
+            "Random batches instead of images, for the device's ceiling: no dataset is needed, "
+            "nothing is evaluated",
+            panel="Input",
+            replaces=("--synthetic-data", "--use-fake-data"),
+            maths=True,
+        ),
+    ] = False
+    augment: Annotated[
+        Literal["ssd", "none"],
+        setting("SSD crops, flips and colours, or plain resized images", panel="Input", maths=True),
+    ] = "ssd"
+    limit_train: Annotated[
+        Count | None,
+        setting("Train on the first N images alone", metavar="N", panel="Input", maths=True),
+    ] = None
+    overfit: Annotated[
+        Count | None,
+        setting(
+            "Train on the first N images, without augmentation, and score on the same ones: AP "
+            "near 1 shows that data and settings fit together",
+            metavar="N",
+            panel="Input",
+            maths=True,
+        ),
+    ] = None
+
+    # Evaluation, saving, logging
+    eval_every: Annotated[
+        Interval | None,
+        setting(
+            "Evaluate this often (epochs, or steps with st) [default: at the end]",
+            metavar="DURATION",
+            panel="Evaluation",
+            replaces=("--val-interval", "--val-epochs", "--evaluation"),
+        ),
+    ] = None
+    eval_at: Annotated[
+        tuple[Positive, ...],
+        setting(
+            "Evaluate after these epochs, besides --eval-every", metavar="E,E", panel="Evaluation"
+        ),
+    ] = ()
+    patience: Annotated[
+        Count | None,
+        setting(
+            "Stop after this many evaluations without a better AP", metavar="N", panel="Evaluation"
+        ),
+    ] = None
+    target_ap: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
+        setting(
+            "Stop once AP reaches this",
+            metavar="AP",
+            panel="Evaluation",
+            replaces=("--threshold", "--target"),
+        ),
+    ] = None
+    save_every: Annotated[
+        IntervalOrTime,
+        setting(
+            "Save a checkpoint this often: epochs, steps (st) or minutes (min)",
+            metavar="DURATION",
+            panel="Saving",
+            replaces=("--save_checkpoints_epochs", "--save_checkpoints_steps"),
+        ),
+    ] = "1ep"
+    keep: Annotated[
+        Count, setting("Newest checkpoints to keep, besides the best", metavar="N", panel="Saving")
+    ] = 2
+    log_every: Annotated[
+        Count,
+        setting(
+            "Steps between two lines of metrics",
+            metavar="N",
+            panel="Saving",
+            replaces=("--log-interval", "--save_summary_steps", "--log_step_count_steps"),
+        ),
+    ] = 20
+    tensorboard: Annotated[
+        bool,
+        setting("Write RUN/tensorboard: figures, and pictures with their boxes", panel="Saving"),
+    ] = False
+    mllog: Annotated[
+        str | None,
+        setting("Append MLPerf's log lines to this file", metavar="FILE", panel="Saving"),
+    ] = None
