@@ -73,7 +73,7 @@ class Detector:
 
     def forward(self, images_BHW3: Tensor) -> Output:
         """The network alone; returns before an accelerator is done."""
-        with torch.inference_mode():
+        with torch.no_grad():  # lazy devices refuse inference tensors
             images = normalise(images_BHW3.to(self._device.torch_device))
             with self._device.autocast(self._precision):
                 output = Output(*self._model(images))
@@ -86,7 +86,7 @@ class Detector:
         Raises:
             NonFiniteError: It is NaN or infinite.
         """
-        with torch.inference_mode():
+        with torch.no_grad():  # lazy devices refuse inference tensors
             if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
                 raise NonFiniteError(
                     "the network's output is NaN or infinite",

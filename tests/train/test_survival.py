@@ -18,7 +18,6 @@ from runs import assert_same_state, last, records, start, wait_for
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
-STEPS = 12
 
 
 def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
@@ -31,10 +30,12 @@ def killed_at_random(command: list[object], number: signal.Signals, within_s: fl
     return process.returncode
 
 
-def survive(shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals]) -> None:
+def survive(
+    shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
+) -> None:
     """Kill a run again and again, let it end, and compare it with one that was left alone."""
     whole, run = tmp_path / "whole", tmp_path / "run"
-    command = ["train", "--data", shapes, *OPTIONS, "--steps", STEPS]
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
     command += ["--save-every", "2st", "--eval-every", "5st"]
     begin = time.monotonic()
     process = start(*command, "--out", whole)
@@ -62,13 +63,13 @@ def survive(shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals
 
 def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     random.seed(1)
-    survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL])
+    survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM], steps=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signal.Signals) -> None:
-    survive(shapes, tmp_path, cli, [sent] * 20)
+    survive(shapes, tmp_path, cli, [sent] * 20, steps=12)
 
 
 CRASH = """
