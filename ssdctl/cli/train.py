@@ -113,14 +113,15 @@ def _show_plan(call: Call) -> None:
 def _disk_needed(config: Config) -> str:
     """What the checkpoints will take, for people."""
     from ssdctl.files import free_bytes
-    from ssdctl.train.memory import checkpoint_bytes
-    from ssdctl.train.setup import run_folder
+    from ssdctl.train.schedule import checkpoint_bytes
 
-    each, kept = checkpoint_bytes(config), config.train.keep + 2
+    each = checkpoint_bytes(config.model.backbone, config.train)
+    kept = config.train.keep + 2
+    out = Path(config.train.out or f"runs/{config.train.preset}")
     return (
-        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, {kept * each / 1e9:.1f} GB at most "
+        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each with 80 classes, {kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_folder(config).absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(out.absolute()) / 1e9:,.0f} GB are free"
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
-from ssdctl.model.augment import normalise
+from ssdctl.model.augment import Normalise
 from ssdctl.model.postprocess import Detections, detect
 
 
@@ -62,6 +62,7 @@ class Detector:
         self._score_threshold = score_threshold
         self._nms_iou = nms_iou
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
+        self._normalise = Normalise().to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[Detections]:
         """The detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
@@ -74,7 +75,7 @@ class Detector:
     def forward(self, images_BHW3: Tensor) -> Output:
         """The network alone; returns before an accelerator is done."""
         with torch.no_grad():  # lazy devices refuse inference tensors
-            images = normalise(images_BHW3.to(self._device.torch_device))
+            images = self._normalise(images_BHW3.to(self._device.torch_device))
             with self._device.autocast(self._precision):
                 output = Output(*self._model(images))
             self._device.mark_step()

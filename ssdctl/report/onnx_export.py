@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.augment import normalise
+from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.postprocess import (
     CANDIDATES_PER_CLASS,
     DETECTIONS_PER_IMAGE,
@@ -153,10 +153,11 @@ class _Deployed(nn.Module):
         super().__init__()
         self.network = network
         self.is_decoded = is_decoded
+        self.normalise = Normalise()
         self.register_buffer("defaults", default_boxes_cxcywh())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        offsets, logits = self.network(normalise(images))
+        offsets, logits = self.network(self.normalise(images))
         assert isinstance(self.defaults, Tensor)
         return (
             boxes_and_scores(offsets, logits, self.defaults)

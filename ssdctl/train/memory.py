@@ -57,15 +57,6 @@ def estimate(architecture: Architecture, config: TrainConfig, precision: str) ->
     return Need(4 * copies * parameters, int(WORKSPACE * per_image))
 
 
-def checkpoint_bytes(config: Config, num_classes: int = 81) -> int:
-    """The size of a run's checkpoint: weights, their average, the optimizer's state."""
-    with FakeTensorMode():
-        model = Architecture(config.model.backbone, config.model.extra_norm, num_classes).build()
-    parameters = sum(p.numel() for p in model.parameters())
-    copies = 1 + bool(config.train.ema) + (2 if config.train.optimizer == "adamw" else 1)
-    return 4 * copies * parameters
-
-
 def activation_bytes(architecture: Architecture, precision: str) -> int:
     """What backward keeps of one image's forward."""
     two, three = (_saved_bytes(architecture, precision, size) for size in (2, 3))

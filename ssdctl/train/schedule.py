@@ -119,3 +119,19 @@ def every(text: str, plan: Plan) -> Every:
         return Every(None, value * 60)
     steps = int(value) if unit == "st" else int(value * plan.images / plan.global_batch_size)
     return Every(max(steps, 1), None)
+
+
+# At 81 classes, without batch norm in the extra blocks.
+PARAMETERS = {
+    "resnet18": 14_045_750,
+    "resnet34": 19_972_534,
+    "resnet50": 22_892_214,
+    "resnet101": 41_884_342,
+    "resnet152": 57_527_990,
+}
+
+
+def checkpoint_bytes(backbone: str, config: TrainConfig) -> int:
+    """The size of a run's checkpoint, about: weights, their average, the optimizer's state."""
+    copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
+    return 4 * copies * PARAMETERS[backbone]

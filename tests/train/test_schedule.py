@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
 from ssdctl.errors import UsageError
-from ssdctl.train.schedule import Every, every, make_plan, split_duration
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.train.schedule import (
+    PARAMETERS,
+    Every,
+    checkpoint_bytes,
+    every,
+    make_plan,
+    split_duration,
+)
 
 COCO = 117_266
 
@@ -83,3 +94,13 @@ def test_durations() -> None:
     assert every("300st", plan) == Every(300, None)
     assert every("10min", plan) == Every(None, 600.0)
     assert every("0.00001ep", plan) == Every(1, None)
+
+
+def test_size_of_a_checkpoint(checkpoint: Path) -> None:
+    """An upper bound: this one knows five classes, not eighty."""
+    config = resolve(environment={"HOME": "/"}).config.train
+    guess = checkpoint_bytes("resnet18", config)
+    assert 0.4 * guess < checkpoint.stat().st_size < guess
+    for backbone, number in PARAMETERS.items():
+        with torch.device("meta"):
+            assert number == sum(p.numel() for p in SSD300(backbone, 81, "none").parameters())
