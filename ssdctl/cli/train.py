@@ -120,7 +120,8 @@ def _disk_needed(config: Config) -> str:
     out = Path(config.train.out or f"runs/{config.train.preset}")
     return (
         f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each with 80 classes, "
-        f"{kept * each / 1e9:.1f} GB at most (--keep {config.train.keep}, the best, one being written); "
+        f"{kept * each / 1e9:.1f} GB at most "
+        f"(--keep {config.train.keep}, the best, one being written); "
         f"{free_bytes(out.absolute()) / 1e9:,.0f} GB are free"
     )
 
