@@ -107,6 +107,10 @@ def test_ranks_get_their_card_and_the_backend(
         "init_process_group",
         lambda backend, **_: joined.append((backend, [*calls])),
     )
+    # The other rank is not there to be met: its store is one in memory, its group none.
+    met = iter([(torch.distributed.HashStore(), 0, 2)])
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_: met)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     with distributed.group(Ranks(0, 2, 0), device):
         pass
     assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 1"])]
