@@ -1,0 +1,64 @@
+"""What ranks do alike though only one of them has a reason to. FAULTS 35."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json, sys
+import tiny, torch
+from ssdctl.device import open_device
+from ssdctl.train import distributed
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.ranks import find_ranks
+from ssdctl.train.step import TrainStep
+
+ranks, device, settings = find_ranks(), open_device("cpu"), tiny.config()
+told = []
+with distributed.group(ranks, device, 60):
+    torch.manual_seed(0)
+    model = device.place(tiny.Tiny()).train()
+    optimizer = build_optimizer(model, settings, device)
+    step = TrainStep(model, optimizer, device, settings, "fp32", ranks)
+    for number in range(4):
+        is_spoiled = number == 2 and ranks.rank == 1
+        batch = tiny.batch(seed=10 * number + ranks.rank, jitter=float("inf") if is_spoiled else 1.0)
+        result = step([batch], 1e-3)
+        weights = [p.detach().double().sum().item() for p in model.parameters()]
+        told.append([bool(result.is_bad), weights])
+    flags = distributed.agree([ranks.rank == 1, False], ranks)
+print(json.dumps({"steps": told, "agreed": flags}))
+"""
+
+
+def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = str(server.getsockname()[1])
+    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, **common, "RANK": r, "LOCAL_RANK": r, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in ("0", "1")
+    ]
+    ended = [process.communicate(timeout=120) for process in processes]
+    assert [p.returncode for p in processes] == [0, 0], ended
+    first, second = (json.loads(out) for out, _ in ended)
+    assert first == second
+    assert first["agreed"] == [True, False]
+    flags = [is_bad for is_bad, _ in first["steps"]]
+    weights = [values for _, values in first["steps"]]
+    assert flags == [False, False, True, False]
+    assert weights[2] == weights[1]  # nothing moved
+    assert weights[3] != weights[2]  # and training goes on
