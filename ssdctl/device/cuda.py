@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import torch
@@ -52,8 +53,11 @@ class Cuda:
 
     def set_tf32(self, wanted: bool) -> None:
         # PyTorch's own default is TF32 for convolutions, which is not what fp32 promises.
-        torch.set_float32_matmul_precision("high" if wanted else "highest")
-        torch.backends.cudnn.allow_tf32 = wanted
+        with warnings.catch_warnings():
+            # Some versions warn of these names; their compiler reads them all the same.
+            warnings.simplefilter("ignore", UserWarning)
+            torch.set_float32_matmul_precision("high" if wanted else "highest")
+            torch.backends.cudnn.allow_tf32 = wanted
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import inspect
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -52,7 +53,8 @@ def group(ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S) ->
         yield
         return
     try:
-        _join(ranks, device, datetime.timedelta(seconds=timeout_s))
+        with _stdout_to_stderr():
+            _join(ranks, device, datetime.timedelta(seconds=timeout_s))
         yield
     except (dist.DistError, RuntimeError) as error:
         if not _is_from_a_peer(error):
@@ -67,6 +69,19 @@ def group(ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S) ->
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):  # the peers may be gone
                 dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Gloo of some versions tells on stdout, from C++, whom it has met; stdout is for results."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:

@@ -250,6 +250,7 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches
 def test_tf32_is_off_unless_asked() -> None:
     """On GPUs PyTorch's own default rounds convolutions to TF32."""
     from ssdctl.device.cuda import Cuda
