@@ -23,11 +23,9 @@ def make_shapes(folder: Path) -> dict[str, Split]:
     return open_dataset(folder, folder / "prepared", say=lambda _: None)
 
 
-def endless_batches(
-    split: Split, config: Config, *, batch_size: int, threads: int
-) -> Iterator[Batch]:
-    """Training batches of one rank."""
-    plan = TrainPlan(
+def plan_alone(split: Split, config: Config, *, batch_size: int, threads: int) -> TrainPlan:
+    """What a process that trains alone takes of the stream."""
+    return TrainPlan(
         seed=config.train.seed,
         first_sample=0,
         batch_size=batch_size,
@@ -39,5 +37,11 @@ def endless_batches(
         threads=threads,
         max_boxes=max(split.most_boxes, 1),
     )
-    order = Order(split.trainable, config.train.seed)
-    return TrainLoader(split, order, plan).batches(0, 1 << 40)
+
+
+def endless_batches(
+    split: Split, config: Config, *, batch_size: int, threads: int
+) -> Iterator[Batch]:
+    """Training batches of one rank."""
+    plan = plan_alone(split, config, batch_size=batch_size, threads=threads)
+    return TrainLoader(split, Order(split.trainable, plan.seed), plan).batches(0, 1 << 40)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
+from ssdctl.benchmark import plan_alone
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
@@ -40,7 +41,7 @@ PART = 4  # images of the full chain's last stages at a time: they stay in a cor
 def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     """Images per second of the host stage, of the full chain, and milliseconds of each stage."""
     threads = config.train.workers or len(os.sched_getaffinity(0))
-    plan = _plan(split, config, threads)
+    plan = plan_alone(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
         loader = open_input(config.train.pipeline, split, plan)
@@ -61,21 +62,6 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
         "pipeline": config.train.pipeline,
         **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
     }
-
-
-def _plan(split: Split, config: Config, threads: int) -> TrainPlan:
-    return TrainPlan(
-        seed=config.train.seed,
-        first_sample=0,
-        batch_size=BATCH_SIZE,
-        rank=0,
-        world_size=1,
-        accumulate=1,
-        augment=config.train.augment == "ssd",
-        hue_degrees=config.train.hue_degrees,
-        threads=threads,
-        max_boxes=max(split.most_boxes, 1),
-    )
 
 
 def full_chain(batches: Iterator[Batch], threads: int) -> Iterator[int]:
