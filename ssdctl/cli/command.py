@@ -80,7 +80,7 @@ def command(
             chosen.extend(select(*settings) if settings else [])
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
             parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
-            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as below
             run.__annotations__ = {p.name: p.annotation for p in parameters}
 
         run.__name__ = function.__name__
@@ -252,5 +252,5 @@ def _epilog(examples: Sequence[str]) -> str | None:
 def exit_as_bug() -> None:
     """Show the traceback of what nobody expected, and exit 1."""
     traceback.print_exc()
-    print("This is a bug in ssdctl: please report it with the lines above.", file=sys.stderr)  # noqa: T201
+    sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

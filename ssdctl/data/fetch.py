@@ -95,7 +95,7 @@ def claim(target: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             try:
-                current = os.stat(path).st_ino == os.fstat(descriptor).st_ino  # noqa: PTH116
+                current = path.stat().st_ino == os.fstat(descriptor).st_ino
             except FileNotFoundError:
                 current = False
             if current:

@@ -218,7 +218,7 @@ def is_same_image(path: str, known: Mark) -> bool:
             return False
         if found.st_mtime_ns == known.modified_ns:
             return True
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
+        with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
             head = file.read(SKETCH_BYTES)
             start = max(found.st_size - SKETCH_BYTES, 0)
             tail = os.pread(file.fileno(), SKETCH_BYTES, start)
@@ -241,7 +241,7 @@ def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
 
     def size(name: str) -> int | None:
         try:
-            found = os.stat(f"{base}/{name}")  # noqa: PTH116
+            found = os.stat(f"{base}/{name}")  # noqa: PTH116 - a hundred thousand of them
         except (OSError, ValueError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None

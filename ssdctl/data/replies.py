@@ -24,7 +24,7 @@ class TryAgain(Exception):  # noqa: N818 - decides what to do next, never reache
         self.wait_s = wait_s
 
 
-class StartOver(Exception):  # noqa: N818
+class StartOver(Exception):  # noqa: N818 - as above
     """The bytes that arrived belong to another file, or ranges do not work here."""
 
     def __init__(self, validator: str, *, ranges: bool = True) -> None:
@@ -33,7 +33,7 @@ class StartOver(Exception):  # noqa: N818
         self.ranges = ranges
 
 
-class NotThere(NetworkError):  # noqa: N818
+class NotThere(NetworkError):  # noqa: N818 - as above
     """The server has no such file, or does not give it to us."""
 
 
