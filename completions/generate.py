@@ -1,16 +1,27 @@
-"""Write the completion scripts; a test fails when they are stale.
+"""Write the completion scripts and the table of words behind them; a test fails if they are stale.
 
 python completions/generate.py
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-FILES = {"ssdctl.bash": "bash", "_ssdctl": "zsh", "ssdctl.fish": "fish"}
+from ssdctl.cli.completing import TABLE
+from ssdctl.cli.main import click_tree
+from ssdctl.config.settings import all_settings
+
+FILES = {
+    "ssdctl.bash": "bash",
+    "_ssdctl": "zsh",
+    "ssdctl.fish": "fish",
+    "ssdctl.ps1": "powershell",
+}
 RUN = "import sys; sys.argv[0] = 'ssdctl'; from ssdctl.cli.main import main; main()"
 
 
@@ -22,6 +33,40 @@ def script(shell: str) -> str:
     return done.stdout.strip() + "\n"  # zsh wants #compdef on the first line
 
 
+def words() -> str:
+    """The table: commands, options with their values, arguments."""
+    table = {"keys": list(all_settings()), **_node(click_tree())}
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
+def _node(command: Any) -> dict[str, Any]:
+    node: dict[str, Any] = {"help": _first_line(command.help), "options": {}, "arguments": []}
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            node["arguments"].append(_value(command, parameter))
+            continue
+        option = {"help": _first_line(parameter.help)}
+        if not parameter.is_flag:
+            option |= _value(command, parameter)
+        node["options"] |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], option)
+    node["options"]["--help"] = {"help": "Show what it does, and exit"}
+    if commands := getattr(command, "commands", None):
+        node["commands"] = {name: _node(child) for name, child in commands.items()}
+    return node
+
+
+def _value(command: Any, parameter: Any) -> dict[str, Any]:
+    context = command.make_context("ssdctl", [], resilient_parsing=True)
+    choices = [item.value for item in parameter.shell_complete(context, "")]
+    value = {"value": parameter.metavar or "VALUE"}
+    return {**value, "choices": choices} if choices else value
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").replace("\\[", "[").partition("\n")[0]
+
+
 if __name__ == "__main__":
     for name, shell in FILES.items():
         (Path(__file__).parent / name).write_text(script(shell), encoding="utf-8")
+    TABLE.write_text(words(), encoding="utf-8")

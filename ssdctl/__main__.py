@@ -1,24 +1,33 @@
 """Where the program starts: `ssdctl`, or `python -m ssdctl` as launchers have it.
 
 The signal handlers of a run go in before anything else is imported: the imports take a second or
-two, and a signal may come at any moment.
+two, and a signal may come at any moment. Other commands end silently by Ctrl-C until they run.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-
-from ssdctl.launch.exits import recorded_exit
-from ssdctl.train import signals
 
 
 def run() -> None:
-    """Run the command line."""
+    """Run the command line, or tell a shell what may come next on it."""
+    can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if can_be_interrupted:  # not below nohup
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from ssdctl.cli import completing
+    from ssdctl.launch.exits import recorded_exit
+    from ssdctl.train import signals
+
+    if completing.is_asked():
+        raise SystemExit(completing.answer())
     if "train" in sys.argv[1:2]:
         signals.install()
     with recorded_exit():
         from ssdctl.cli.main import main
 
+        if can_be_interrupted and "train" not in sys.argv[1:2]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
 
 

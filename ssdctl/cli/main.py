@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -85,10 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         exit_as_bug()
 
 
-def _module_of(arguments: Sequence[str]) -> str | None:
-    """The module of the command that is called; None where all of them may be asked for."""
-    if "_SSDCTL_COMPLETE" in os.environ:
-        return None
+def click_tree() -> typer.core.TyperGroup:
+    """All commands with all their options: what man pages and completion words are made of."""
+    _register()
+    make_options()
+    root = typer.main.get_command(app)
+    assert isinstance(root, typer.core.TyperGroup)
+    return root
+
+
+def _module_of(arguments: Sequence[str]) -> str:
+    """The module of the command that is called."""
     name = next((a for a in arguments if not a.startswith("-")), "")
     return name.replace("-", "_")
 

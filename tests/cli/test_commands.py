@@ -305,3 +305,17 @@ def test_interrupt_is_no_traceback() -> None:
     _, words = running.communicate(timeout=60)
     assert running.returncode == 130, words
     assert "Traceback" not in words
+
+
+@pytest.mark.parametrize("module", ["ssdctl.cli", "typer", "ssdctl.config.schema", "rich"])
+def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "presets"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stderr is not None
+    for line in running.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            break
+    running.send_signal(signal.SIGINT)
+    _, rest = running.communicate(timeout=60)
+    assert running.returncode in (-signal.SIGINT, 130)
+    assert "Traceback" not in rest

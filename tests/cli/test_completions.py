@@ -2,50 +2,116 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = {"ssdctl.bash": "bash", "_ssdctl": "zsh", "ssdctl.fish": "fish"}
 
 
-@pytest.mark.parametrize(("name", "shell"), FILES.items())
-def test_scripts_are_not_stale(name: str, shell: str) -> None:
-    environment = {**os.environ, "_SSDCTL_COMPLETE": f"source_{shell}"}
-    code = "import sys; sys.argv[0] = 'ssdctl'; from ssdctl.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+def load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "completions" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GENERATOR = load_generator()
+
+
+def ask(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "_SSDCTL_COMPLETE": f"complete_{shell}", **variables}
+    return subprocess.run(
+        [sys.executable, "-m", "ssdctl"], capture_output=True, text=True, env=environment
     )
-    assert (ROOT / "completions" / name).read_text() == done.stdout.strip() + "\n"
+
+
+def complete(line: str) -> list[str]:
+    """What bash is offered, where '=' is a word of its own."""
+    words = line.replace("=", "\n=\n").replace(" ", "\n")
+    done = ask("bash", COMP_WORDS=words, COMP_CWORD=str(words.count("\n")))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(("name", "shell"), GENERATOR.FILES.items())
+def test_scripts_are_not_stale(name: str, shell: str) -> None:
+    assert (ROOT / "completions" / name).read_text() == GENERATOR.script(shell)
+
+
+def test_words_are_not_stale() -> None:
+    assert GENERATOR.TABLE.read_text() == GENERATOR.words(), "run completions/generate.py"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("line", "expected"),
     [
         ("ssdctl ev", {"evaluate"}),
+        ("ssdctl config val", {"validate"}),
         ("ssdctl train --preset mlp", {"mlperf-r34"}),
+        ("ssdctl train --preset=mlp", {"mlperf-r34"}),
+        ("ssdctl train --set train.clip", {"train.clip_grad="}),
         ("ssdctl train --backbone resnet1", {"resnet18", "resnet101", "resnet152"}),
+        ("ssdctl train --device x", {"xla"}),
         ("ssdctl train --warm", {"--warmup"}),
+        ("ssdctl train --no-determ", {"--no-deterministic"}),
+        ("ssdctl train --epochs 3 --preset nv", {"nvidia-r50"}),
+        ("ssdctl launch --cpus 2 -- eval", {"evaluate"}),
+        ("ssdctl launch --cpus 2 -- evaluate --spl", {"--split"}),
         ("ssdctl export x --format s", {"safetensors"}),
+        ("ssdctl train --data ", set()),  # the shell offers files
+        ("ssdctl nonsense --x", set()),
     ],
 )
-def test_words_complete(words: str, expected: set[str]) -> None:
+def test_words_complete(line: str, expected: set[str]) -> None:
+    assert set(complete(line)) == expected
+
+
+def test_run_folders_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/first", "runs/second", "demo/run", "runs/$(touch pwned)"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.toml").touch()
+    (tmp_path / "runs" / "no-run").mkdir()
+    assert set(complete("ssdctl evaluate ")) == {"runs/first", "runs/second", "demo/run"}
+    assert complete("ssdctl train --out runs/s") == ["runs/second"]
+    assert complete("ssdctl evaluate runs/first/ch") == []  # a file in it: the shell's affair
+
+
+def test_every_shell_is_answered_in_its_way() -> None:
+    line = {"_TYPER_COMPLETE_ARGS": "ssdctl train --preset=mlp"}
+    assert ask("zsh", **line).stdout == """_arguments '*: :(("--preset=mlperf-r34"))'"""
+    assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="get-args", **line).stdout == (
+        "--preset=mlperf-r34"
+    )
+    assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="is-args", **line).returncode == 0
+    line = {"_TYPER_COMPLETE_ARGS": "ssdctl train --data x"}
+    assert ask("zsh", **line).stdout == "_files"
+    assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="is-args", **line).returncode == 1
+    line = {"_TYPER_COMPLETE_ARGS": "ssdctl ev", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "ev"}
+    assert ask("powershell", **line).stdout.startswith("evaluate:::")
+
+
+def test_a_tab_imports_neither_typer_nor_rich() -> None:
     environment = {
         **os.environ,
         "_SSDCTL_COMPLETE": "complete_bash",
-        "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1),
+        "COMP_WORDS": "ssdctl\nev",
+        "COMP_CWORD": "1",
     }
-    code = "import sys; sys.argv[0] = 'ssdctl'; from ssdctl.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert set(done.stdout.split()) == expected
+    command = [sys.executable, "-X", "importtime", "-m", "ssdctl"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ssdctl.cli.completing" in imported
+    assert not imported & {"typer", "rich", "pydantic", "msgspec", "numpy", "torch"}
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

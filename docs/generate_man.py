@@ -1,0 +1,143 @@
+"""Write the man pages from the commands; a test fails when they are stale.
+
+python docs/generate_man.py
+
+Wheels carry them to share/man/man1, where `man` finds them for any program on the path.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ssdctl import __version__
+from ssdctl.cli.main import click_tree
+
+FOLDER = Path(__file__).with_name("man")
+EXIT_CODES = {
+    0: "done",
+    1: "a bug",
+    2: "usage, configuration, device or tool absent",
+    3: "bad data",
+    4: "network",
+    5: "integrity: a checksum or a checkpoint is wrong",
+    6: "disk",
+    7: "NaN or infinity",
+    8: "a rank failed or was lost",
+    75: "stopped by a signal with everything saved; the same command goes on",
+    130: "interrupted twice",
+}
+ENVIRONMENT = {
+    "SSDCTL_SECTION__KEY": "any setting, as SSDCTL_TRAIN__BATCH_SIZE=64; "
+    "`ssdctl config show` lists all keys. It beats config files, the command line beats it.",
+    "NO_COLOR": "no colours on a terminal",
+    "TORCH_HOME": "where backbone weights are kept",
+}
+FILES = {
+    "ssdctl.toml": "settings, read from the working directory; `ssdctl config init` writes one",
+    "runs/PRESET": "the run folder, where no other was given",
+}
+
+
+def pages() -> dict[str, str]:
+    """Every page by its file's name."""
+    root = click_tree()
+    found = {}
+    todo: list[tuple[str, Any]] = [("ssdctl", root)]
+    while todo:
+        path, command = todo.pop()
+        found[path.replace(" ", "-") + ".1"] = _page(path, command)
+        todo += [(f"{path} {n}", child) for n, child in getattr(command, "commands", {}).items()]
+    return found
+
+
+def _page(path: str, command: Any) -> str:
+    name = path.replace(" ", "-")
+    summary, _, more = _plain(command.help).partition("\n")
+    lines = [
+        f'.TH {name.upper()} 1 "" "ssdctl {__version__}" "ssdctl manual"',
+        ".SH NAME",
+        f"{_roff(name)} \\- {_roff(summary.rstrip('.'))}",
+        ".SH SYNOPSIS",
+        f".B {_roff(path)}",
+        _roff(_usage(command)),
+        ".SH DESCRIPTION",
+        *_paragraphs(f"{summary}\n{more}"),
+    ]
+    if children := getattr(command, "commands", None):
+        lines.append(".SH COMMANDS")
+        for child, its in children.items():
+            first = _plain(its.help).partition("\n")[0]
+            lines += [".TP", f".BR {_roff(f'{name}-{child}')} (1)", _roff(first)]
+    lines += _options(command)
+    examples = re.findall(r"^\$ (.*)$", _plain(command.epilog or ""), re.M)
+    if examples:
+        lines += [".SH EXAMPLES", ".nf", *map(_roff, examples), ".fi"]
+    if name == "ssdctl":
+        lines += _definitions("EXIT STATUS", {str(code): t for code, t in EXIT_CODES.items()})
+        lines += _definitions("ENVIRONMENT", ENVIRONMENT) + _definitions("FILES", FILES)
+    else:
+        lines += [".SH SEE ALSO", ".BR ssdctl (1)"]
+    return "\n".join(lines) + "\n"
+
+
+def _usage(command: Any) -> str:
+    arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
+    if getattr(command, "commands", None):
+        arguments.append("COMMAND")
+    return " ".join(["[OPTIONS]", *arguments])
+
+
+def _options(command: Any) -> list[str]:
+    by_panel: dict[str, list[Any]] = {}
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            by_panel.setdefault("Arguments", []).append(parameter)
+        else:
+            by_panel.setdefault(parameter.rich_help_panel or "Options", []).append(parameter)
+    lines = [".SH OPTIONS"]
+    for panel, parameters in by_panel.items():
+        lines.append(f".SS {_roff(panel)}")
+        for parameter in parameters:
+            lines += [".TP", _heading(parameter), _roff(_plain(parameter.help))]
+    return lines
+
+
+def _heading(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return f".I {_roff(parameter.metavar)}"
+    flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
+    value = "" if parameter.is_flag else f" \\fI{_roff(parameter.metavar or 'VALUE')}\\fR"
+    return f"\\fB{_roff(flags)}\\fR{value}"
+
+
+def _definitions(title: str, entries: dict[str, str]) -> list[str]:
+    lines = [f".SH {title}"]
+    for term, text in entries.items():
+        lines += [".TP", f".B {_roff(term)}", _roff(text)]
+    return lines
+
+
+def _paragraphs(text: str) -> list[str]:
+    found = [" ".join(part.split()) for part in text.split("\n\n")]
+    return [line for part in found if part for line in (".PP", _roff(part))][1:]
+
+
+def _plain(text: str | None) -> str:
+    """The text without rich's markup, which help texts escape."""
+    return re.sub(r"\[/?bold\]", "", text or "").replace("\\[", "[")
+
+
+def _roff(text: str) -> str:
+    """The text as roff prints it: no letter is a command."""
+    text = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
+    return f"\\&{text}" if text.startswith((".", "'")) else text
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.1"):
+        old.unlink()
+    for file, text in pages().items():
+        (FOLDER / file).write_text(text, encoding="utf-8")
