@@ -54,7 +54,8 @@ def pages() -> dict[str, str]:
 
 def _page(path: str, command: Any) -> str:
     name = path.replace(" ", "-")
-    summary, _, more = _plain(command.help).partition("\n")
+    text, _, examples = _plain(command.help).partition("\n\nExamples\n")
+    summary, _, more = text.partition("\n")
     lines = [
         f'.TH {name.upper()} 1 "" "ssdctl {__version__}" "ssdctl manual"',
         ".SH NAME",
@@ -71,9 +72,9 @@ def _page(path: str, command: Any) -> str:
             first = _plain(its.help).partition("\n")[0]
             lines += [".TP", f".BR {_roff(f'{name}-{child}')} (1)", _roff(first)]
     lines += _options(command)
-    examples = re.findall(r"^\$ (.*)$", _plain(command.epilog or ""), re.M)
     if examples:
-        lines += [".SH EXAMPLES", ".nf", *map(_roff, examples), ".fi"]
+        commands = [line.removeprefix("$ ") for line in examples.splitlines()]
+        lines += [".SH EXAMPLES", ".nf", *map(_roff, commands), ".fi"]
     if name == "ssdctl":
         lines += _definitions("EXIT STATUS", {str(code): t for code, t in EXIT_CODES.items()})
         lines += _definitions("ENVIRONMENT", ENVIRONMENT) + _definitions("FILES", FILES)

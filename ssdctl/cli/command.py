@@ -12,10 +12,12 @@ their exit code.
 from __future__ import annotations
 
 import inspect
+import shutil
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -27,6 +29,8 @@ from ssdctl.errors import Interrupted, SsdctlError
 
 COMMON = "Common"
 LONGEST_METAVAR = 24
+NARROW = 72  # columns; below, tables would cut the options' names
+MARKUP: Literal["rich"] | None = "rich" if shutil.get_terminal_size().columns >= NARROW else None
 
 
 class Call(NamedTuple):
@@ -79,6 +83,8 @@ def command(
         def add_options() -> None:
             chosen.extend(select(*settings) if settings else [])
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
+            for parameter in own:
+                _take_no_value(parameter)
             parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
             run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as below
             run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -90,8 +96,7 @@ def command(
         _without_options.append((function.__module__.rpartition(".")[2], add_options))
         app.command(
             name,
-            help=inspect.getdoc(function),
-            epilog=_epilog(examples),
+            help=_flowing(inspect.getdoc(function) or "") + _examples(examples),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["-h", "--help"]},
         )(run)
@@ -167,7 +172,7 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
             if constant:
                 text = f"{constant} arithmetic"
                 option = typer.Option(
-                    flag, help=text, rich_help_panel=setting.panel, show_default=False
+                    flag, help=text, metavar="", rich_help_panel=setting.panel, show_default=False
                 )
                 found.append(_parameter(name, bool, option, default=False))
                 continue
@@ -187,8 +192,10 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
 
 
 def _common_parameters() -> list[inspect.Parameter]:
-    def option(*flags: str, help: str, **more: Any) -> Any:
-        return typer.Option(*flags, help=help, rich_help_panel=COMMON, show_default=False, **more)
+    def option(*flags: str, help: str, metavar: str = "") -> Any:
+        return typer.Option(
+            *flags, help=help, metavar=metavar, rich_help_panel=COMMON, show_default=False
+        )
 
     config = option(
         "--config", help="Config file (default: ssdctl.toml here, if any)", metavar="FILE"
@@ -209,8 +216,22 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
     )
 
 
+def _take_no_value(parameter: inspect.Parameter) -> None:
+    """Say of a command's own flag that no value follows it."""
+    kind, *more = typing.get_args(parameter.annotation)
+    if kind is bool:
+        more[0].metavar = ""
+
+
+def _flowing(text: str) -> str:
+    """The paragraphs of a docstring without its line ends: the terminal's width decides."""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
 def _metavar(setting: Setting) -> str | None:
     """What stands for the value: the choices where they are short."""
+    if setting.is_flag:
+        return ""  # else typer writes <bool>, as if it took a value
     joined = "|".join(setting.choices)
     if len(joined) > LONGEST_METAVAR:
         return "NAME"
@@ -236,17 +257,21 @@ def _default_note(setting: Setting) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")  # typer reads rich markup
+    return text.replace("[", r"\[") if MARKUP else text
 
 
 def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [c for c in choices if c.startswith(incomplete)]
 
 
-def _epilog(examples: Sequence[str]) -> str | None:
+def _examples(examples: Sequence[str]) -> str:
+    """Below the purpose, above the options, which may be hundreds of lines."""
     if not examples:
-        return None
-    return "\n\n".join(["[bold]Examples[/bold]", *(_escaped(f"$ {line}") for line in examples)])
+        return ""
+    lines = [_escaped(f"$ {line}") for line in examples]
+    if MARKUP is None:
+        return "\n\n\b\n" + "\n".join(["Examples:", *lines])  # \b: lines stay lines
+    return "\n\n" + "\n".join(["[bold]Examples[/bold]", *lines])
 
 
 def exit_as_bug() -> None:

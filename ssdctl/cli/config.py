@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 from ssdctl.config import render
-from ssdctl.config.resolve import DEFAULT_FILE, PRESET_DIR, preset_overrides, read_toml, resolve
+from ssdctl.config.resolve import (
+    DEFAULT_FILE,
+    PRESET_DIR,
+    nearest_key,
+    preset_overrides,
+    read_toml,
+    resolve,
+)
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import UsageError
 from ssdctl.files import write_text
@@ -26,23 +33,51 @@ app.add_typer(group, name="config", rich_help_panel="This machine")
     group,
     "show",
     settings=["data.*", "model.*", "train.*"],
-    examples=["ssdctl config show --preset nvidia-r50", "ssdctl config show --json"],
+    examples=[
+        "ssdctl config show --preset nvidia-r50",
+        "ssdctl config show train.lr train.warmup   # these, with what they mean",
+        "ssdctl config show slurm",
+        "ssdctl config show --json",
+    ],
 )
-def show(call: Call) -> None:
-    """Show every setting's value and where it came from."""
-    values = render.values(call.config)
-    sources = call.resolved.sources
-    data = {path: {"value": v, "source": sources[path]} for path, v in values.items()}
-    call.console.result(data, lambda: _table(call))
+def show(
+    call: Call,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Settings or tables; with their meaning [default: all, without]".replace(
+                "[", r"\["
+            ),
+            metavar="KEY...",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show settings, their values and where these came from."""
+    values, sources = render.values(call.config), call.resolved.sources
+    chosen = [path for key in keys or [] for path in _named(key)] or list(values)
+    data = {path: {"value": values[path], "source": sources[path]} for path in chosen}
+    call.console.result(data, lambda: _table(data, with_help=bool(keys)))
 
 
-def _table(call: Call) -> Table:
+def _named(key: str) -> list[str]:
+    """The settings of a table, or the one of that name."""
+    found = [path for path in all_settings() if key in (path, path.partition(".")[0])]
+    if not found:
+        raise UsageError(f"unknown key {key!r}", hint=nearest_key(key))
+    return found
+
+
+def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
     from rich.table import Table
 
     table = Table("key", "value", "source", box=None, pad_edge=False)
-    for path, value in render.values(call.config).items():
+    if with_help:
+        table.add_column("meaning")
+    for path, entry in data.items():
+        value = entry["value"]
         shown = "-" if value is None else render.toml_value(value)
-        table.add_row(path, shown, call.resolved.sources[path])
+        table.add_row(path, shown, entry["source"], *[all_settings()[path].help] * with_help)
     return table
 
 
@@ -110,11 +145,12 @@ def init(
     ] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
-    """Write a config file with every setting, its meaning and its value.
+    """Write a config file with every setting, its meaning and its value, as comments.
 
-    The recipe's values are comments: they follow the preset until you set them."""
+    Take the mark away from a line to set it; the rest follows the preset and the defaults.
+    """
     path = Path(file)
     if path.exists() and not force:
         raise UsageError(f"{path} exists", hint="--force overwrites it")
-    write_text(path, render.to_toml(call.resolved, describe=True))
+    write_text(path, render.to_started_toml(call.resolved))
     call.console.result({"file": file}, f"{file} written; ssdctl reads {DEFAULT_FILE} by itself")

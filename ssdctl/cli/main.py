@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ssdctl import __version__
-from ssdctl.cli.command import exit_as_bug, make_options
+from ssdctl.cli.command import MARKUP, exit_as_bug, make_options
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import Interrupted
 
@@ -35,7 +35,7 @@ app = typer.Typer(
     help="Train, evaluate and ship SSD300 detectors, from a laptop to a Gaudi pod.",
     epilog="New here? `ssdctl demo` shows the whole way in minutes, without network.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=MARKUP,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -109,12 +109,19 @@ def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> 
 
 def refuse_old_options(arguments: Sequence[str]) -> None:
     """Exit 2 on an option of the replaced systems, naming ours."""
-    ours = {old: setting for setting in all_settings().values() for old in setting.replaces}
+    ours = {_bare(old): setting for setting in all_settings().values() for old in setting.replaces}
+    known = {_bare(flag) for setting in all_settings().values() for flag in setting.flags}
     for argument in arguments:
         if argument == "--":
             return
         old = argument.partition("=")[0]
-        if old in ours:
-            new = " / ".join(ours[old].flags)
-            typer.echo(f"error: {old} is now {new}: {ours[old].help}", err=True)
+        if old.startswith("--") and _bare(old) in ours.keys() - known:
+            setting = ours[_bare(old)]
+            new = " / ".join(setting.flags)
+            typer.echo(f"error: {old} is now {new}: {setting.help}", err=True)
             raise SystemExit(2)
+
+
+def _bare(option: str) -> str:
+    """The option however it is written: --batch-size, --batch_size, --batchsize."""
+    return option.replace("-", "").replace("_", "").lower()

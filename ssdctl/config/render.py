@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.schema import Config
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import Setting, all_settings
 
 
 def values(config: Config) -> dict[str, Any]:
@@ -18,12 +19,21 @@ def values(config: Config) -> dict[str, Any]:
     return {f"{section}.{k}": v for section, table in sections.items() for k, v in table.items()}
 
 
-def to_toml(resolved: Resolved, *, describe: bool = False) -> str:
-    """The config as a file that `--config` reads back. Unset values are comments.
+def to_toml(resolved: Resolved) -> str:
+    """The config as a file that `--config` reads back, with sources. Unset values are comments."""
+    return _tables(resolved, _with_source)
 
-    Args:
-        describe: Write each setting's help above it (`config init`) instead of its source.
+
+def to_started_toml(resolved: Resolved) -> str:
+    """A file to begin with: each setting's help and value as comments, set where the user set it.
+
+    So it changes nothing until it is edited, and what it leaves out follows the presets and the
+    defaults of later versions.
     """
+    return _tables(resolved, _with_help)
+
+
+def _tables(resolved: Resolved, lines_of: Callable[[Setting, Any, str], list[str]]) -> str:
     lines: list[str] = []
     section = ""
     for path, value in values(resolved.config).items():
@@ -31,16 +41,22 @@ def to_toml(resolved: Resolved, *, describe: bool = False) -> str:
         if setting.section != section:
             section = setting.section
             lines += ["", f"[{section}]"]
-        comment = "" if describe else f"  # {resolved.sources[path]}"
-        if describe:
-            lines += [f"# {setting.help}"]
-        if describe and setting.is_recipe:
-            lines.append(f"# {setting.name} = {toml_value(value)}")
-        elif value is None:
-            lines.append(f"# {setting.name} ={comment or '  # not set'}")
-        else:
-            lines.append(f"{setting.name} = {toml_value(value)}{comment}")
+        lines += lines_of(setting, value, resolved.sources[path])
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _with_source(setting: Setting, value: Any, source: str) -> list[str]:
+    if value is None:
+        return [f"# {setting.name} =  # {source}"]
+    return [f"{setting.name} = {toml_value(value)}  # {source}"]
+
+
+def _with_help(setting: Setting, value: Any, source: str) -> list[str]:
+    mark = "" if source.startswith("--") else "#"
+    is_complete = all(choice in setting.help for choice in setting.choices)
+    choices = "" if is_complete else f": {', '.join(setting.choices)}"
+    shown = "" if value is None else toml_value(value)
+    return ["", f"# {setting.help}{choices}", f"{mark}{setting.name} = {shown}".rstrip()]
 
 
 def toml_value(value: Any) -> str:

@@ -228,13 +228,13 @@ def _lookup(override: Override) -> Setting:
 
 def nearest_key(path: str) -> str:
     """A hint that names the setting closest to a mistyped one."""
-    settings = all_settings()
-    by_name = {s.name: s.path for s in settings.values()}
-    by_flag = {f.lstrip("-").replace("-", "_"): s.path for s in settings.values() for f in s.flags}
+    settings = all_settings().values()
     section, _, name = path.rpartition(".")
-    close = [s.path for s in settings.values() if s.section == section and f"--{name}" in s.flags]
-    close = close or difflib.get_close_matches(path, settings, n=1, cutoff=0.6)
-    if not close:
-        near = difflib.get_close_matches(name, [*by_name, *by_flag], n=1, cutoff=0.6)
-        close = [by_name.get(n) or by_flag[n] for n in near]
-    return f"did you mean {close[0]!r}?" if close else "`ssdctl config show` lists every key"
+    words: dict[str, str] = {}  # names, options and what the peers call them
+    for setting in sorted(settings, key=lambda s: s.section != section):
+        options = (*setting.flags, *setting.replaces)
+        for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
+            words.setdefault(word, setting.path)
+        words.setdefault(setting.section, setting.section)
+    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), words, n=1, cutoff=0.65)
+    return f"did you mean {words[near[0]]!r}?" if near else "`ssdctl config show` lists every key"

@@ -38,6 +38,21 @@ def test_help_has_a_purpose_and_examples(cli: Cli, command: str) -> None:
         assert option in result.out
 
 
+def test_help_on_a_narrow_terminal_cuts_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "45")
+    help_text = process("train", "--help").stdout
+    assert all(f"{flag} " in help_text for flag in ("--backbone-weights", "--resume-changed"))
+    assert "$ ssdctl train --data /data/coco --out runs/first" in help_text
+    assert "[bold]" not in help_text
+    assert "\\[" not in help_text
+
+
+def test_help_names_its_examples_before_its_options(cli: Cli) -> None:
+    help_text = cli("train", "--help").out
+    assert help_text.index("Examples") < help_text.index("--preset  ")
+    assert "<bool>  Print" not in help_text
+
+
 def test_root_help_lists_every_command(cli: Cli) -> None:
     result = cli("--help")
     for command in COMMANDS:
@@ -169,10 +184,13 @@ def test_config_commands(cli: Cli) -> None:
     assert cli("config", "init").code == 2
     assert "valid" in cli("config", "validate").out
     text = Path("ssdctl.toml").read_text()
-    Path("ssdctl.toml").write_text(text.replace("# lr = 0.0025", "lr = 0.5"))
+    Path("ssdctl.toml").write_text(text.replace("#lr = 0.0025", "lr = 0.5"))
     shown = json.loads(cli("config", "show", "--json").out)
     assert shown["train.lr"]["value"] == 0.5
     assert re.fullmatch(r"ssdctl\.toml:\d+", shown["train.lr"]["source"])
+    assert list(json.loads(cli("config", "show", "--json", "train.lr").out)) == ["train.lr"]
+    assert "Time limit" in cli("config", "show", "slurm").out
+    assert "did you mean 'slurm'?" in cli("config", "show", "slrum").err
     assert json.loads(cli("config", "schema").out)["$defs"]
     assert set(json.loads(cli("config", "presets", "--json").out)) == {
         "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.render import json_schema, to_toml, values
+from ssdctl.config.render import json_schema, to_started_toml, to_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import UsageError
@@ -162,11 +163,44 @@ def test_written_config_reads_back(
 def test_a_started_file_follows_its_preset(tmp_path: Path, name: str) -> None:
     before = resolved(("train.preset", name))
     file = tmp_path / "ssdctl.toml"
-    file.write_text(to_toml(before, describe=True))
-    assert resolved(file=file).config == before.config
+    file.write_text(to_started_toml(before))
+    after = resolved(file=file)
+    assert after.config == before.config
+    assert {p for p, s in after.sources.items() if "ssdctl.toml" in s} == {"train.preset"}
     other = "nvidia-r50" if name != "nvidia-r50" else "mlperf-r34"
     changed = resolved(("train.preset", other), file=file)
     assert changed.config.model.backbone == resolved(("train.preset", other)).config.model.backbone
+
+
+def test_every_line_of_a_started_file_can_be_set(tmp_path: Path) -> None:
+    text = to_started_toml(resolved())
+    lines = [re.sub(r"^#(\w+ = .)", r"\1", line) for line in text.splitlines()]
+    file = tmp_path / "ssdctl.toml"
+    file.write_text("\n".join(lines))
+    set_up = resolved(file=file)
+    assert set_up.config == resolved().config
+    unset = {p for p, v in values(set_up.config).items() if v is None}
+    assert {p for p, s in set_up.sources.items() if "ssdctl.toml" in s} == set(
+        all_settings()
+    ) - unset
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("train.learnrate", "train.lr"),
+        ("train.batchsize", "train.batch_size"),
+        ("lr", "train.lr"),
+        ("train.warm_up", "train.warmup"),
+        ("evaluate.bs", "evaluate.batch_size"),
+        ("train.num-workers", "train.workers"),
+        ("slrum.time", "slurm.time"),
+    ],
+)
+def test_a_mistyped_key_gets_the_one_that_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolved((typed, "3"))
+    assert caught.value.hint == f"did you mean {meant!r}?"
 
 
 def test_schema_knows_every_key_and_refuses_others() -> None:
