@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import DataError, UsageError
 from ssdctl.train.ranks import Ranks, find_ranks
 
 if TYPE_CHECKING:
     from rich.console import Group
 
     from ssdctl.evaluate.analysis import Evaluation
-    from ssdctl.evaluate.checkpoint import Talk, Together
+    from ssdctl.evaluate.checkpoint import Talk
 
 
 @command(
@@ -103,7 +103,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 device,
                 given=given,
                 talk=_talk(call, ranks),
-                together=_together(ranks),
+                together=distributed.together(ranks),
                 detections_file=detections,
             )
             if answer is not None:
@@ -120,25 +120,6 @@ def _talk(call: Call, ranks: Ranks) -> Talk:
     if ranks.is_first:
         return Talk(call.console.say, call.console.warn, call.console.progress)
     return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
-
-
-def _together(ranks: Ranks) -> Together:
-    from ssdctl.evaluate.checkpoint import Together
-    from ssdctl.train import distributed
-
-    def broadcast(value: Any) -> Any:
-        value = distributed.broadcast(value, ranks)
-        if isinstance(value, SsdctlError) and not ranks.is_first:
-            raise SystemExit(value.exit_code)  # the first rank says it
-        return value
-
-    return Together(
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        gather=functools.partial(distributed.gather, ranks=ranks),
-        broadcast=broadcast,
-        barrier=functools.partial(distributed.barrier, ranks),
-    )
 
 
 def _checkpoints(run: Path) -> list[Path]:

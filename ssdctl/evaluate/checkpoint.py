@@ -17,28 +17,15 @@ from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
-from ssdctl.errors import DataError, IntegrityError, SsdctlError
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import About, Evaluation, analyse
-from ssdctl.evaluate.coco_ap import Detections, run_scoring
-from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
+from ssdctl.evaluate.coco_ap import run_scoring
+from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.together import Together, all_parts
 from ssdctl.files import write_bytes
 from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint, same_classes
 
 Speak = Callable[[str], None]
-
-
-class Together(NamedTuple):
-    """The ranks that evaluate together; as it stands, this process alone."""
-
-    rank: int = 0
-    world_size: int = 1
-    gather: Callable[[Any], list[Any]] = lambda value: [value]  # on the first rank; [] elsewhere
-    broadcast: Callable[[Any], Any] = lambda value: value
-    barrier: Callable[[], None] = lambda: None
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
 
 
 class Talk(NamedTuple):
@@ -97,7 +84,7 @@ def evaluate_checkpoint(
     model = device.place(load_network(checkpoint))
     options = _options(wishes, together)
     share = rows[together.rank :: together.world_size]
-    found = _all_parts(
+    found = all_parts(
         lambda: detect_split(model, split, share, device, options, talk.progress), together
     )
     if found is None:
@@ -130,21 +117,6 @@ def _open_together(root: Path, folder: Path, talk: Talk, together: Together) -> 
         return splits
     together.barrier()
     return open_dataset(root, folder, say=lambda _: None)
-
-
-def _all_parts(detect: Callable[[], Detections], together: Together) -> Detections | None:
-    """What all ranks found, on the first one. An error of one becomes the error of all, lest the
-    others wait for it."""
-    part: Detections | SsdctlError
-    try:
-        part = detect()
-    except SsdctlError as error:
-        part = error
-    parts = together.gather(part)
-    failure = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
-    if failure is not None:
-        raise failure
-    return merge(parts) if together.is_first else None
 
 
 def _options(wishes: EvaluateConfig, together: Together) -> DetectOptions:

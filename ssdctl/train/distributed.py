@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import inspect
 import os
 import sys
@@ -21,7 +22,8 @@ from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ssdctl.device.base import Device
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, SsdctlError, UsageError
+from ssdctl.evaluate.together import Together
 from ssdctl.train.ranks import Ranks
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -192,6 +194,24 @@ def gather(value: T, ranks: Ranks) -> list[T]:
     values: list[Any] = [None] * ranks.world_size
     dist.gather_object(value, values if ranks.is_first else None, group=_Hosts.group)
     return values if ranks.is_first else []
+
+
+def together(ranks: Ranks) -> Together:
+    """The ranks as evaluation knows them. An error of one ends all; the first rank says it."""
+
+    def share(value: Any) -> Any:
+        value = broadcast(value, ranks)
+        if isinstance(value, SsdctlError) and not ranks.is_first:
+            raise SystemExit(value.exit_code)
+        return value
+
+    return Together(
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        gather=functools.partial(gather, ranks=ranks),
+        broadcast=share,
+        barrier=functools.partial(barrier, ranks),
+    )
 
 
 def broadcast(value: T, ranks: Ranks) -> T:

@@ -6,13 +6,16 @@ that was detected; the checkpoint of that step is kept until it is known whether
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from ssdctl.data.dataset import dataset_folders
 from ssdctl.evaluate.analysis import About, Evaluation
 from ssdctl.evaluate.coco_ap import Detections
-from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
+from ssdctl.evaluate.detect import DetectOptions, detect_split
 from ssdctl.evaluate.scoring import BackgroundScoring
+from ssdctl.evaluate.together import all_parts
 from ssdctl.train import distributed, signals
 from ssdctl.train.schedule import Every, Plan
 from ssdctl.train.setup import Setup
@@ -44,6 +47,10 @@ class Validator:
 
         Each image is detected by one rank, so none is counted twice whatever the number of ranks.
         Where a signal asks to stop, the rest of the images is left out.
+
+        Raises:
+            NonFiniteError: An output is NaN or infinite, on whatever rank.
+            DataError: An image cannot be decoded.
         """
         setup, wishes = self._setup, self._setup.config.evaluate
         assert setup.val is not None
@@ -56,11 +63,11 @@ class Validator:
         )
         rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
         rows = rows[setup.ranks.rank :: setup.ranks.world_size]
-        found = detect_split(
-            setup.model, setup.val, rows, setup.device, options, signals.until_stopped
-        )
-        parts = distributed.gather(found, setup.ranks)
-        return merge(parts) if setup.ranks.is_first else None
+        detect = functools.partial(
+            detect_split,
+            setup.model, setup.val, rows, setup.device, options, signals.until_stopped,
+        )  # fmt: skip
+        return all_parts(detect, distributed.together(setup.ranks))
 
     def start_scoring(self, found: Detections, step: int, epoch: float) -> None:
         """Begin to score what `detect` found. One score is worked out at a time."""

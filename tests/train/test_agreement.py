@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from conftest import TINY_RUN, Result
 
 SCRIPT = """
 import json, sys
@@ -62,3 +66,22 @@ def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(tmp_path: Path) -> No
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
     assert weights[3] != weights[2]  # and training goes on
+
+
+def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
+    cli: Callable[..., Result], shapes: Path, tmp_path: Path
+) -> None:
+    """Of nine validation images the second is rank 1's."""
+    data = tmp_path / "shapes"
+    shutil.copytree(shapes, data)
+    assert cli("prepare", "--data", data, "--no-pack").code == 0
+    image = sorted((data / "val2017").iterdir())[1]
+    kept = image.stat()
+    image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
+    os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # training takes it for unchanged
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(data)]
+    options = ["--out", str(tmp_path / "run"), "--steps", "2", *TINY_RUN.split()]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 3, done.stderr
+    assert image.name in done.stderr
+    assert "lost rank" not in done.stderr

@@ -1,0 +1,42 @@
+"""Several ranks detect, each its share of the images; the first one has it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ssdctl.errors import SsdctlError
+from ssdctl.evaluate.coco_ap import Detections
+from ssdctl.evaluate.detect import merge
+
+
+class Together(NamedTuple):
+    """The ranks that evaluate together; as it stands, this process alone."""
+
+    rank: int = 0
+    world_size: int = 1
+    gather: Callable[[Any], list[Any]] = lambda value: [value]  # on the first rank; [] elsewhere
+    broadcast: Callable[[Any], Any] = lambda value: value
+    barrier: Callable[[], None] = lambda: None
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def all_parts(detect: Callable[[], Detections], together: Together) -> Detections | None:
+    """What all ranks found, on the first one.
+
+    Raises:
+        SsdctlError: What any rank failed of, on all of them, lest the others wait for it.
+    """
+    part: Detections | SsdctlError
+    try:
+        part = detect()
+    except SsdctlError as error:
+        part = error
+    parts = together.gather(part)
+    failure = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
+    if failure is not None:
+        raise failure
+    return merge(parts) if together.is_first else None
