@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import shutil
@@ -11,7 +13,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+import torchvision
 from conftest import TINY_RUN, Result
+from data.http_server import Server, file
 
 SCRIPT = """
 import json, sys
@@ -40,15 +45,29 @@ print(json.dumps({"steps": told, "agreed": flags}))
 """
 
 
-def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
+WITH_WEIGHTS = """
+import sys
+from ssdctl.data import sources
+from ssdctl.data.sources import PinnedFile, Weights
+
+name, url, digest = sys.argv[1:4]
+sources.WEIGHTS = (Weights(PinnedFile(name, url, digest), "tiny-v1", "for tests"),)
+from ssdctl.cli.main import main
+
+main(sys.argv[4:])
+"""
+
+
+def two_ranks(script: str, *arguments: object, **variables: str) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of two processes that know each other."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = str(server.getsockname()[1])
     paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script, *map(str, arguments)],
             env={**os.environ, **common, "RANK": r, "LOCAL_RANK": r, "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -56,9 +75,14 @@ def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(tmp_path: Path) -> No
         )
         for r in ("0", "1")
     ]
-    ended = [process.communicate(timeout=120) for process in processes]
-    assert [p.returncode for p in processes] == [0, 0], ended
-    first, second = (json.loads(out) for out, _ in ended)
+    words = [process.communicate(timeout=120) for process in processes]
+    return [(p.returncode, *w) for p, w in zip(processes, words, strict=True)]
+
+
+def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all() -> None:
+    ended = two_ranks(SCRIPT)
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    first, second = (json.loads(out) for _, out, _ in ended)
     assert first == second
     assert first["agreed"] == [True, False]
     flags = [is_bad for is_bad, _ in first["steps"]]
@@ -66,6 +90,21 @@ def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all(tmp_path: Path) -> No
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
     assert weights[3] != weights[2]  # and training goes on
+
+
+def test_one_rank_fetches_the_weights_for_all(shapes: Path, tmp_path: Path) -> None:
+    content = io.BytesIO()
+    torch.save(torchvision.models.resnet18().state_dict(), content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    name = f"tiny-{digest[:8]}.pth"
+    options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
+    with Server() as server:
+        url = server.route(f"/{name}", file(content.getvalue()))
+        given = [name, url, digest, "train", "--data", shapes, "--out", tmp_path / "run", *options]
+        ended = two_ranks(WITH_WEIGHTS, *given, TORCH_HOME=str(tmp_path / "torch"))
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert server.body_bytes < 1.05 * len(content.getvalue())
+    assert sum(err.count("backbone weights") for _, _, err in ended) == 1  # one voice
 
 
 def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
