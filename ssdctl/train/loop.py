@@ -9,7 +9,6 @@ what a user should read.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,16 +20,14 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.errors import Stopped
 from ssdctl.evaluate.analysis import Evaluation
-from ssdctl.files import write_text
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import TrainPlan
 from ssdctl.train import distributed, signals
 from ssdctl.train.average import WeightAverage
-from ssdctl.train.bad_images import BadImages
 from ssdctl.train.best import BestSoFar
 from ssdctl.train.checkpoint import CheckpointFolder, payload
-from ssdctl.train.guard import BadStep, Guard
+from ssdctl.train.guard import Guard
 from ssdctl.train.memory import explained
 from ssdctl.train.metrics import Record
 from ssdctl.train.optimizer import build_optimizer
@@ -38,6 +35,7 @@ from ssdctl.train.pace import Pace
 from ssdctl.train.profile import StepProfiler
 from ssdctl.train.ranks import find_ranks
 from ssdctl.train.recorder import Recorder
+from ssdctl.train.reporter import Reporter
 from ssdctl.train.resume import begin, restore
 from ssdctl.train.saver import Saver
 from ssdctl.train.scaling import loss_scale
@@ -107,7 +105,7 @@ class _Run:
         emit: Callable[[Record], None],
     ) -> None:
         config, self.plan = setup.config.train, setup.plan
-        self.setup, self.say, self.warn = setup, say, warn
+        self.setup, self.say = setup, say
         self.optimizer = build_optimizer(setup.model, config, setup.device)
         self.scale = loss_scale(setup.precision, setup.device, self.optimizer)
         self.checkpoints = CheckpointFolder(setup.out, config.keep)
@@ -136,7 +134,7 @@ class _Run:
             self.best.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
         self.pace = Pace(self.plan.global_batch_size)
-        self.bad_images = BadImages(self.plan.images)
+        self.reporter = Reporter(setup, self.recorder, self.pace, warn)
         self.saved_at = time.monotonic()
 
     def train(self) -> Summary:
@@ -164,7 +162,7 @@ class _Run:
             profiler.before(self.step + 1)
             with torch.profiler.record_function("wait: next batch"), self.pace.waiting():
                 batches = list(itertools.islice(self.batches, config.accumulate))
-            self.bad_images.watch(batches)
+            self.reporter.watch(batches)
             with explained(setup.architecture, config, setup.device, setup.precision):
                 result = take_step(batches, lr)
             self.step += 1
@@ -176,10 +174,10 @@ class _Run:
             if self.step % config.log_every == 0 or self.step == plan.total_steps:
                 with torch.profiler.record_function("wait: device, at a log point"):
                     figures = result.read(setup.ranks)
-                self._log_step(figures, lr)
-                self._report_bad_images()
+                self.reporter.step(self.step, figures, lr)
+                self.reporter.bad_images(self.step)
                 if bad := guard.check():
-                    self._report_bad_steps(bad)
+                    self.reporter.bad_steps(self.step, bad)
                     if guard.judge(bad, str(self.setup.out / "nonfinite")):
                         self._roll_back()
 
@@ -253,47 +251,6 @@ class _Run:
 
     def _image_ids(self, batches: Sequence[Batch]) -> list[int]:
         return [int(i) for batch in batches for i in self.setup.train.image_ids[batch.rows]]
-
-    def _log_step(self, figures: dict[str, float], lr: float) -> None:
-        lap = self.pace.lap()
-        record = {
-            "loss": figures["loss"],
-            "loss_box": figures["loss_box"],
-            "loss_class": figures["loss_class"],
-            "lr": lr,
-            "images_per_second": round(lap.images_per_second, 3),
-            "grad_norm": figures["grad_norm"],
-            "data_wait": round(lap.data_wait, 4),
-            "memory_bytes": self.setup.device.peak_memory_bytes(),
-        }
-        self.recorder.train(self.step, record)
-        if self.pace.starves():
-            self.recorder.event("input_starves", self.step, data_wait=round(lap.data_wait, 4))
-            self.warn(
-                f"the device waits for images {lap.data_wait:.0%} of the time: give it more "
-                "--workers, or smaller images (ssdctl prepare --shrink 512)"
-            )
-
-    def _report_bad_images(self) -> None:
-        """Tell of images that were replaced since the last time; end the run at too many."""
-        for bad in self.bad_images.collect(self.setup.ranks):
-            self.recorder.event("bad_image", self.step, **bad._asdict())
-            self.warn(f"image {bad.image_id} was replaced: {bad.file}: {bad.problem}")
-        self.bad_images.refuse_too_many()
-
-    def _report_bad_steps(self, bad: list[BadStep]) -> None:
-        """Name the images of steps that were left out, in RUN/nonfinite/ and to the user."""
-        shares = distributed.gather([entry.image_ids for entry in bad], self.setup.ranks)
-        for number, entry in enumerate(bad):
-            ids = [i for share in shares for i in share[number]]
-            self.recorder.event("nonfinite", self.step, bad_step=entry.step)
-            if self.setup.ranks.is_first:
-                content = json.dumps({"step": entry.step, "image_ids": ids})
-                write_text(self.setup.out / "nonfinite" / f"step-{entry.step:08d}.json", content)
-        self.warn(
-            f"{len(bad)} steps up to step {bad[-1].step} had a NaN or infinite loss or "
-            f"gradient and were left out; their images are in {self.setup.out / 'nonfinite'}"
-        )
 
     def _roll_back(self) -> None:
         """Go back to the last checkpoint's weights, and on with the images that come next."""
