@@ -12,7 +12,6 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import DataError
 
 if TYPE_CHECKING:
     from ssdctl.benchmark import Figures
@@ -108,13 +107,13 @@ def train(
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure evaluation: network, detection, latency of one picture, scoring of COCO's size."""
+    from ssdctl.data.dataset import dataset_folders, require_split
     from ssdctl.evaluate.benchmark import benchmark_evaluate
 
     with _splits(call) as splits:
-        wanted = call.config.evaluate.split
-        if wanted not in splits:
-            raise DataError(f"the dataset has no split {wanted}")
-        _show(call, benchmark_evaluate(splits[wanted], call.config, seconds))
+        root, _ = dataset_folders(call.config.data)
+        split = require_split(splits, call.config.evaluate.split, root)
+        _show(call, benchmark_evaluate(split, call.config, seconds))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import UsageError
 from ssdctl.train.ranks import Ranks, find_ranks
 
 if TYPE_CHECKING:
@@ -62,14 +62,20 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
-        raise UsageError(f"{path}: no such file or run folder")
+        raise UsageError(
+            f"{path}: no such file or run folder",
+            hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
+        )
     if path.suffix == ".json":
         if find_ranks().is_first:  # one process is plenty
             _score_file(call, path, report)
         return
     files = _checkpoints(path) if path.is_dir() else [path]
     if len(files) > 1 and detections:
-        raise UsageError(f"--detections writes one file, {path} holds {len(files)} checkpoints")
+        raise UsageError(
+            f"--detections writes one file, {path} holds {len(files)} checkpoints",
+            hint=f"name one of them: {files[0]}",
+        )
     answers = _evaluate(call, files, Path(detections) if detections else None)
     if not answers:  # another rank has them
         return
@@ -129,7 +135,10 @@ def _checkpoints(run: Path) -> list[Path]:
     if best.is_file() and not any(best.samefile(f) for f in files):
         files.insert(0, best)
     if not files:
-        raise UsageError(f"{run}: a run folder without checkpoints")
+        raise UsageError(
+            f"{run}: a run folder without checkpoints",
+            hint="training saves at --save-every, at evaluations and at its end",
+        )
     return files
 
 
@@ -137,16 +146,14 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
     import numpy as np
 
-    from ssdctl.data.dataset import dataset_folders, find_splits
+    from ssdctl.data.dataset import dataset_folders, find_splits, require_split
     from ssdctl.evaluate.analysis import About, analyse
     from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
 
     root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
     splits = find_splits(root)
-    if wishes.split not in splits:
-        raise DataError(f"{root}: has no split {wishes.split}")
-    annotations = splits[wishes.split].annotations
+    annotations = require_split(splits, wishes.split, root).annotations
     found = read_detections(path)
     chosen = None
     if wishes.limit is not None or wishes.annotated_only:

@@ -91,7 +91,7 @@ def train(
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import dataset_folders
+    from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders
     from ssdctl.data.prepare import count_trainable
     from ssdctl.train.schedule import make_plan
 
@@ -103,7 +103,7 @@ def _show_plan(call: Call) -> None:
     else:
         images = count_trainable(root, folder)
     if not images:
-        raise DataError("no training image has a box to learn from")
+        raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     limit = call.config.train.limit_train
     plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
     needs = "" if call.console.as_json else _disk_needed(call.config)

@@ -10,8 +10,9 @@ A [made] table says how `ssdctl prepare --from`, `--split` or `--classes` wrote 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
@@ -22,6 +23,8 @@ SPLITS = ("train", "val")
 MADE = "made"
 TOML = "dataset.toml"
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
+WHAT_IS_DROPPED = "`ssdctl prepare` says what was dropped, and why, in the store's report.json"
+S = TypeVar("S")
 
 
 class SplitFiles(NamedTuple):
@@ -41,6 +44,20 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     """The dataset folder and its store's, as the config has them."""
     root = Path(config.root) if config.root else default_root()
     return root, Path(config.store) if config.store else root / "prepared"
+
+
+def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
+    """The split of that name.
+
+    Raises:
+        DataError: The dataset has none.
+    """
+    if name in splits:
+        return splits[name]
+    remedy = "name its images and annotations in dataset.toml"
+    if name == "val":
+        remedy += ", or let `ssdctl prepare --split 0.9` make one"
+    raise DataError(f"{root}: has no split {name}, but {', '.join(splits) or 'none'}", hint=remedy)
 
 
 def find_splits(root: Path) -> dict[str, SplitFiles]:

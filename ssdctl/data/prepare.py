@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from ssdctl.data import coco, store
 from ssdctl.data.coco import Annotations, Boxes, Finding, ImageEntry
-from ssdctl.data.dataset import SplitFiles, find_splits, require_images
+from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require_split
 from ssdctl.data.images import Wish, changed_images, file_sizes
 from ssdctl.data.parts import Job, Progress, Report, check_images
 from ssdctl.errors import DataError, DiskError
@@ -353,10 +353,8 @@ def count_trainable(root: Path, folder: Path) -> int:
         DataError: The annotations cannot be trusted, or there is no training split.
     """
     splits = find_splits(root)
-    if "train" not in splits:
-        raise DataError(f"{root}: has no training split")
+    files = require_split(splits, "train", root)
     if is_prepared(root, folder):
-        return len(store.open_split(folder, "train", splits["train"]).trainable)
-    files = splits["train"]
+        return len(store.open_split(folder, "train", files).trainable)
     boxes, _ = coco.check(coco.read(files.annotations), files.annotations)
     return int((np.diff(boxes.starts) > 0).sum())

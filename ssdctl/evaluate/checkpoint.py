@@ -13,11 +13,11 @@ import numpy as np
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.coco import ClassName
-from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.dataset import dataset_folders, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
-from ssdctl.errors import DataError, IntegrityError
+from ssdctl.errors import IntegrityError
 from ssdctl.evaluate.analysis import About, Evaluation, analyse
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
@@ -70,9 +70,7 @@ def evaluate_checkpoint(
     data = choose_data(checkpoint, config.data, given, talk.say)
     root, folder = dataset_folders(data)
     splits = _open_together(root, folder, talk, together)
-    if wishes.split not in splits:
-        raise DataError(f"{root}: has no split {wishes.split}")
-    split = splits[wishes.split]
+    split = require_split(splits, wishes.split, root)
     refuse_other_classes(checkpoint, split.classes, root)
 
     rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)

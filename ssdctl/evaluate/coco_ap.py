@@ -257,4 +257,7 @@ def _verify(
         judge.summarize()
     for (name, ours), theirs in zip(scores.figures.items(), judge.stats.tolist(), strict=True):
         if abs(ours - theirs) > VERIFY_TOLERANCE:
-            raise IntegrityError(f"{name} is {ours!r} by hotcoco and {theirs!r} by pycocotools")
+            raise IntegrityError(
+                f"{name} is {ours!r} by hotcoco and {theirs!r} by pycocotools",
+                hint="please report it with the two files; pycocotools' figure is the reference",
+            )

@@ -177,7 +177,10 @@ def read_payload(path: Path) -> Any:
         IntegrityError: It is damaged or would run code.
     """
     if not path.is_file():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(
+            f"{path}: no such file",
+            hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
+        )
     with path.open("rb") as file:
         if file.read(2) == b"PK":
             verify(path)
@@ -230,7 +233,10 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
     ]
     if wrong:
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise IntegrityError(f"{path}: does not fit the network: {'; '.join(wrong[:SHOWN])}{more}")
+        raise IntegrityError(
+            f"{path}: does not fit the network: {'; '.join(wrong[:SHOWN])}{more}",
+            hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
+        )
     module.load_state_dict(state)
 
 
@@ -242,7 +248,10 @@ def load_backbone(model: SSD300, path: Path) -> None:
     """
     state = read_payload(path)
     if not _is_state(state):
-        raise IntegrityError(f"{path}: no backbone weights: not a state dict")
+        raise IntegrityError(
+            f"{path}: no backbone weights: not a state dict",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+        )
     kept = {k: v for k, v in state.items() if not k.startswith(("layer4.", "fc."))}
     load_state(model.backbone, with_counters(kept, model.backbone), path)
 

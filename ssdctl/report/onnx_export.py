@@ -259,7 +259,8 @@ def _compare_detections(
     if wrong > MOST_DIFFERENT * total:
         raise IntegrityError(
             f"{wrong} of {total} detections differ between onnxruntime and PyTorch; "
-            "nothing was written"
+            "nothing was written",
+            hint="another version of onnxruntime or torch may agree",
         )
 
 

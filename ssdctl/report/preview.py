@@ -19,6 +19,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
+from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
@@ -55,7 +56,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
         DiskError: The picture cannot be written.
     """
     if not len(split.trainable):
-        raise DataError("no training image has a box to draw")
+        raise DataError("no training image has a box to draw", hint=WHAT_IS_DROPPED)
     seed = config.train.seed
     count = min(ROWS, len(split.trainable))
     rows = Order(split.trainable, seed).samples(0, count).row

@@ -80,7 +80,10 @@ def checkpoint_of(path: Path) -> Path:
     for name in ("best.pt", "last.pt"):
         if (path / "checkpoints" / name).is_file():
             return path / "checkpoints" / name
-    raise UsageError(f"{path}: a run folder without checkpoints")
+    raise UsageError(
+        f"{path}: a run folder without checkpoints",
+        hint="training saves at --save-every, at evaluations and at its end",
+    )
 
 
 def read_run(path: Path) -> RunData:
@@ -94,14 +97,20 @@ def read_run(path: Path) -> RunData:
     name = path.resolve().name
     if not (path / "metrics.jsonl").is_file():
         if evaluation is None:
-            raise UsageError(f"{path}: no run folder (it has no metrics.jsonl)")
+            raise UsageError(
+                f"{path}: no run folder (it has no metrics.jsonl)",
+                hint="name the folder that train's --out named: runs/PRESET, if none",
+            )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
         environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
         config = (path / "config.toml").read_text(encoding="utf-8")
         settings = {key: value for key, value, _ in read_toml(path / "config.toml")}
     except (OSError, ValueError, UsageError) as error:
-        raise DataError(f"{path}: a run folder with a broken file: {error}") from None
+        raise DataError(
+            f"{path}: a run folder with a broken file: {error}",
+            hint="the next start of its training writes config.toml and environment.json anew",
+        ) from None
     kinds: dict[str, list[Record]] = {"train": [], "eval": [], "event": []}
     for record in read_metrics(path / "metrics.jsonl"):
         kinds.setdefault(str(record.get("kind")), []).append(record)

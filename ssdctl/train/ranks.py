@@ -19,6 +19,7 @@ VARIABLES = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+UNSET = "unset these variables to train alone; ssdctl launch sets them for ranks"
 STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
 
 
@@ -54,9 +55,9 @@ def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
                 rank, size, local = (int(environment.get(n, "0")) for n in names)
             except ValueError:
                 shown = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
-                raise UsageError(f"{shown}: not a number") from None
+                raise UsageError(f"{shown}: not a number", hint=UNSET) from None
             if not 0 <= rank < size:
-                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}")
+                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=UNSET)
             return Ranks(rank, size, local)
     return Ranks(0, 1, 0)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.weights import fetch_weights
@@ -172,11 +172,9 @@ def _open_splits(
 
 def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
     """The splits to train and to validate on, once they are found to speak of the same classes."""
-    if "train" not in splits:
-        raise DataError(f"{root}: has no training split")
-    train, val = splits["train"], splits.get("val")
+    train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
-        raise DataError(f"{root}: no training image has a box to learn from")
+        raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     if val is not None and val.classes != train.classes:
         named = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
         raise DataError(
