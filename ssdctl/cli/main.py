@@ -109,18 +109,38 @@ def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> 
         root.main(args=list(arguments), prog_name="ssdctl", standalone_mode=False)
 
 
+# Options of the replaced systems that no single setting stands for.
+ELSEWHERE = {
+    "-d": "--data (the dataset folder), or --bf16 and --fp32 (Habana-TF's type)",
+    "-s": "--seed, or --steps (Habana-TF's)",
+    "--mode": "a command: ssdctl train, evaluate or benchmark",
+    "--inference": "a command: ssdctl predict CKPT IMAGE",
+    "--vis_dataloader": "ssdctl prepare --preview FILE",
+    "--benchmark-iterations": "ssdctl benchmark train --seconds S",
+    "--benchmark-warmup": "ssdctl benchmark train, which warms up by itself",
+    "--use_horovod": "ssdctl launch --hpus N",
+    "--hvd_workers": "ssdctl launch --hpus N",
+    "--num_cores": "ssdctl launch --tpus N",
+    "--local_rank": "nothing to say: launchers tell it by their variables",
+}
+
+
 def refuse_old_options(arguments: Sequence[str]) -> None:
-    """Exit 2 on an option of the replaced systems, naming ours."""
-    ours = {_bare(old): setting for setting in all_settings().values() for old in setting.replaces}
+    """Exit 2 on an option of the replaced systems, however it is spelt, naming ours."""
+    exact = {old: setting for setting in all_settings().values() for old in setting.replaces}
     known = {_bare(flag) for setting in all_settings().values() for flag in setting.flags}
+    bare = {_bare(old): s for old, s in exact.items() if _bare(old) not in known}
     for argument in arguments:
         if argument == "--":
             return
         old = argument.partition("=")[0]
-        if old.startswith("--") and _bare(old) in ours.keys() - known:
-            setting = ours[_bare(old)]
-            new = " / ".join(setting.flags)
-            typer.echo(f"error: {old} is now {new}: {setting.help}", err=True)
+        setting = exact.get(old) or (bare.get(_bare(old)) if old.startswith("--") else None)
+        new = ELSEWHERE.get(old)
+        if setting is not None:
+            whose = f" of ssdctl evaluate ({setting.path})" if setting.section == "evaluate" else ""
+            new = f"{' / '.join(setting.flags)}{whose}: {setting.help}"
+        if new is not None:
+            typer.echo(f"error: {old} is now {new}", err=True)
             raise SystemExit(2)
 
 

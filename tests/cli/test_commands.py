@@ -99,7 +99,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
     [
         ("--batch-size", "--bs"),
         ("--use-hpu", "--device"),
-        ("--hpu-lazy-mode", "--device"),
+        ("--hpu-lazy-mode", "--execution"),
         ("--autocast", "--bf16"),
         ("--val-interval", "--eval-every"),
         ("--num-workers", "--workers"),

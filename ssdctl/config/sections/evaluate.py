@@ -9,15 +9,27 @@ class EvaluateConfig(Section, frozen=True):
     """How a checkpoint is scored."""
 
     split: Annotated[Literal["train", "val"], setting("Split to score")] = "val"
-    batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 16
+    batch_size: Annotated[
+        Count,
+        setting(
+            "Images per batch",
+            flag="--bs",
+            metavar="N",
+            replaces=("--val-batch-size", "--eval-batch-size", "--ebs"),
+        ),
+    ] = 16
     precision: Annotated[
         Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
     ] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
     workers: Annotated[Natural, setting("Decode threads; 0 = all cores", metavar="N")] = 0
-    limit: Annotated[Count | None, setting("Score the first N images alone", metavar="N")] = None
+    limit: Annotated[
+        Count | None,
+        setting("Score the first N images alone", metavar="N", replaces=("--eval_samples",)),
+    ] = None
     score_threshold: Annotated[
-        Fraction, setting("Drop detections below this score", metavar="X")
+        Fraction,
+        setting("Drop detections below this score", metavar="X", replaces=("--nms-valid-thresh",)),
     ] = 0.05
     nms_iou: Annotated[
         Fraction, setting("Suppress a box that overlaps a better one by more", metavar="X")

@@ -35,7 +35,12 @@ class ModelConfig(Section, frozen=True):
             flag="--backbone-weights",
             metavar="NAME|FILE|none",
             panel="Network",
-            replaces=("--backbone-path", "--pretrained-backbone", "--resnet_checkpoint"),
+            replaces=(
+                "--backbone-path",
+                "--pretrained-backbone",
+                "--resnet_checkpoint",
+                "--torchvision-weights-version",
+            ),
         ),
     ]
     extra_norm: Annotated[
@@ -52,7 +57,10 @@ class TrainConfig(Section, frozen=True):
     """One training run. Fields without a default are the recipe's: the preset names them."""
 
     # Recipe
-    epochs: Annotated[Count, setting("Length of the run, in epochs", metavar="N", panel="Recipe")]
+    epochs: Annotated[
+        Count,
+        setting("Length of the run, in epochs", metavar="N", panel="Recipe", replaces=("-e",)),
+    ]
     batch_size: Annotated[
         Count | Literal["auto"],
         setting(
@@ -60,7 +68,7 @@ class TrainConfig(Section, frozen=True):
             flag="--bs",
             metavar="N|auto",
             panel="Recipe",
-            replaces=("--batch-size", "--batch_size", "--eval-batch-size"),
+            replaces=("--batch-size", "--batch_size", "-b"),
         ),
     ]
     lr: Annotated[
@@ -69,7 +77,7 @@ class TrainConfig(Section, frozen=True):
             "Learning rate at global batch 32; scaled by global batch / 32",
             metavar="X",
             panel="Recipe",
-            replaces=("--learning-rate", "--base-lr"),
+            replaces=("--learning-rate", "--base_lr", "--base-lr"),
             maths=True,
         ),
     ]
@@ -79,6 +87,7 @@ class TrainConfig(Section, frozen=True):
             "Linear warm-up: 3 or 3ep = epochs, 300st = optimizer steps",
             metavar="DURATION",
             panel="Recipe",
+            replaces=("--lr_warmup_epoch",),
             maths=True,
         ),
     ]
@@ -88,7 +97,7 @@ class TrainConfig(Section, frozen=True):
             "Epochs at which the learning rate falls (see --lr-decay)",
             metavar="E,E",
             panel="Recipe",
-            replaces=("--multistep", "--lr-decay-epochs", "--lr-decay-schedule"),
+            replaces=("--multistep", "--lr-decay-schedule", "--lr-decay-epochs", "--k"),
             maths=True,
         ),
     ]
@@ -103,11 +112,23 @@ class TrainConfig(Section, frozen=True):
     ]
     momentum: Annotated[
         Annotated[float, msgspec.Meta(ge=0, lt=1)],
-        setting("SGD momentum (AdamW: beta1)", metavar="X", panel="Recipe", maths=True),
+        setting(
+            "SGD momentum (AdamW: beta1)",
+            metavar="X",
+            panel="Recipe",
+            replaces=("-m",),
+            maths=True,
+        ),
     ]
     weight_decay: Annotated[
         NonNegative,
-        setting("Weight decay", metavar="X", panel="Recipe", replaces=("--wd",), maths=True),
+        setting(
+            "Weight decay",
+            metavar="X",
+            panel="Recipe",
+            replaces=("--wd", "--weight_decay"),
+            maths=True,
+        ),
     ]
     decay_bias_and_norm: Annotated[
         bool, setting("Apply weight decay to biases and batch norm too", panel="Recipe", maths=True)
@@ -143,7 +164,18 @@ class TrainConfig(Section, frozen=True):
             "Arithmetic of the network: auto = bf16 where the device has it natively, else fp32",
             panel="Device",
             choice_flags=True,
-            replaces=("--autocast", "--amp", "--use-fp16", "--dtype", "--data-type"),
+            replaces=(
+                "--autocast",
+                "--amp",
+                "--no-amp",
+                "--fp16-mode",
+                "--hmp",
+                "--lowp",
+                "--BF16",
+                "--use-fp16",
+                "--dtype",
+                "--data-type",
+            ),
             maths=True,
         ),
     ]
@@ -168,7 +200,7 @@ class TrainConfig(Section, frozen=True):
             "Stop after this many optimizer steps [default: all epochs]",
             metavar="N",
             panel="Run",
-            replaces=("--num-steps", "--max-steps", "--iteration"),
+            replaces=("--end-iteration", "--num-steps", "--num_steps", "--max-steps"),
         ),
     ] = None
     init: Annotated[
@@ -181,7 +213,7 @@ class TrainConfig(Section, frozen=True):
             "auto = from the newest intact checkpoint of RUN, never, or a file",
             metavar="auto|never|FILE",
             panel="Run",
-            replaces=("--checkpoint",),
+            replaces=("--checkpoint", "--iteration"),
         ),
     ] = "auto"
     resume_changed: Annotated[
@@ -220,12 +252,17 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Batch norm over the images of all ranks, where the device can",
             panel="Recipe",
+            replaces=("--distributed_bn",),
             maths=True,
         ),
     ] = False
     deterministic: Annotated[
         bool,
-        setting("Use kernels alone that give the same bits every time; slower", panel="Run"),
+        setting(
+            "Use kernels alone that give the same bits every time; slower",
+            panel="Run",
+            replaces=("--det",),
+        ),
     ] = False
     rank_timeout: Annotated[
         Positive,
@@ -250,7 +287,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Device to train on; auto = the accelerator this machine has, else cpu",
             panel="Device",
-            replaces=("--use-hpu", "--hpu-lazy-mode", "--no-cuda", "--hpu"),
+            replaces=("--use-hpu", "--hpu", "--no-cuda", "--no_hpu"),
         ),
     ] = "auto"
     execution: Annotated[
@@ -259,7 +296,7 @@ class TrainConfig(Section, frozen=True):
             "How a step runs: operation by operation, by torch.compile, or as graphs gathered by "
             "the device [default: the device's fastest]",
             panel="Device",
-            replaces=("--use-torch-compile", "--compile", "--use-lazy-mode"),
+            replaces=("--hpu-lazy-mode", "--use-lazy-mode", "--use-torch-compile", "--compile"),
         ),
     ] = None
     tf32: Annotated[
@@ -267,7 +304,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Round the factors of fp32 products to TF32, where a GPU can",
             panel="Device",
-            replaces=("--allow-tf32",),
+            replaces=("--allow-tf32", "--no-allow-tf32"),
             maths=True,
         ),
     ] = False
@@ -289,7 +326,13 @@ class TrainConfig(Section, frozen=True):
             "Decode threads; 0 = this process's share of the cores",
             metavar="N",
             panel="Input",
-            replaces=("--num-workers", "--num_workers"),
+            replaces=(
+                "--num-workers",
+                "--num_workers",
+                "--num_parallel_calls",
+                "--threadpool_size",
+                "--max_cpus",
+            ),
         ),
     ] = 0
     pipeline: Annotated[
@@ -298,7 +341,7 @@ class TrainConfig(Section, frozen=True):
             "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
             "samples, crops and colours, pixels that differ by a few levels",
             panel="Input",
-            replaces=("--data-pipeline", "--use-dali"),
+            replaces=("--data_pipeline", "--data-pipeline", "--dl-worker-type", "--use-dali"),
             maths=True,
         ),
     ] = "native"
@@ -308,7 +351,13 @@ class TrainConfig(Section, frozen=True):
             "Random batches instead of images, for the device's ceiling: no dataset is needed, "
             "nothing is evaluated",
             panel="Input",
-            replaces=("--synthetic-data", "--use-fake-data"),
+            replaces=(
+                "--fake_data",
+                "--use_fake_data",
+                "--use-fake-data",
+                "--synthetic-data",
+                "-f",
+            ),
             maths=True,
         ),
     ] = False
@@ -338,13 +387,16 @@ class TrainConfig(Section, frozen=True):
             "Evaluate this often (epochs, or steps with st) [default: at the end]",
             metavar="DURATION",
             panel="Evaluation",
-            replaces=("--val-interval", "--val-epochs", "--evaluation"),
+            replaces=("--val-interval",),
         ),
     ] = None
     eval_at: Annotated[
         tuple[Positive, ...],
         setting(
-            "Evaluate after these epochs, besides --eval-every", metavar="E,E", panel="Evaluation"
+            "Evaluate after these epochs, besides --eval-every",
+            metavar="E,E",
+            panel="Evaluation",
+            replaces=("--evaluation", "--val-epochs"),
         ),
     ] = ()
     patience: Annotated[
@@ -359,7 +411,7 @@ class TrainConfig(Section, frozen=True):
             "Stop once AP reaches this",
             metavar="AP",
             panel="Evaluation",
-            replaces=("--threshold", "--target"),
+            replaces=("--threshold", "--target", "-t"),
         ),
     ] = None
     save_every: Annotated[
@@ -368,11 +420,17 @@ class TrainConfig(Section, frozen=True):
             "Save a checkpoint this often: epochs, steps (st) or minutes (min)",
             metavar="DURATION",
             panel="Saving",
-            replaces=("--save_checkpoints_epochs", "--save_checkpoints_steps"),
+            replaces=("--save_checkpoints_epochs", "--save_checkpoints_steps", "-c"),
         ),
     ] = "1ep"
     keep: Annotated[
-        Count, setting("Newest checkpoints to keep, besides the best", metavar="N", panel="Saving")
+        Count,
+        setting(
+            "Newest checkpoints to keep, besides the best",
+            metavar="N",
+            panel="Saving",
+            replaces=("--keep_ckpt_max",),
+        ),
     ] = 2
     log_every: Annotated[
         Count,
