@@ -158,6 +158,8 @@ def with_classes(
     for name, tensor in model.state_dict().items():
         if not name.startswith("class_heads.") or name not in state:
             continue
+        if state[name].shape[1:] != tensor.shape[1:]:  # another backbone's: load_state refuses it
+            continue
         # Channels are class-major: (classes, box shapes).
         ours = tensor.clone().unflatten(0, (len(classes) + 1, -1))
         theirs = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
@@ -176,6 +178,11 @@ def read_payload(path: Path) -> Any:
         UsageError: There is no such file.
         IntegrityError: It is damaged or would run code.
     """
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder, not a checkpoint",
+            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
+        )
     if not path.is_file():
         raise UsageError(
             f"{path}: no such file",

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from conftest import Result
+from conftest import TINY_RUN, Result
 from PIL import Image
 from torch import Tensor
 
@@ -268,6 +268,15 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
     assert refused.code == 5
     assert "80 classes" in refused.err
     assert "5" in refused.err
+    other = options.replace("resnet18", "resnet34").split()
+    refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
+    assert refused.code == 5
+    assert "does not fit the network" in refused.err
+    refused = cli(
+        "train", "--data", shapes, "--out", tmp_path / "other", "--init", run, *TINY_RUN.split()
+    )
+    assert refused.code == 2
+    assert "best.pt" in refused.err
 
 
 def test_peer_with_a_broken_network_is_refused(tmp_path: Path, cli: Callable[..., Result]) -> None:
