@@ -438,7 +438,12 @@ class TrainConfig(Section, frozen=True):
             "Steps between two lines of metrics",
             metavar="N",
             panel="Saving",
-            replaces=("--log-interval", "--save_summary_steps", "--log_step_count_steps"),
+            replaces=(
+                "--log-interval",
+                "--save_summary_steps",
+                "--log_step_count_steps",
+                "--suppress_loss_report",
+            ),
         ),
     ] = 20
     tensorboard: Annotated[
