@@ -1,0 +1,304 @@
+"""What the pages say is so: commands are read by the real command line, marked blocks are run,
+links, files, options and the tables of `docs/migrating.md` are compared with the tree.
+
+In a page, `<!-- run -->` before a fenced block says that it is run here, and `<!-- file: NAME -->`
+that it is written to that file first; all blocks of a page in order, in one folder.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from conftest import Result
+
+from ssdctl.cli import command as cli_command
+from ssdctl.cli import main as cli_main
+from ssdctl.config import resolve
+from ssdctl.config.resolve import PREFIX
+from ssdctl.data.dataset import read_dataset_toml
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+MIGRATING = ROOT / "docs" / "migrating.md"
+FENCE = re.compile(
+    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
+    re.M | re.S,
+)
+# Other programs' options that the pages speak of.
+FOREIGN = {"--hmp-bf16", "--batch-splits", "--accumulation"}
+PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    mark: str  # run, file: NAME, or nothing
+    kind: str  # bash, toml, ...
+    text: str
+
+    def lines(self) -> list[str]:
+        """The lines, continued ones joined."""
+        return [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(m["mark"] or "", m["kind"], m["text"]) for m in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def spans(text: str) -> list[str]:
+    """Inline code, line breaks within it undone."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def whole_commands(page: Path) -> list[str]:
+    """Commands of fenced and indented blocks: to be typed as they are."""
+    fenced = [line for block in blocks(page) if block.kind == "bash" for line in block.lines()]
+    indented = re.findall(r"^ {4,}(ssdctl .*)$", prose(page).replace("\\\n", " "), re.M)
+    return [c for c in [*fenced, *indented] if c.startswith("ssdctl ")]
+
+
+def words_of(text: str) -> list[str]:
+    """The arguments of a command, up to a pipe or redirection."""
+    words = shlex.split(text, comments=True)[1:]
+    for sign in (">", "|", "&&"):
+        words = words[: words.index(sign)] if sign in words else words
+    return [PLACEHOLDERS.get(word, word) for word in words]
+
+
+class Read(BaseException):
+    """The command line was read to its end, its config resolved; nothing was done."""
+
+
+@pytest.fixture(scope="module")
+def root_command() -> Any:
+    cli_main._register()
+    cli_command.make_options()
+    return typer.main.get_command(cli_main.app)
+
+
+@pytest.fixture
+def complaint(
+    root_command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[list[str]], str]:
+    """Has the real command line read a command and stop before it does anything: what it says
+    against it, or nothing."""
+
+    def stop(**given: Any) -> None:
+        if given.get("file") is not None and not Path(str(given["file"])).is_file():
+            given["file"] = None  # a file of the reader's
+        resolve(**given)
+        raise Read
+
+    def read(words: list[str]) -> str:
+        rest = words[words.index("--") + 1 :] if "--" in words else []
+        if rest and (found := read(rest)):
+            return found
+        try:
+            cli_main.refuse_old_options(words)
+            root_command.main(args=words, prog_name="ssdctl", standalone_mode=False)
+        except Read:
+            return ""
+        except SystemExit:
+            return capsys.readouterr().err
+        except Exception as error:  # typer brings its own copy of click's exceptions
+            return f"{type(error).__name__}: {error}"
+        return "ended by itself"
+
+    monkeypatch.setattr(cli_command, "resolve", stop)
+    return read
+
+
+@every_page
+def test_commands_are_what_the_command_line_takes(
+    page: Path, complaint: Callable[[list[str]], str]
+) -> None:
+    for text in whole_commands(page):
+        assert not (found := complaint(words_of(text))), f"{page.name}: {text}: {found}"
+    for text in spans(prose(page)):
+        words = words_of(text) if text.startswith("ssdctl ") else []
+        if not words or words[0] in ("COMMAND", "--help", "--install-completion"):
+            continue
+        found = complaint([word for word in words if word != "--help"])
+        # Named in a sentence, not to be typed as it is: arguments may be missing.
+        is_short = found.startswith(("MissingParameter", "NoArgsIsHelp"))
+        is_short = is_short or "requires an argument" in found
+        assert not found or is_short, f"{page.name}: {text}: {found}"
+
+
+def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) -> None:
+    assert not complaint(words_of("ssdctl train --bs 4 # a remark"))
+    for text in (
+        "train --batch 4",
+        "train --bs four",
+        "config shew",
+        "launch --cpus 2 -- evaluate",
+    ):
+        assert complaint(text.split()), text
+
+
+@every_page
+def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """For real, but for Kubernetes, where the reader's own settings are missing."""
+    (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
+    for text in whole_commands(page):
+        words = words_of(text)
+        if words[0] == "launch" and not {"kubernetes", "voyager"} & set(words):
+            result = cli("launch", "--dry-run", *words[1:])
+            assert result.code == 0, (text, result.err)
+            assert "ssdctl" in result.out
+
+
+@every_page
+def test_config_files_are_valid(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page):
+        if block.kind == "toml":
+            path = tmp_path / "block.toml"
+            path.write_text(re.sub(r"^ +", "", block.text, flags=re.M))
+            if "images =" in block.text:
+                assert "train" in read_dataset_toml(path)
+            else:
+                resolve(file=str(path), environment={})
+
+
+def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
+    """Run and write the marked blocks of a page, in order."""
+    marked = [block for block in blocks(page) if block.mark]
+    assert marked
+    for block in marked:
+        if block.mark != "run":
+            (folder / block.mark.partition(": ")[2]).write_text(block.text)
+        elif block.kind == "python":
+            exec(compile(block.text, str(page), "exec"), {})
+        else:
+            for line in filter(None, block.lines()):
+                if line.startswith("ssdctl "):
+                    result = cli(*words_of(line))
+                    assert result.code == 0, (line, result.err)
+                else:
+                    subprocess.run(["bash", "-ec", line], check=True, cwd=folder)
+
+
+def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
+    assert (tmp_path / "runs/shapes/report.html").is_file()
+    assert (tmp_path / "shapes.safetensors").is_file()
+    assert len(list((tmp_path / "drawn").glob("*.png"))) == 8
+
+
+def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
+    assert (tmp_path / "boxes.png").is_file()
+    assert (tmp_path / "runs/parts/report.html").is_file()
+    assert (tmp_path / "drawn/detections.json").is_file()
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as links name them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), (page.name, link)
+        assert not anchor or anchor in anchors(target), (page.name, link)
+
+
+def test_every_page_is_listed() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index, page.name
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks/RESULTS.md"], ids=lambda p: p.name)
+def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    code = [*spans(prose(page)), *(w for b in blocks(page) for w in b.text.split())]
+    for span in code:
+        path, _, test = span.partition("::")
+        if re.search(r"[^\w./*-]|NAME", path):
+            continue
+        if re.match(r"(?:ssdctl|tests|docs|benchmarks|completions|\.ci)/", path):
+            assert list(ROOT.glob(path.rstrip("/"))), (page.name, span)
+        elif re.fullmatch(r"\w+\.py", path) and path not in ("train.py", "main.py", "ssd.py"):
+            assert any(found.is_file() for found in ROOT.glob(f"*/**/{path}")), (page.name, span)
+        if test:
+            assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (page.name, span)
+
+
+def options(given: Any) -> Iterator[str]:
+    """All options of a command and of those below it."""
+    for parameter in given.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for below in getattr(given, "commands", {}).values():
+        yield from options(below)
+
+
+def rows(page: Path) -> Iterator[list[str]]:
+    """The table rows of `docs/migrating.md` that say "theirs, ours, remark"."""
+    inside = False
+    for line in prose(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        inside = line.startswith("|") and (inside or cells[0] == "theirs")
+        if inside and len(cells) == 3 and cells[0].startswith("`"):
+            yield cells
+
+
+@every_page
+def test_options_that_are_named_exist(page: Path, root_command: Any) -> None:
+    text = prose(page)
+    if page == MIGRATING:
+        text = "\n".join(" | ".join(row[1:]) for row in rows(page))
+    known = {*options(root_command), "--help", "--install-completion"} | FOREIGN
+    for span in spans(text):
+        if span.startswith("--"):
+            flags = [word.partition("=")[0] for word in span.split() if word.startswith("--")]
+            assert set(flags) <= known, (page.name, span)
+        if span.startswith(PREFIX) and "*" not in span:
+            assert resolve(environment={span.partition("=")[0]: span.partition("=")[2]})
+
+
+def test_migration_tables_say_what_the_command_line_says(
+    root_command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = set(options(root_command.commands["train"]))
+    entries = list(rows(MIGRATING))
+    assert len(entries) > 100
+    for theirs, ours, _ in entries:
+        named = spans(ours)
+        assert bool(named) is not (ours == "none"), (theirs, ours)
+        for flag in spans(theirs):
+            if flag in train:  # the same name, which is meant then
+                assert flag in named, (flag, ours)
+                continue
+            said = hint(flag, capsys)
+            if named:
+                assert named[0] in said, (flag, ours, said)
+
+
+def hint(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the command line says of an option that is not ours."""
+    try:
+        cli_main.refuse_old_options(["train", flag])
+    except SystemExit:
+        return capsys.readouterr().err
+    return ""
