@@ -296,9 +296,9 @@ def test_migration_tables_say_what_the_command_line_says(
 
 
 def hint(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the command line says of an option that is not ours."""
+    """What the command line names in place of an option that is not ours."""
     try:
         cli_main.refuse_old_options(["train", flag])
     except SystemExit:
-        return capsys.readouterr().err
+        return capsys.readouterr().err.partition(" is now ")[2].partition(": ")[0]
     return ""

@@ -113,15 +113,15 @@ def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> 
 ELSEWHERE = {
     "-d": "--data (the dataset folder), or --bf16 and --fp32 (Habana-TF's type)",
     "-s": "--seed, or --steps (Habana-TF's)",
-    "--mode": "a command: ssdctl evaluate CKPT, ssdctl benchmark train",
-    "--inference": "a command: ssdctl predict CKPT IMAGE",
+    "--mode": "a command, ssdctl evaluate CKPT or ssdctl benchmark train",
+    "--inference": "a command, ssdctl predict CKPT IMAGE",
     "--vis_dataloader": "ssdctl prepare --preview FILE",
     "--benchmark-iterations": "--seconds of ssdctl benchmark train",
-    "--benchmark-warmup": "nothing to say: ssdctl benchmark train warms up by itself",
+    "--benchmark-warmup": "not needed: ssdctl benchmark train warms up by itself",
     "--use_horovod": "ssdctl launch --hpus N",
     "--hvd_workers": "ssdctl launch --hpus N",
     "--num_cores": "ssdctl launch --tpus N",
-    "--local_rank": "nothing to say: launchers tell it by their variables",
+    "--local_rank": "not needed: launchers tell it by their variables",
 }
 
 
