@@ -166,11 +166,9 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
         raise DataError(f"{path}: no categories")
     sizes = _sizes(path, annotations.images)
     row = _places(image_ids, _column(entries, "image_id"))
-    what = "annotations of images that the file does not list"
-    _refuse(path, what, ids[row < 0].tolist())
+    _refuse_strangers(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
     label = 1 + _places(category_ids, _column(entries, "category_id"))
-    what = "annotations of categories that the file does not list"
-    _refuse(path, what, ids[label < 1].tolist())
+    _refuse_strangers(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
 
     sides = (_column(entries, f"bbox.{s}", np.float64) for s in Bbox.__struct_fields__)
     bbox = np.stack(list(sides), axis=1)
@@ -257,7 +255,14 @@ def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     _refuse(path, f"duplicate {what}", np.unique(twice).tolist())
 
 
-def _refuse(path: Path, what: str, offenders: list[int]) -> None:
+def _refuse_strangers(path: Path, kind: str, found: list[Annotation]) -> None:
+    """Refuse annotations of images or categories that the file does not list."""
+    many = {"image": "images", "category": "categories"}[kind]
+    named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]
+    _refuse(path, f"annotations of {many} that the file does not list", named)
+
+
+def _refuse(path: Path, what: str, offenders: Sequence[object]) -> None:
     if offenders:
         named = ", ".join(map(str, offenders[:SHOWN]))
         more = f" and {len(offenders) - SHOWN} more" if len(offenders) > SHOWN else ""

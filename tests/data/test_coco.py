@@ -68,8 +68,8 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> Non
     [
         ({"images": [{"id": 7, "file_name": "a.jpg", "width": 9, "height": 9}] * 2}, "duplicate image ids: 7"),
         ({"annotations": [{"id": 5, "image_id": 3, "category_id": 12, "bbox": [0, 0, 5, 5]}] * 2}, "duplicate annotation ids: 5"),
-        ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5"),
-        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5"),
+        ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5 .image 4."),
+        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5 .category 1."),
         ({"categories": [], "annotations": []}, "no categories"),
         ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "no plain path"),
         ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "no plain path"),

@@ -68,7 +68,7 @@ class TrainConfig(Section, frozen=True):
             flag="--bs",
             metavar="N|auto",
             panel="Recipe",
-            replaces=("--batch-size", "--batch_size", "-b"),
+            replaces=("--batch-size", "-b"),
         ),
     ]
     lr: Annotated[
@@ -77,7 +77,7 @@ class TrainConfig(Section, frozen=True):
             "Learning rate at global batch 32; scaled by global batch / 32",
             metavar="X",
             panel="Recipe",
-            replaces=("--learning-rate", "--base_lr", "--base-lr"),
+            replaces=("--learning-rate", "--base_lr"),
             maths=True,
         ),
     ]
@@ -200,7 +200,7 @@ class TrainConfig(Section, frozen=True):
             "Stop after this many optimizer steps [default: all epochs]",
             metavar="N",
             panel="Run",
-            replaces=("--end-iteration", "--num-steps", "--num_steps", "--max-steps"),
+            replaces=("--end-iteration", "--num-steps", "--max-steps"),
         ),
     ] = None
     init: Annotated[
@@ -326,13 +326,7 @@ class TrainConfig(Section, frozen=True):
             "Decode threads; 0 = this process's share of the cores",
             metavar="N",
             panel="Input",
-            replaces=(
-                "--num-workers",
-                "--num_workers",
-                "--num_parallel_calls",
-                "--threadpool_size",
-                "--max_cpus",
-            ),
+            replaces=("--num-workers", "--num_parallel_calls", "--threadpool_size", "--max_cpus"),
         ),
     ] = 0
     pipeline: Annotated[
@@ -341,7 +335,7 @@ class TrainConfig(Section, frozen=True):
             "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
             "samples, crops and colours, pixels that differ by a few levels",
             panel="Input",
-            replaces=("--data_pipeline", "--data-pipeline", "--dl-worker-type", "--use-dali"),
+            replaces=("--data_pipeline", "--dl-worker-type", "--use-dali"),
             maths=True,
         ),
     ] = "native"
@@ -351,13 +345,7 @@ class TrainConfig(Section, frozen=True):
             "Random batches instead of images, for the device's ceiling: no dataset is needed, "
             "nothing is evaluated",
             panel="Input",
-            replaces=(
-                "--fake_data",
-                "--use_fake_data",
-                "--use-fake-data",
-                "--synthetic-data",
-                "-f",
-            ),
+            replaces=("--fake_data", "--use_fake_data", "--synthetic-data", "-f"),
             maths=True,
         ),
     ] = False
