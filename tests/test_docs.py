@@ -227,7 +227,11 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
         ("toml", ("labels", "label"), "no such annotation file (split train)"),
         ("toml", ("photos", "fotos"), "no such image folder (split train)"),
         ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
-        ("annotations", {"category_id": 0}, "categories that the file does not list: 1 (category 0)"),
+        (
+            "annotations",
+            {"category_id": 0},
+            "categories that the file does not list: 1 (category 0)",
+        ),
         ("annotations", {"category_id": "7"}, "not in COCO's format: Expected int, got str - at"),
         ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation says 120 x 160"),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
@@ -291,6 +295,17 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
             assert any(found.is_file() for found in ROOT.glob(f"*/**/{path}")), (page.name, span)
         if test:
             assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (page.name, span)
+
+
+def test_figures_are_those_that_were_measured() -> None:
+    results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
+    page = prose(ROOT / "docs/performance.md")
+    table = page[page.index("## Targets") : page.index("## What bounds")]
+    figures = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")][1:]
+    numbers = [number for figure in figures for number in re.findall(r"[\d.]+", figure)]
+    assert len(numbers) > 15
+    for number in numbers:
+        assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results), number
 
 
 def options(given: Any) -> Iterator[str]:
