@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import re
-import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from conftest import Result
+from pages import anchors, blocks, prose, rows, spans, whole_commands, words_of
 from PIL import Image
 
 from ssdctl.cli import command as cli_command
@@ -29,57 +29,10 @@ from ssdctl.data.dataset import read_dataset_toml
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
-FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
-    re.M | re.S,
-)
 # Other programs' options that the pages speak of.
 FOREIGN = {"--hmp-bf16", "--batch-splits", "--accumulation"}
-PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
-
-
-class Block(NamedTuple):
-    """A fenced block."""
-
-    mark: str  # run, file: NAME, or nothing
-    kind: str  # bash, toml, ...
-    text: str
-
-    def lines(self) -> list[str]:
-        """The lines, continued ones joined."""
-        return [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
-
-
-def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
-    return [Block(m["mark"] or "", m["kind"], m["text"]) for m in FENCE.finditer(text)]
-
-
-def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
-    return FENCE.sub("", page.read_text(encoding="utf-8"))
-
-
-def spans(text: str) -> list[str]:
-    """Inline code, line breaks within it undone."""
-    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
-
-
-def whole_commands(page: Path) -> list[str]:
-    """Commands of fenced and indented blocks: to be typed as they are."""
-    fenced = [line for block in blocks(page) if block.kind == "bash" for line in block.lines()]
-    indented = re.findall(r"^ {4,}(ssdctl .*)$", prose(page).replace("\\\n", " "), re.M)
-    return [c for c in [*fenced, *indented] if c.startswith("ssdctl ")]
-
-
-def words_of(text: str) -> list[str]:
-    """The arguments of a command, up to a pipe or redirection."""
-    words = shlex.split(text, comments=True)[1:]
-    for sign in (">", "|", "&&"):
-        words = words[: words.index(sign)] if sign in words else words
-    return [PLACEHOLDERS.get(word, word) for word in words]
 
 
 class Read(BaseException):
@@ -259,12 +212,6 @@ def test_mistakes_with_data_get_the_message_of_the_page(
     assert any(span and span in message for span in spans(page)) or message in page, message
 
 
-def anchors(page: Path) -> set[str]:
-    """The headings as links name them."""
-    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
-    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
-
-
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -285,6 +232,8 @@ def test_every_page_is_listed() -> None:
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks/RESULTS.md"], ids=lambda p: p.name)
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     code = [*spans(prose(page)), *(w for b in blocks(page) for w in b.text.split())]
+    folders = [ROOT / name for name in ("ssdctl", "tests", "benchmarks", "completions", "docs")]
+    sources = {path.name for folder in folders for path in folder.rglob("*.py")}
     for span in code:
         path, _, test = span.partition("::")
         if re.search(r"[^\w./*-]|NAME", path):
@@ -292,7 +241,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
         if re.match(r"(?:ssdctl|tests|docs|benchmarks|completions|\.ci)/", path):
             assert list(ROOT.glob(path.rstrip("/"))), (page.name, span)
         elif re.fullmatch(r"\w+\.py", path) and path not in ("train.py", "main.py", "ssd.py"):
-            assert any(found.is_file() for found in ROOT.glob(f"*/**/{path}")), (page.name, span)
+            assert path in sources, (page.name, span)
         if test:
             assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), (page.name, span)
 
@@ -326,16 +275,6 @@ def options(given: Any) -> Iterator[str]:
         yield from (*parameter.opts, *parameter.secondary_opts)
     for below in getattr(given, "commands", {}).values():
         yield from options(below)
-
-
-def rows(page: Path) -> Iterator[list[str]]:
-    """The table rows of `docs/migrating.md` that say "theirs, ours, remark"."""
-    inside = False
-    for line in prose(page).splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        inside = line.startswith("|") and (inside or cells[0] == "theirs")
-        if inside and len(cells) == 3 and cells[0].startswith("`"):
-            yield cells
 
 
 @every_page

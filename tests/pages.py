@@ -1,0 +1,73 @@
+"""Reading the documentation's pages: their blocks, commands, inline code, headings and tables."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+FENCE = re.compile(
+    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
+    re.M | re.S,
+)
+PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    mark: str  # run, file: NAME, or nothing
+    kind: str  # bash, toml, ...
+    text: str
+
+    def lines(self) -> list[str]:
+        """The lines, continued ones joined."""
+        return [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(m["mark"] or "", m["kind"], m["text"]) for m in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def spans(text: str) -> list[str]:
+    """Inline code, line breaks within it undone."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
+
+
+def whole_commands(page: Path) -> list[str]:
+    """Commands of fenced and indented blocks: to be typed as they are."""
+    fenced = [line for block in blocks(page) if block.kind == "bash" for line in block.lines()]
+    indented = re.findall(r"^ {4,}(ssdctl .*)$", prose(page).replace("\\\n", " "), re.M)
+    return [c for c in [*fenced, *indented] if c.startswith("ssdctl ")]
+
+
+def words_of(text: str) -> list[str]:
+    """The arguments of a command, up to a pipe or redirection."""
+    words = shlex.split(text, comments=True)[1:]
+    for sign in (">", "|", "&&"):
+        words = words[: words.index(sign)] if sign in words else words
+    return [PLACEHOLDERS.get(word, word) for word in words]
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings as links name them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def rows(page: Path) -> Iterator[list[str]]:
+    """The table rows of `docs/migrating.md` that say "theirs, ours, remark"."""
+    inside = False
+    for line in prose(page).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        inside = line.startswith("|") and (inside or cells[0] == "theirs")
+        if inside and len(cells) == 3 and cells[0].startswith("`"):
+            yield cells
