@@ -60,11 +60,18 @@ def _root(
 
 
 def _register() -> None:
-    """Import the commands, which add themselves to `app`, in the order of `ssdctl --help`."""
+    """Import the commands, which add themselves to `app`; put them in the order of `ssdctl --help`,
+    whoever imported one of them before."""
     import importlib
 
     for name in COMMANDS:
         importlib.import_module(f"ssdctl.cli.{name}")
+    app.registered_commands.sort(key=_place)
+    app.registered_groups.sort(key=_place)
+
+
+def _place(info: typer.models.CommandInfo | typer.models.TyperInfo) -> int:
+    return COMMANDS.index(str(info.name).replace("-", "_"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
