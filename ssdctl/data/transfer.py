@@ -348,7 +348,8 @@ def length_of(session: requests.Session, url: str, patience: Patience) -> int:
             problem, asked_s = replies.explained(error, url), None
         failures += 1
         if failures > (patience.retries if contacted else patience.first_retries):
-            raise NetworkError(f"{url}: {problem} (tried {failures} times)")
+            tried = f" (tried {failures} times)" if failures > 1 else ""
+            raise NetworkError(f"{url}: {problem}{tried}")
         time.sleep(patience.wait_s(failures, asked_s))
 
 
