@@ -74,7 +74,7 @@ class Asker:
         if is_late:
             return Answer(out, f"no answer within {timeout_s:g} s")
         if process.returncode:
-            return Answer(out, _last_line(said) or _last_line(out) or _ended(process.returncode))
+            return Answer(out, _reason(process.returncode, said, out))
         return Answer(out)
 
     def ask_python(self, code: str, timeout_s: float) -> Answer:
@@ -151,13 +151,11 @@ def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
         return (said.decode(errors="replace") if isinstance(said, bytes) else said), ""
 
 
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
-def _ended(code: int) -> str:
+def _reason(code: int, said: str, out: str) -> str:
+    """Why a program failed: the signal that ended it, else its last words."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    lines = [line.strip() for line in [*out.splitlines(), *said.splitlines()]]
+    words = [line for line in lines if line and not line.startswith("{")]  # those are facts
+    return words[-1] if words else f"exit code {code}"

@@ -26,7 +26,7 @@ def check_cpu(torch: Future[Answer]) -> list[Check]:
 def check_gpus(config: Config, asker: Asker, pci: Hardware, torch: Future[Answer]) -> list[Check]:
     """Ask NVIDIA's driver while torch is imported; then what torch sees."""
     driver = _ask_nvidia(asker)
-    return _cuda(torch.result().facts(), driver, pci, config.train.device)
+    return _cuda(torch.result(), driver, pci, config.train.device)
 
 
 def _cpu(facts: dict[str, Any]) -> list[Check]:
@@ -52,26 +52,31 @@ def _ask_nvidia(asker: Asker) -> Answer:
     return asker.ask(argv, DRIVER_S)
 
 
-def _cuda(facts: dict[str, Any], driver: Answer, pci: Hardware, wanted: str) -> list[Check]:
+def _cuda(torch: Answer, driver: Answer, pci: Hardware, wanted: str) -> list[Check]:
+    facts = torch.facts()
     versions = sorted(set(driver.out.split())) if not driver.problem else []
     gpus = facts.get("gpus", [])
     if gpus:
         return [_found_gpus(gpus, facts, versions), *_gpu_arithmetic(gpus, facts)]
     reason = facts.get("gpu_problem") or "torch could not be asked"
-    if not pci.num_nvidia and not versions:
+    died = "cuda_build" in facts and torch.problem  # while it asked for GPUs
+    if died:
+        reason = f"asking for GPUs: {torch.problem}"
+    if not pci.num_nvidia and not versions and not died:
         is_wanted = wanted == "cuda"
         detail = f"no GPU: {reason}" if is_wanted else "no GPU"
         return [absent("cuda", detail, CPU_FOR_NOW, is_wanted=is_wanted)]
     # A card that torch cannot use: training would silently be asked of the CPU.
-    seen = pci.num_nvidia or len(driver.out.splitlines())
+    num_gpus = pci.num_nvidia or len(driver.out.split())
+    seen = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
     known = f"driver {', '.join(versions)}" if versions else f"driver: {driver.problem}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
     if versions:
         remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
-    if facts.get("torch") and facts.get("cuda_build") is None:
+    if "cuda_build" in facts and facts["cuda_build"] is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
     state = FAIL if wanted == "cuda" else WARN
-    return [Check("cuda", state, f"{seen} GPU(s), not usable by torch: {reason}; {known}", remedy)]
+    return [Check("cuda", state, f"{seen}, not usable by torch: {reason}; {known}", remedy)]
 
 
 def _found_gpus(gpus: list[dict[str, Any]], facts: dict[str, Any], versions: list[str]) -> Check:

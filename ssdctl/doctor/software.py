@@ -132,11 +132,11 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[Check]:
 
 def _import(torch: Answer) -> Check:
     facts = torch.facts()
-    if "torch" not in facts:
+    if "cpu" not in facts:
         remedy = "pip install --force-reinstall torch torchvision"
         return Check("torch import", FAIL, f"fails: {torch.problem}", remedy)
     detail = f"{facts['import_s']:.1f} s"
-    if not facts.get("has_gloo"):
+    if not facts["has_gloo"]:
         remedy = "several ranks need it: install PyTorch's own build"
         return Check("torch import", WARN, f"{detail}; built without gloo", remedy)
     return Check("torch import", OK, detail)

@@ -31,7 +31,7 @@ def main() -> None:
             "compile": inductor.granted("compile")[1],
         }
     )
-    _tell(cuda_build=torch.version.cuda, gpus=[], gpu_problem="it ended while asking for GPUs")
+    _tell(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
     _tell(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
 
