@@ -13,6 +13,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -537,6 +538,26 @@ def test_a_program_that_hangs_is_killed_with_its_children(
     assert time.monotonic() - start < 20
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_was_asked(machine: Machine, tmp_path: Path, number: int) -> None:
+    machine.program("srun", f"echo $$ > {tmp_path}/child; exec /bin/sleep 60")
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "ssdctl", "doctor"], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)
+    doctor.send_signal(number)
+    _, err = doctor.communicate(timeout=20)
+    assert (doctor.returncode, err.splitlines()[0]) == (75, "error: stopped; nothing was changed")
+    child = int((tmp_path / "child").read_text())
     while is_alive(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(child)

@@ -9,6 +9,7 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
+from ssdctl.cli.stopping import stoppable
 from ssdctl.errors import UsageError
 
 WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file, an issue
@@ -48,7 +49,8 @@ def doctor(
     from ssdctl.doctor.examine import examine
     from ssdctl.doctor.text import to_text
 
-    checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
+    with stoppable("nothing was changed"):
+        checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
     width = min(shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns, WIDEST)
     text = to_text(checks, width, call.console.painted)
     call.console.result([check._asdict() for check in checks], text)

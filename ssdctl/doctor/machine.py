@@ -26,7 +26,7 @@ def _cores() -> Check:
     if node.has_topology:
         detail += f": {node.cores} physical on {node.sockets} socket(s), {numa} NUMA node(s)"
     else:
-        detail += ", without topology: mpirun needs --bind-to none"
+        detail += ", without topology (a VM): mpirun maps ranks by slot"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
         whole = max(int(quota), 1)

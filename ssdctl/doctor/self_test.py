@@ -45,7 +45,8 @@ def self_test(config: Config, asker: Asker, say: Callable[[str], None]) -> list[
 
 
 def _disk(config: Config, asker: Asker) -> Check:
-    folder = nearest_folder(dataset_folders(config.data)[0])
+    _, store = dataset_folders(config.data)
+    folder = nearest_folder(store)
     if free_bytes(folder) < DISK_NEEDS:
         return Check("disk rate", WARN, f"{folder}: too full to write 64 MB", "free some space")
     answer = asker.ask_probe("disk", DISK_S, str(folder))
