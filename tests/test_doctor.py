@@ -145,13 +145,18 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     assert headings == ["Python", "Devices", "Machine", "Launchers", "Data"]
     starts = {len(m[0]) for line in lines if (m := re.match(r"  (ok|warn|fail) +\S.*?  +", line))}
     assert len(starts) == 1, "the details stand in one column"
+    (column,) = starts
+    further = [line for line in lines if line.startswith(" " * 8)]
+    assert {len(m[0]) for line in further if (m := re.match(" +", line))} <= {column, column + 3}
     assert "\033" not in wide
     states = [m[1] for line in lines if (m := re.match(r"  (ok|warn|fail) ", line))]
     warnings = states.count("warn")
     assert lines[-1].startswith(f"{states.count('ok')} ok, {warnings} warning")
     assert lines[-1].endswith(", 0 failures")
     monkeypatch.setenv("COLUMNS", "40")
-    long = [line for line in cli("doctor").out.splitlines() if len(line) > 40]
+    narrow = cli("doctor").out.splitlines()
+    assert not [line for line in narrow if line.endswith("-")], "words are whole"
+    long = [line for line in narrow if len(line) > 40]
     assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
 
 
@@ -445,10 +450,12 @@ def test_what_a_cgroup_grants(ask: Ask, machine: Machine) -> None:
 
 
 def test_what_an_older_cgroup_grants(ask: Ask, machine: Machine) -> None:
-    machine.put(machine.proc / "self/cgroup", "5:cpu,cpuacct:/job\n3:memory:/job")
+    machine.put(machine.proc / "self/cgroup", "5:cpu,cpuacct:/job\n3:memory:/other")
+    machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_quota_us", "1")
+    machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_period_us", "100000")
     machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_quota_us", "25000")
     machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
-    machine.put(machine.sys / "fs/cgroup/memory/job/memory.limit_in_bytes", str(2**63 - 4096))
+    machine.put(machine.sys / "fs/cgroup/memory/other/memory.limit_in_bytes", str(2**63 - 4096))
     _, checks = ask()
     assert "the cgroup grants 0.25" in checks["cores"]["detail"]
     assert checks["memory"]["state"] == "ok"
@@ -681,6 +688,17 @@ def test_the_download_hosts(ask: Ask, machine: Machine, server: Server) -> None:
     assert "answers 404" in checks["annotations"]["detail"]
     assert checks["weights"]["state"] == "ok"
     assert server.body_bytes < 1000, "a byte or a refusal each, no download"
+
+
+def test_a_mirror_keeps_its_password(ask: Ask, machine: Machine, server: Server) -> None:
+    train = COCO2017["train"]
+    head = {"Content-Range": f"bytes 0-0/{train.bytes}"}
+    server.route("/train2017.zip", lambda _: Reply(206, head, b"P"))
+    mirror = server.url.replace("://", "://dave:mute@")
+    _, checks = ask("--network", "--mirror", mirror)
+    assert [checks[name]["state"] for name in ("train", "val")] == ["ok", "fail"]
+    assert "://***@127.0.0.1" in checks["val"]["detail"]
+    assert not re.search("dave|mute", json.dumps(checks))
 
 
 def test_a_network_that_swallows_everything(

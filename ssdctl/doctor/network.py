@@ -66,7 +66,7 @@ def _ask(part: str, file: PinnedFile, mirror: str | None) -> Check:
         url, num_bytes = _length(file, mirror)
     except SsdctlError as error:
         return Check(part, FAIL, str(error), error.hint or REMEDY)
-    host = urlsplit(url).netloc
+    host = urlsplit(url).netloc.rpartition("@")[2]
     if file.bytes is not None and num_bytes != file.bytes:
         detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
         return Check(part, FAIL, detail, "another file lies there: try --mirror")
