@@ -147,7 +147,7 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     assert len(starts) == 1, "the details stand in one column"
     (column,) = starts
     further = [line for line in lines if line.startswith(" " * 8)]
-    assert {len(m[0]) for line in further if (m := re.match(" +", line))} <= {column, column + 3}
+    assert {len(line) - len(line.lstrip()) for line in further} <= {column, column + 3}
     assert "\033" not in wide
     states = [m[1] for line in lines if (m := re.match(r"  (ok|warn|fail) ", line))]
     warnings = states.count("warn")
@@ -699,6 +699,9 @@ def test_a_mirror_keeps_its_password(ask: Ask, machine: Machine, server: Server)
     assert [checks[name]["state"] for name in ("train", "val")] == ["ok", "fail"]
     assert "://***@127.0.0.1" in checks["val"]["detail"]
     assert not re.search("dave|mute", json.dumps(checks))
+    _, checks = ask("--network", "--mirror", f"{server.url}/?token=mute")
+    assert "?***" in checks["val"]["detail"]
+    assert "mute" not in json.dumps(checks)
 
 
 def test_a_network_that_swallows_everything(

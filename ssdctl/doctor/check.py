@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import re
 from collections.abc import Iterable
@@ -43,11 +44,13 @@ def without_secrets(text: str) -> str:
     """
     text = re.sub(r"://\S*@", "://***@", text)
     text = re.sub(r"(\w://[^\s?]+)\?[^\s,)]+", r"\1?***", text)
-    home = str(Path("~").expanduser())
+    home = ""
+    with contextlib.suppress(RuntimeError):  # an id without a home, as in some containers
+        home = str(Path("~").expanduser())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w/.-]){re.escape(home)}(?![\w.-])", "~", text)
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # an id without a name, as in some containers
+    except (OSError, KeyError):  # nor a name
         return text
     return re.sub(rf"(?<=/){re.escape(user)}(?=/|$|[\s:,;)'\"])", "$USER", text)
