@@ -521,11 +521,11 @@ def test_launchers(ask: Ask, machine: Machine) -> None:
         assert checks[name]["detail"].startswith("not found; for ")
     assert ask("--set", "launch.launcher=kubernetes")[1]["kubectl"]["state"] == "fail"
     machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
-    machine.program("sbatch", "[ $1 = --version ] && echo 'slurm 23.02.6'")
+    machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
     machine.program("kubectl", "echo 'no config' >&2; exit 1")
     code, checks = ask()
     assert state(checks["mpirun"]) == ("ok", "mpirun (Open MPI) 5.0.3")
-    assert state(checks["sbatch"]) == ("ok", "slurm 23.02.6")
+    assert state(checks["sbatch"]) == ("ok", "slurm  23.02.6"), "no escapes of others'"
     assert state(checks["kubectl"]) == ("warn", "does not answer: no config")
     machine.program("mpirun", "echo 'HYDRA build details: 4.1'")
     check = ask()[1]["mpirun"]

@@ -42,6 +42,9 @@ def without_secrets(text: str) -> str:
 
     Paths stay usable in a shell: ~/coco, /scratch/$USER/coco.
     """
+    text = re.sub(
+        r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text
+    ).strip()  # other programs' colours
     text = re.sub(r"://\S*@", "://***@", text)
     text = re.sub(r"(\w://[^\s?]+)\?[^\s,)]+", r"\1?***", text)
     home = ""

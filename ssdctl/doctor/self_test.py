@@ -125,7 +125,7 @@ def _step(config: Config, asker: Asker) -> Check:
         return Check("train step", FAIL, f"{where}: {answer.problem}", remedy)
     spent = time.perf_counter() - start
     detail = (
-        f"{where}; ResNet-18, 2 images: first {facts['first_s']:.1f} s, then "
+        f"{where}; ResNet-18, 1 image: first {facts['first_s']:.1f} s, then "
         f"{facts['step_s']:.2f} s; {spent:.1f} s in all"
     )
     return Check("train step", OK, detail)

@@ -34,15 +34,8 @@ def to_text(checks: Sequence[Check], width: int, paint: Paint = lambda text, sty
 
 def counts(checks: Sequence[Check]) -> str:
     """`23 ok, 3 warnings, 0 failures`."""
-    number = {state: sum(c.state == state for c in checks) for state in (OK, WARN, FAIL)}
-    return ", ".join(
-        [number_of(number[OK], "ok", "ok"), number_of(number[WARN], "warning", "warnings"),
-         number_of(number[FAIL], "failure", "failures")]
-    )  # fmt: skip
-
-
-def number_of(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
+    good, odd, bad = (sum(check.state == state for check in checks) for state in (OK, WARN, FAIL))
+    return f"{good} ok, {odd} warning{'s' * (odd != 1)}, {bad} failure{'s' * (bad != 1)}"
 
 
 def _lines(check: Check, names: int, width: int, paint: Paint) -> list[str]:
@@ -64,6 +57,5 @@ def _lines(check: Check, names: int, width: int, paint: Paint) -> list[str]:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Paths and commands stay whole, to be copied."""
-    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+    wrapper = textwrap.TextWrapper(max(width, 20), break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [""]
