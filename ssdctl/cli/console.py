@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ssdctl.errors import SsdctlError
 
 T = TypeVar("T")
+STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
 
 
 class Console:
@@ -72,13 +73,17 @@ class Console:
 
         yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
 
+    def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
+        """The text in a colour, or bold, where the stream (stdout) is a terminal that wants it."""
+        stream = stream or sys.stdout
+        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if is_plain or not stream.isatty():
+            return text
+        return f"\033[{STYLES[style]}m{text}\033[0m"
+
     def _write(self, text: str, stream: IO[str], label: str = "", style: str = "") -> None:
         if label:
-            if stream.isatty() and not os.environ.get("NO_COLOR"):
-                code = {"red": 31, "yellow": 33, "cyan": 36}[style]
-                label = f"\033[1;{code}m{label}:\033[0m "
-            else:
-                label += ": "
+            label = self.painted(f"{label}:", style, stream) + " "
         print(label + text, file=stream, flush=True)
 
 

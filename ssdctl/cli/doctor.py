@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
+import shutil
+from typing import Annotated
+
+import typer
+
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
+from ssdctl.cli.stopping import stoppable
+from ssdctl.errors import UsageError
+
+WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file, an issue
 
 
 @command(
     app,
     "doctor",
     panel="This machine",
-    settings=["data.*"],
-    examples=["ssdctl doctor", "ssdctl doctor --data /data/coco --json"],
+    settings=["data.*", "download.mirror"],
+    examples=[
+        "ssdctl doctor",
+        "ssdctl doctor --network --self-test",
+        "ssdctl doctor --data /data/coco --json",
+    ],
 )
-def doctor(call: Call) -> None:
-    """Say what this machine has and lacks, each with its remedy."""
-    from ssdctl.doctor import Check, examine
+def doctor(
+    call: Call,
+    network: Annotated[
+        bool, typer.Option("--network", help="Ask the download hosts too, through your proxies")
+    ] = False,
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Also write 64 MB to the data's disk and read them, join two ranks, and train a "
+            "step on the device that --device auto would choose",
+        ),
+    ] = False,
+) -> None:
+    """Say what this machine has and lacks, each with its remedy.
 
-    checks = examine(call.config)
+    Exits with 2 where something fails. Nothing is changed; --self-test writes a file without a
+    name for some seconds. Passwords and your name are left out, so paste it into an issue.
+    """
+    from ssdctl.doctor.check import FAIL
+    from ssdctl.doctor.examine import examine
+    from ssdctl.doctor.text import to_text
 
-    def line(check: Check) -> str:
-        remedy = f"  -> {check.remedy}" if check.remedy else ""
-        return f"{check.state:<5}{check.name:<13}{check.detail}{remedy}"
-
-    call.console.result([c._asdict() for c in checks], "\n".join(map(line, checks)))
+    with stoppable("nothing was changed"):
+        checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
+    width = min(shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns, WIDEST)
+    text = to_text(checks, width, call.console.painted)
+    call.console.result([check._asdict() for check in checks], text)
+    if any(check.state == FAIL for check in checks):
+        raise SystemExit(UsageError.exit_code)

@@ -67,14 +67,15 @@ def fetch_weights(
             raise UsageError("--list takes no NAME")
         _list(call, dest)
         return
-    chosen = name or call.config.model.weights
-    if chosen == "none" or "/" in chosen:
+    from ssdctl.data.sources import weights_named
+    from ssdctl.data.weights import fetch_weights, weights_of
+
+    chosen = name or weights_of(call.config.model)
+    if chosen is None or "/" in chosen:
         raise UsageError(
-            f"the config's backbone weights are {chosen!r}: nothing to fetch",
+            f"the config's backbone weights are {call.config.model.weights!r}: nothing to fetch",
             hint="give a NAME of `ssdctl fetch-weights --list`",
         )
-    from ssdctl.data.sources import weights_named
-    from ssdctl.data.weights import fetch_weights
 
     weights = weights_named(chosen)
     config = call.config.download

@@ -68,7 +68,7 @@ def fetch(
         if is_whole(target, file, report):
             remove_part(target)
             return target
-        with _session(connections) as session:
+        with open_session(connections) as session:
             for url in urls:
                 try:
                     order = Order(session, url, file.name, connections, patience, report)
@@ -165,7 +165,8 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def _session(connections: int) -> requests.Session:
+def open_session(connections: int) -> requests.Session:
+    """A session that follows redirects to http(s) alone, through the environment's proxies."""
     session = requests.Session()
     session.max_redirects = MAX_REDIRECTS
     for scheme in ("http://", "https://"):  # no other adapter: no redirect leads elsewhere

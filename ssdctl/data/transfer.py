@@ -320,7 +320,12 @@ def _ask(
 ) -> requests.Response:
     """Send one GET; the reply's body is not read yet."""
     timeout = (patience.connect_s, patience.read_s)
-    return session.get(url, headers=headers, stream=True, timeout=timeout)
+    try:
+        return session.get(url, headers=headers, stream=True, timeout=timeout)
+    except HTTP_ERRORS:
+        raise
+    except OSError as error:  # requests looks for the file of certificates first
+        raise NetworkError(f"{url}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE") from error
 
 
 def length_of(session: requests.Session, url: str, patience: Patience) -> int:
@@ -348,7 +353,8 @@ def length_of(session: requests.Session, url: str, patience: Patience) -> int:
             problem, asked_s = replies.explained(error, url), None
         failures += 1
         if failures > (patience.retries if contacted else patience.first_retries):
-            raise NetworkError(f"{url}: {problem} (tried {failures} times)")
+            tried = f" (tried {failures} times)" if failures > 1 else ""
+            raise NetworkError(f"{url}: {problem}{tried}")
         time.sleep(patience.wait_s(failures, asked_s))
 
 

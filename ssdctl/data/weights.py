@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ssdctl.config import ModelConfig
 from ssdctl.data.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
 from ssdctl.data.sources import weights_named
 from ssdctl.data.transfer import Patience, Report
@@ -20,6 +21,17 @@ def cache_dir() -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
     return Path(home).expanduser() / "hub" / "checkpoints"
+
+
+def weights_of(model: ModelConfig) -> str | None:
+    """The name or file of the weights that a config asks for; None: the backbone starts random.
+
+    `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
+    """
+    if model.weights == "none":
+        return None
+    is_short = model.weights.startswith("imagenet-")
+    return f"{model.backbone}-{model.weights}" if is_short else model.weights
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:

@@ -18,7 +18,7 @@ from ssdctl.config import Config
 from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.data.weights import fetch_weights
+from ssdctl.data.weights import fetch_weights, weights_of
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
 from ssdctl.input.fake import fake_split
@@ -205,14 +205,12 @@ def load_first_weights(setup: Setup, say: Say) -> None:
             )
         load_state(model, state, checkpoint.path)
         return
-    name = config.model.weights
-    if name == "none":
+    name = weights_of(config.model)
+    if name is None:
         return
     if Path(name).is_file():
         path = Path(name)
     else:
-        if name.startswith("imagenet-"):  # the backbone's own
-            name = f"{config.model.backbone}-{name}"
         if setup.ranks.is_first:
             fetch_weights(name, mirror=config.download.mirror, say=say)
         distributed.wait_for_first(setup.ranks, "weights")

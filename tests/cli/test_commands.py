@@ -270,14 +270,6 @@ def test_export_back_to_the_peers(cli: Cli, checkpoint: Path) -> None:
     assert cli("export", checkpoint, "--format", "safetensors", "--out", "x.safetensors").code == 0
 
 
-def test_doctor_pastes_well(cli: Cli, shapes: Path) -> None:
-    result = cli("doctor", "--data", shapes, "--json")
-    assert result.code == 0
-    checks = json.loads(result.out)
-    assert {c["state"] for c in checks} <= {"ok", "warn", "fail"}
-    assert {"python", "torch", "cores", "dataset"} <= {c["name"] for c in checks}
-
-
 def test_benchmark_commands(cli: Cli) -> None:
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
     assert figures["images_per_second"] > figures["images_per_second_full"] > 0

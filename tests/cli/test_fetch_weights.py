@@ -43,6 +43,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(end.value.code or 0), said.out, said.err
 
 
+def test_without_a_name_those_of_the_preset(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tiny,) = sources.WEIGHTS
+    monkeypatch.setattr(sources, "WEIGHTS", (tiny._replace(alias="resnet34-imagenet-v1"),))
+    code, out, _ = run(capsys, "--json")
+    assert (code, json.loads(out)["alias"]) == (0, "resnet34-imagenet-v1")
+
+
 def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
     code, out, _ = run(capsys, "tiny-v1")

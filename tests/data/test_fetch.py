@@ -137,6 +137,14 @@ class TestFetch:
             monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
             assert fetch_quickly(pin, tmp_path / "data").read_bytes() == CONTENT
 
+    def test_certificates_that_are_not_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "absent.pem"))
+        with pytest.raises(NetworkError, match=r"absent\.pem") as failure:
+            fetch_quickly(pinned("https://127.0.0.1:1/a.bin"), tmp_path)
+        assert "REQUESTS_CA_BUNDLE" in str(failure.value.hint)
+
     def test_a_name_cannot_leave_the_folder(self, tmp_path: Path) -> None:
         pin = pinned("http://127.0.0.1:1/a.bin", name="../a.bin")
         with pytest.raises(IntegrityError):

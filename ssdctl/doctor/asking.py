@@ -1,0 +1,161 @@
+"""Ask programs that may hang or crash, several at once, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+DRIVER_S = 20.0  # for a driver's own tool
+IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file system
+DYING_S = 2.0  # a process that a driver holds in the kernel cannot even be killed
+
+
+class Answer(NamedTuple):
+    """What a program said."""
+
+    out: str
+    problem: str = ""  # why it did not end well, in a line; empty where it did
+
+    def facts(self) -> dict[str, Any]:
+        """What a probe found, as far as it came: its lines of JSON, put together."""
+        found: dict[str, Any] = {}
+        for line in self.out.splitlines():
+            with contextlib.suppress(ValueError):
+                if line.startswith("{"):
+                    found |= json.loads(line)
+        return found
+
+
+class Asker:
+    """Runs programs; ends those that run too long, and with `stop` all of them."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def ask(
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        text: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Run a program to its end.
+
+        Args:
+            argv: The program and its arguments.
+            timeout_s: Then it is killed, with its children; what it said counts.
+            text: Its stdin.
+            environment: Without it, this process's.
+        """
+        try:
+            process = self._start(argv, environment)
+        except OSError as error:
+            return Answer("", f"cannot be run: {error.strerror}")
+        is_late = False
+        try:
+            out, said = process.communicate(text, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            out, said = _kill(process)
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if is_late:
+            return Answer(out, f"no answer within {timeout_s:g} s")
+        if process.returncode:
+            return Answer(out, _reason(process.returncode, said, out))
+        return Answer(out)
+
+    def ask_python(self, code: str, timeout_s: float) -> Answer:
+        """Run some Python."""
+        return self.ask([sys.executable, "-W", "ignore", "-c", code], timeout_s)
+
+    def ask_probe(
+        self,
+        name: str,
+        timeout_s: float,
+        *arguments: str,
+        text: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Answer:
+        """Run one of this package's probes."""
+        module = f"{__package__}.{name}_probe"
+        argv = [sys.executable, "-W", "ignore", "-m", module, *arguments]
+        return self.ask(argv, timeout_s, text, environment)
+
+    def _start(
+        self, argv: Sequence[str], environment: Mapping[str, str] | None
+    ) -> subprocess.Popen[str]:
+        with self._lock:
+            if self._is_over:
+                raise InterruptedError(0, "interrupted")
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            return process
+
+    def stop(self) -> None:
+        """End what still runs; nothing starts any more."""
+        with self._lock:
+            self._is_over = True
+            running = list(self._running)
+        for process in running:
+            _signal(process)
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Do something beside. A thread that hangs (a dead file system) keeps nobody from exiting."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _signal(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Kill a program and its children; return what it had said."""
+    _signal(process)
+    try:
+        return process.communicate(timeout=DYING_S)
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+        return (said.decode(errors="replace") if isinstance(said, bytes) else said), ""
+
+
+def _reason(code: int, said: str, out: str) -> str:
+    """Why a program failed: the signal that ended it, else its last words."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in [*out.splitlines(), *said.splitlines()]]
+    words = [line for line in lines if line and not line.startswith("{")]  # those are facts
+    return words[-1] if words else f"exit code {code}"

@@ -1,0 +1,143 @@
+"""CPU, GPUs and TPUs, and the arithmetic that each can do. Gaudi cards: gaudi.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections import Counter
+from concurrent.futures import Future
+from importlib import metadata
+from typing import Any
+
+from ssdctl.config import Config
+from ssdctl.doctor.asking import DRIVER_S, IMPORT_S, Answer, Asker
+from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
+from ssdctl.doctor.hardware import Hardware
+
+CPU_FOR_NOW = "--device cpu trains without"
+NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
+
+
+def check_cpu(torch: Future[Answer]) -> list[Check]:
+    """What torch's probe says of the CPU."""
+    return _cpu(torch.result().facts())
+
+
+def check_gpus(config: Config, asker: Asker, pci: Hardware, torch: Future[Answer]) -> list[Check]:
+    """Ask NVIDIA's driver while torch is imported; then what torch sees."""
+    driver = _ask_nvidia(asker)
+    return _cuda(torch.result(), driver, pci, config.train.device)
+
+
+def _cpu(facts: dict[str, Any]) -> list[Check]:
+    if "cpu" not in facts:
+        return []
+    cpu = facts["cpu"]
+    native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
+    compiles = Check("cpu compile", OK, "torch.compile has its C++ compiler and Python's headers")
+    if cpu["compile"]:
+        remedy = "apt-get install g++ python3-dev, for --execution compile"
+        compiles = Check("cpu compile", WARN, cpu["compile"][0], remedy)
+    return [Check("cpu", OK, f"{cpu['label']}; fp32, {native}; no fp16"), compiles]
+
+
+# NVIDIA
+
+
+def _ask_nvidia(asker: Asker) -> Answer:
+    """The driver's version of each GPU, a line each, by its own tool."""
+    if shutil.which("nvidia-smi") is None:
+        return Answer("", "nvidia-smi is not on PATH")
+    argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return asker.ask(argv, DRIVER_S)
+
+
+def _cuda(torch: Answer, driver: Answer, pci: Hardware, wanted: str) -> list[Check]:
+    facts = torch.facts()
+    versions = sorted(set(driver.out.split())) if not driver.problem else []
+    gpus = facts.get("gpus", [])
+    if gpus:
+        return [_found_gpus(gpus, facts, versions), *_gpu_arithmetic(gpus, facts)]
+    reason = facts.get("gpu_problem") or "torch could not be asked"
+    died = "cuda_build" in facts and torch.problem  # while it asked for GPUs
+    if died:
+        reason = f"asking for GPUs: {torch.problem}"
+    if not pci.num_nvidia and not versions and not died:
+        is_wanted = wanted == "cuda"
+        detail = f"no GPU: {reason}" if is_wanted else "no GPU"
+        return [absent("cuda", detail, CPU_FOR_NOW, is_wanted=is_wanted)]
+    # A card that torch cannot use: training would silently be asked of the CPU.
+    num_gpus = pci.num_nvidia or len(driver.out.split())
+    seen = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
+    known = f"driver {', '.join(versions)}" if versions else f"driver: {driver.problem}"
+    remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
+    if versions:
+        remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
+    if "cuda_build" in facts and facts["cuda_build"] is None:
+        remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
+    state = FAIL if wanted == "cuda" else WARN
+    return [Check("cuda", state, f"{seen}, not usable by torch: {reason}; {known}", remedy)]
+
+
+def _found_gpus(gpus: list[dict[str, Any]], facts: dict[str, Any], versions: list[str]) -> Check:
+    names = Counter(
+        f"{g['name']} ({g['memory_bytes'] / 2**30:.0f} GiB, compute "
+        f"{g['capability'][0]}.{g['capability'][1]})"
+        for g in gpus
+    )
+    shown = ", ".join(f"{count} x {name}" for name, count in names.items())
+    driver = f", driver {', '.join(versions)}" if versions else ""
+    detail = f"{shown}; torch's CUDA {facts['cuda_build']}{driver}"
+    if not all(g["has_kernels"] for g in gpus):
+        remedy = f"install a torch built for them (an older one for old cards); {CPU_FOR_NOW}"
+        return Check("cuda", FAIL, f"{detail}; this torch has no kernels for them", remedy)
+    return Check("cuda", OK, detail)
+
+
+def _gpu_arithmetic(gpus: list[dict[str, Any]], facts: dict[str, Any]) -> list[Check]:
+    least = min(tuple(g["capability"]) for g in gpus)
+    detail = "fp32, fp16 and bf16 native"
+    if least < NATIVE_BF16:
+        detail = "fp32, fp16; no native bf16 below compute 8.0"
+    if least < TENSOR_CORES:
+        detail = "fp32; fp16 saves memory alone: no tensor cores below compute 7.0"
+    found = [Check("cuda precision", OK, detail)]
+    if facts.get("gpu_compile"):
+        remedy = "pip install triton; apt-get install g++ python3-dev"
+        found.append(Check("cuda compile", WARN, facts["gpu_compile"][0], remedy))
+    return found
+
+
+# TPU
+
+
+def check_tpus(config: Config, asker: Asker) -> list[Check]:
+    """Whether torch_xla fits torch, and what it sees."""
+    wanted = config.train.device
+    if importlib.util.find_spec("torch_xla") is None:
+        remedy = "pip install 'ssdctl[tpu]', with the torch of the same version"
+        return [absent("tpu", "no torch_xla", remedy, is_wanted=wanted == "xla")]
+    versions = {name: _release(name) for name in ("torch", "torch_xla")}
+    shown = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
+    if len(set(versions.values())) > 1:
+        remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
+        return [Check("tpu", FAIL if wanted == "xla" else WARN, f"{shown}: no match", remedy)]
+    code = (
+        "import torch_xla.runtime as r; "
+        "print(r.global_runtime_device_count(), 'x', r.device_type())"
+    )
+    answer = asker.ask_python(code, IMPORT_S)
+    if answer.problem:
+        remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
+        state = FAIL if wanted == "xla" else WARN
+        return [Check("tpu", state, f"{shown}: {answer.problem}", remedy)]
+    lines = answer.out.strip().splitlines() or ["?"]
+    return [Check("tpu", OK, f"{lines[-1]}, {shown}; fp32, bf16 native")]
+
+
+def _release(package: str) -> str:
+    """Major and minor version of a package."""
+    try:
+        return ".".join(metadata.version(package).split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return "unknown"

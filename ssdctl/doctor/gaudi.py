@@ -1,0 +1,138 @@
+"""Gaudi cards: driver, bridge, whether they belong together, huge pages, a batch that suits."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections import Counter
+from importlib import metadata
+from typing import NamedTuple
+
+from ssdctl.config import Config
+from ssdctl.doctor import hardware
+from ssdctl.doctor.asking import DRIVER_S, IMPORT_S, Asker
+from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
+from ssdctl.doctor.hardware import Hardware
+
+BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
+IMAGE = "run in the vendor's PyTorch image for Gaudi, whose torch and bridge belong together"
+GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and its kin; HL-20x is the first Gaudi, HL-3xx the third
+GAUDI2_BATCH = 24
+HUGE_PAGES = 153_600  # of 2 MiB, for a node of eight cards (docs/clusters.md)
+HUGE_PAGES_REMEDY = (
+    f"sudo cp /etc/sysctl.conf /etc/sysctl.conf.bak; set vm.nr_hugepages = {HUGE_PAGES} in "
+    "/etc/sysctl.conf; sudo sysctl -p; after training: sudo mv /etc/sysctl.conf.bak "
+    "/etc/sysctl.conf; sudo sysctl -p. Too few end in 'Error mapping memory'; Kubernetes pods ask "
+    "for hugepages-2Mi instead"
+)
+
+
+class Driver(NamedTuple):
+    """What the driver's own tool says, or the kernel where the tool does not."""
+
+    cards: list[str]  # names
+    version: str
+    problem: str
+
+
+def check_gaudi(config: Config, asker: Asker, pci: Hardware) -> list[Check]:
+    """Ask hl-smi, then import the bridge in a process of its own."""
+    driver, bridge = _ask_driver(asker), _bridge_version()
+    num_cards = len(driver.cards) or pci.num_gaudi
+    return [*_cards(config, asker, num_cards, driver, bridge), _huge_pages(num_cards)]
+
+
+def _cards(
+    config: Config, asker: Asker, num_cards: int, driver: Driver, bridge: str | None
+) -> list[Check]:
+    wanted = config.train.device
+    trouble = FAIL if wanted == "hpu" else WARN
+    if not num_cards and bridge is None:
+        return [absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=wanted == "hpu")]
+    if not num_cards:
+        detail = f"bridge {bridge}, but no card: {driver.problem}"
+        if wanted == "auto":  # chosen by the bridge
+            trouble, detail = FAIL, f"{detail}; --device auto would choose it and fail"
+        remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
+        return [Check("hpu", trouble, detail, remedy)]
+    names = Counter(driver.cards) or {"Gaudi": num_cards}
+    detail = ", ".join(f"{number} x {name}" for name, number in names.items())
+    detail += f", driver {driver.version or 'unknown'}, bridge {bridge or 'absent'}"
+    if bridge is None:
+        return [Check("hpu", trouble, detail, IMAGE)]
+    return [
+        _releases(detail, driver, bridge),
+        *_import_bridge(asker, trouble),
+        Check("hpu precision", OK, "fp32, bf16 native; no fp16"),
+        *_batch(config, driver.cards),
+    ]
+
+
+def _ask_driver(asker: Asker) -> Driver:
+    loaded = hardware.read(hardware.SYS / "module/habanalabs/version")
+    if shutil.which("hl-smi") is None:
+        return Driver([], loaded, "hl-smi is not on PATH")
+    answer = asker.ask(["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"], DRIVER_S)
+    if answer.problem:
+        return Driver([], loaded, f"hl-smi: {answer.problem}")
+    rows = [line.split(",") for line in answer.out.splitlines() if line.count(",") == 1]
+    if not rows:
+        return Driver([], loaded, "hl-smi lists none")
+    return Driver([name.strip() for name, _ in rows], rows[0][1].strip(), "")
+
+
+def _bridge_version() -> str | None:
+    """The bridge's version, `unknown` where its package does not say; None where it is absent."""
+    if importlib.util.find_spec(BRIDGE) is None:
+        return None
+    try:
+        return metadata.version(BRIDGE_PACKAGE)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _releases(detail: str, driver: Driver, bridge: str) -> Check:
+    """Driver and bridge are released together, under one number."""
+    has, needs = _release(driver.version), _release(bridge)
+    if has and needs and has != needs:
+        remedy = f"take the vendor's image of release {has}, or have the driver brought to {needs}"
+        return Check("hpu", WARN, f"{detail}: the releases do not match", remedy)
+    if driver.problem:
+        remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
+        return Check("hpu", WARN, f"{detail}; {driver.problem}", remedy)
+    return Check("hpu", OK, detail)
+
+
+def _release(version: str) -> str:
+    found = re.match(r"\d+\.\d+", version)
+    return found[0] if found else ""
+
+
+def _import_bridge(asker: Asker, trouble: str) -> list[Check]:
+    answer = asker.ask_python(f"import {BRIDGE}.torch.core", IMPORT_S)
+    if not answer.problem:
+        return []
+    return [Check("hpu bridge", trouble, f"cannot be imported: {answer.problem}", IMAGE)]
+
+
+def _batch(config: Config, cards: list[str]) -> list[Check]:
+    """A hint for Gaudi2; nothing is wrong."""
+    size = config.train.batch_size
+    if not any(map(GAUDI2.match, cards)) or size == "auto" or size % GAUDI2_BATCH == 0:
+        return []
+    below = size - size % GAUDI2_BATCH
+    hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
+    detail = f"{size} a device; Gaudi2 is faster at multiples of {GAUDI2_BATCH}"
+    return [Check("hpu batch", OK, detail, hint)]
+
+
+def _huge_pages(num_cards: int) -> Check:
+    table = hardware.read_table(hardware.PROC / "meminfo")
+    pages = int(table.get("HugePages_Total") or 0)
+    detail = f"{pages:,} of {table.get('Hugepagesize', '?')}"
+    if not num_cards:
+        return Check("huge pages", OK, f"{detail}; not needed without Gaudi cards")
+    if pages < HUGE_PAGES:
+        return Check("huge pages", WARN, f"{detail}, wanted {HUGE_PAGES:,}", HUGE_PAGES_REMEDY)
+    return Check("huge pages", OK, detail)

@@ -1,0 +1,51 @@
+"""What the kernel says is in this machine. Nothing is opened, so nothing can be in use."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import NamedTuple
+
+SYS = Path("/sys")
+PROC = Path("/proc")
+HABANA, NVIDIA = "0x1da3", "0x10de"  # PCI vendors
+DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
+
+
+class Hardware(NamedTuple):
+    """Cards on the PCI bus, whether or not a driver knows them, and adapters for RDMA."""
+
+    num_gaudi: int
+    num_nvidia: int
+    has_rdma: bool
+
+    @property
+    def has_cards(self) -> bool:
+        return bool(self.num_gaudi or self.num_nvidia)
+
+
+def find_hardware() -> Hardware:
+    """Look through sysfs."""
+    vendors = []
+    for device in (SYS / "bus/pci/devices").glob("*"):
+        vendor = read(device / "vendor")
+        if vendor == HABANA or (vendor == NVIDIA and read(device / "class").startswith(DISPLAYS)):
+            vendors.append(vendor)
+    has_rdma = any((SYS / "class/infiniband").glob("*"))
+    return Hardware(vendors.count(HABANA), vendors.count(NVIDIA), has_rdma)
+
+
+def read(path: Path) -> str:
+    """A file of the kernel's, stripped; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def read_table(path: Path) -> dict[str, str]:
+    """A table of the kernel's of the form `name: value`; the first value of a name counts."""
+    found: dict[str, str] = {}
+    for line in read(path).splitlines():
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    return found

@@ -1,0 +1,95 @@
+"""Cores, NUMA nodes and memory, and what a container or batch system leaves of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ssdctl.doctor import hardware
+from ssdctl.doctor.check import OK, WARN, Check
+from ssdctl.launch.node import read_node
+
+LITTLE_MEMORY = 4 * 2**30
+
+
+def check_machine() -> list[Check]:
+    """Read the kernel's tables."""
+    return [_cores(), _memory()]
+
+
+def _cores() -> Check:
+    usable = len(os.sched_getaffinity(0))
+    node = read_node(hardware.SYS / "devices/system/cpu")
+    numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
+    detail = f"{usable} usable of {os.cpu_count()}"
+    if node.has_topology:
+        detail += f": {node.cores} physical on {node.sockets} socket(s), {numa} NUMA node(s)"
+    else:
+        detail += ", without topology (a VM): mpirun maps ranks by slot"
+    quota = _cpu_quota()
+    if quota is not None and quota < usable:
+        whole = max(int(quota), 1)
+        remedy = (
+            f"threads beyond it are halted: --workers {whole}, OMP_NUM_THREADS={whole}; or give "
+            "the container more"
+        )
+        return Check("cores", WARN, f"{detail}; the cgroup grants {quota:g}", remedy)
+    return Check("cores", OK, detail)
+
+
+def _memory() -> Check:
+    table = hardware.read_table(hardware.PROC / "meminfo")
+    total, available = (_kilobytes(table, name) for name in ("MemTotal", "MemAvailable"))
+    limit = _memory_limit()
+    detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
+    if limit is not None and limit < total:
+        detail += f"; the cgroup grants {limit / 2**30:.1f} GiB"
+        available = min(available, limit)
+    if available < LITTLE_MEMORY:
+        remedy = "end other programs or raise the limit; a smaller --bs needs less"
+        return Check("memory", WARN, detail, remedy)
+    return Check("memory", OK, detail)
+
+
+def _kilobytes(table: dict[str, str], name: str) -> int:
+    amount = table.get(name, "0").split()[0]
+    return int(amount) * 1024
+
+
+def _cpu_quota() -> float | None:
+    """The cores that the cgroups of this process grant, all levels considered; None: all."""
+    quotas = []
+    for folder in _cgroups("cpu"):
+        text = hardware.read(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
+        if not text:
+            parts = [hardware.read(folder / f"cpu.cfs_{n}_us") for n in ("quota", "period")]
+            text = " ".join(parts)
+        numbers = text.split()
+        if len(numbers) == 2 and all(n.isdigit() for n in numbers):  # -1 and max: no limit
+            quotas.append(int(numbers[0]) / int(numbers[1]))
+    return min(quotas, default=None)
+
+
+def _memory_limit() -> int | None:
+    """The bytes that the cgroups of this process grant; None: all."""
+    limits = []
+    for folder in _cgroups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = hardware.read(folder / name)
+            if text.isdigit():
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and of those above it, in either version."""
+    mount = hardware.SYS / "fs/cgroup"
+    for line in hardware.read(hardware.PROC / "self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = mount / controller if controllers else mount
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])

@@ -1,0 +1,87 @@
+"""Whether the download hosts answer with the right files, through the proxies that are set.
+
+A request for one byte of each file, as `download` and `fetch-weights` would make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from functools import partial
+from urllib.parse import urlsplit
+
+from ssdctl.config import Config
+from ssdctl.data.fetch import open_session
+from ssdctl.data.replies import NotThere
+from ssdctl.data.sources import COCO2017, PinnedFile, weights_named
+from ssdctl.data.transfer import Patience, length_of
+from ssdctl.data.weights import weights_of
+from ssdctl.doctor.asking import in_background
+from ssdctl.doctor.check import FAIL, OK, Check
+from ssdctl.errors import SsdctlError, UsageError
+
+PATIENCE = Patience(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")
+CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
+
+
+def check_network(config: Config) -> list[Check]:
+    """Ask for all files at once."""
+    files = dict(COCO2017)
+    name = weights_of(config.model)
+    if name is not None:
+        with contextlib.suppress(UsageError):  # a file of the user's: "data" judges it
+            files["weights"] = weights_named(name).file
+    asked = [
+        in_background(partial(_ask, part, file, config.download.mirror))
+        for part, file in files.items()
+    ]
+    return [_proxies(), *(answer.result() for answer in asked)]
+
+
+def _proxies() -> Check:
+    """The variables that requests reads; passwords go with all other secrets."""
+    known = {
+        name: value
+        for name in (*PROXIES, *CERTIFICATES)
+        if (value := os.environ.get(name.lower()) or os.environ.get(name))
+    }
+    shown = ", ".join(f"{name}={_without_user(value)}" for name, value in known.items())
+    return Check("proxies", OK, shown or "none set")
+
+
+def _without_user(value: str) -> str:
+    """A proxy's address may lack the scheme by which user and password would be found."""
+    before, at, host = value.rpartition("@")
+    scheme = before.partition("://")[0] + "://" if "://" in before else ""
+    return f"{scheme}***@{host}" if at else value
+
+
+def _ask(part: str, file: PinnedFile, mirror: str | None) -> Check:
+    """Whether a file is to be had, of the size that is pinned."""
+    start = time.perf_counter()
+    try:
+        url, num_bytes = _length(file, mirror)
+    except SsdctlError as error:
+        return Check(part, FAIL, str(error), error.hint or REMEDY)
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    if file.bytes is not None and num_bytes != file.bytes:
+        detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
+        return Check(part, FAIL, detail, "another file lies there: try --mirror")
+    spent = time.perf_counter() - start
+    detail = f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s"
+    return Check(part, OK, detail)
+
+
+def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
+    """The URL that has the file, and the bytes that it has there."""
+    urls = file.urls(mirror)
+    with open_session(1) as session:
+        for url in urls[:-1]:
+            try:
+                return url, length_of(session, url, PATIENCE)
+            except NotThere:
+                continue
+        return urls[-1], length_of(session, urls[-1], PATIENCE)

@@ -1,0 +1,35 @@
+"""One of two ranks that add up a tensor over gloo, as ssdctl's own runs do."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from ssdctl.device.cpu import Cpu
+from ssdctl.train import distributed
+from ssdctl.train.ranks import find_ranks
+
+NUMBERS = 2**20  # 4 MB, about a layer's gradients
+TIMEOUT_S = 60.0
+
+
+def main() -> None:
+    ranks = find_ranks()
+    with distributed.group(ranks, Cpu(), TIMEOUT_S):
+        mine = torch.full((NUMBERS,), float(ranks.rank + 1))
+        distributed.average(mine, ranks)  # the first one makes the connections
+        start = time.perf_counter()
+        mean = distributed.average(mine, ranks)
+        spent_s = time.perf_counter() - start
+        distributed.barrier(ranks)
+    wanted = (ranks.world_size + 1) / 2
+    if not bool((mean == wanted).all()):
+        sys.exit(f"the mean is {mean[0].item()}, not {wanted}")
+    sys.stdout.write(json.dumps({"all_reduce_s": spent_s, "bytes": 4 * NUMBERS}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

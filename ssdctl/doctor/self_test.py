@@ -1,0 +1,131 @@
+"""Whether it really works: the disk's rate, two ranks that add up, a training step.
+
+One after the other, so that each is timed alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from ssdctl.config import Config
+from ssdctl.data.dataset import dataset_folders
+from ssdctl.doctor.asking import Answer, Asker, in_background
+from ssdctl.doctor.check import FAIL, OK, WARN, Check
+from ssdctl.doctor.data import nearest_folder
+from ssdctl.files import free_bytes
+
+DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
+DISK_NEEDS = 256 * 2**20
+IMAGE_BYTES = 163_000  # of COCO's, on average
+SLOW_DISK = 50e6  # bytes/s: below, the disk holds a couple of cores up
+JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
+JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+def self_test(config: Config, asker: Asker, say: Callable[[str], None]) -> list[Check]:
+    """Run the three tests.
+
+    Args:
+        config: Names the data folder and the device (`auto` unless the user chose).
+        asker: Runs them.
+        say: Told what goes on, since it takes a while.
+    """
+    say("self-test: the disk's rate at the data folder")
+    found = [_disk(config, asker)]
+    say("self-test: two ranks add up a tensor")
+    found.append(_ranks(asker))
+    say(f"self-test: a training step on --device {config.train.device}")
+    return [*found, _step(config, asker)]
+
+
+def _disk(config: Config, asker: Asker) -> Check:
+    _, store = dataset_folders(config.data)
+    folder = nearest_folder(store)
+    if free_bytes(folder) < DISK_NEEDS:
+        return Check("disk rate", WARN, f"{folder}: too full to write 64 MB", "free some space")
+    answer = asker.ask_probe("disk", DISK_S, str(folder))
+    rates = answer.facts()
+    if "write" not in rates:
+        remedy = "reading suffices for --data; give --store DIR and --out RUN elsewhere"
+        return Check("disk rate", WARN, f"{folder}: {answer.problem}", remedy)
+    detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
+    if answer.problem or "read" not in rates:
+        return Check("disk rate", WARN, f"{detail}, read: {answer.problem}", "see the disk's log")
+    images = rates["read"] / IMAGE_BYTES
+    detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
+    if rates["read"] < SLOW_DISK:
+        remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
+        return Check("disk rate", WARN, detail, remedy)
+    return Check("disk rate", OK, detail)
+
+
+def _ranks(asker: Asker) -> Check:
+    start = time.perf_counter()
+    answers = [answer.result() for answer in _start_ranks(asker, _free_port())]
+    spent = time.perf_counter() - start
+    problems = [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]
+    if problems:
+        remedy = (
+            "the machine's own name must resolve (/etc/hosts) and loopback be open; "
+            "GLOO_SOCKET_IFNAME=lo keeps gloo on it"
+        )
+        return Check("all-reduce", FAIL, "; ".join(problems), remedy)
+    facts = answers[0].facts()
+    detail = (
+        f"two ranks over gloo: {facts['bytes'] / 1e6:.0f} MB in "
+        f"{1000 * facts['all_reduce_s']:.1f} ms; {spent:.1f} s in all"
+    )
+    return Check("all-reduce", OK, detail)
+
+
+def _start_ranks(asker: Asker, port: int) -> list[Future[Answer]]:
+    """Two ranks of their own, even inside a job whose variables say otherwise."""
+    clean = _without_job()
+
+    def start(rank: int) -> Future[Answer]:
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**clean, **own, **where}
+        return in_background(lambda: asker.ask_probe("ranks", RANKS_S, environment=environment))
+
+    return [start(0), start(1)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _without_job() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in JOB_VARIABLES and not name.startswith(JOB_PREFIXES)
+    }
+
+
+def _step(config: Config, asker: Asker) -> Check:
+    start = time.perf_counter()
+    text = msgspec.json.encode(config).decode()
+    answer = asker.ask_probe("step", STEP_S, text=text, environment=_without_job())
+    facts = answer.facts()
+    where = f"--device {config.train.device}"
+    if "device" in facts:
+        how = f"{facts['precision']}, {facts['execution']}"
+        where += f" is {facts['device']}: {facts['label']}, {how}"
+    if answer.problem or "loss" not in facts:
+        remedy = "the devices above say what is missing; --device cpu shows whether it is the card"
+        return Check("train step", FAIL, f"{where}: {answer.problem}", remedy)
+    spent = time.perf_counter() - start
+    detail = (
+        f"{where}; ResNet-18, 1 image: first {facts['first_s']:.1f} s, then "
+        f"{facts['step_s']:.2f} s; {spent:.1f} s in all"
+    )
+    return Check("train step", OK, detail)

@@ -1,0 +1,72 @@
+"""Training steps of a small network on noise: the step of `ssdctl train`, on the config's device.
+
+The config comes by stdin, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+
+import msgspec
+import torch
+
+from ssdctl.config import Config
+from ssdctl.device import open_device
+from ssdctl.errors import SsdctlError
+from ssdctl.model.weights import Architecture
+from ssdctl.train.memory import random_batch
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.scaling import loss_scale
+from ssdctl.train.setup import choose_precision
+from ssdctl.train.step import ALONE, TrainStep
+
+NETWORK = Architecture("resnet18", "none", num_classes=21)
+BATCH_SIZE = 1  # a step on two cores takes a second or two
+LR = 1e-4
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config).train
+    start = time.perf_counter()
+    device = open_device(config.device, 0, config.execution)
+    precision = choose_precision(config.precision, device)
+    _tell(
+        device=device.name,
+        label=device.label,
+        precision=precision,
+        execution=device.execution,
+    )
+    torch.manual_seed(0)
+    model = device.place(NETWORK.build()).train()
+    optimizer = build_optimizer(model, config, device)
+    step = TrainStep(
+        model, optimizer, device, config, precision, scale=loss_scale(precision, device, optimizer)
+    )
+    batch = random_batch(BATCH_SIZE, NETWORK.num_classes)
+    before = [p.detach().clone() for p in model.parameters()]
+    loss = step([batch], LR).read(ALONE)["loss"]
+    device.synchronize()
+    first_s = time.perf_counter() - start
+    if not math.isfinite(loss):
+        sys.exit(f"the loss is {loss}")
+    if all(bool((old == new).all()) for old, new in zip(before, model.parameters(), strict=True)):
+        sys.exit("no weight moved")
+    start = time.perf_counter()
+    step([batch], LR)
+    device.synchronize()
+    _tell(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
+
+
+def _tell(**facts: object) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SsdctlError as error:
+        sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))

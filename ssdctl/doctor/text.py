@@ -1,0 +1,61 @@
+"""The doctor's answer for people: headings, aligned columns, lines that fit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+from ssdctl.doctor.check import FAIL, OK, WARN, Check
+
+STATE_WIDTH = 4
+NARROW = 60  # below, the details get lines of their own
+STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
+Paint = Callable[[str, str], str]
+
+
+def to_text(checks: Sequence[Check], width: int, paint: Paint = lambda text, style: text) -> str:
+    """The checks under their headings, and the counts.
+
+    Args:
+        checks: In order.
+        width: Of the lines, in columns; what cannot be broken (a path) may stick out.
+        paint: Gives a text a style.
+    """
+    names = max((len(check.name) for check in checks), default=0)
+    lines: list[str] = []
+    for group, members in groupby(checks, lambda check: check.group):
+        lines += [paint(group, "bold")]
+        for check in members:
+            lines += _lines(check, names, width, paint)
+        lines += [""]
+    return "\n".join([*lines, counts(checks)])
+
+
+def counts(checks: Sequence[Check]) -> str:
+    """`23 ok, 3 warnings, 0 failures`."""
+    good, odd, bad = (sum(check.state == state for check in checks) for state in (OK, WARN, FAIL))
+    return f"{good} ok, {odd} warning{'s' * (odd != 1)}, {bad} failure{'s' * (bad != 1)}"
+
+
+def _lines(check: Check, names: int, width: int, paint: Paint) -> list[str]:
+    state = paint(f"{check.state:<{STATE_WIDTH}}", STYLES[check.state])
+    is_narrow = width < NARROW
+    indent = 2 + STATE_WIDTH + 2
+    if not is_narrow:
+        indent += names + 2
+    body = _wrapped(check.detail, width - indent)
+    if check.remedy:
+        first, *rest = _wrapped(check.remedy, width - indent - 3)
+        body += [f"-> {first}", *(f"   {line}" for line in rest)]
+    shown = [" " * indent + line for line in body]
+    if is_narrow:
+        return [f"  {state}  {check.name}", *shown]
+    start = f"  {state}  {check.name:<{names}}  "
+    return [start + body[0], *shown[1:]]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Paths and commands stay whole, to be copied."""
+    wrapper = textwrap.TextWrapper(max(width, 20), break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [""]

@@ -1,0 +1,90 @@
+"""What torch says of itself and of the devices it sees, as lines of JSON.
+
+Run as a program, since a broken driver may crash it or keep it for ever: what was said until then
+still counts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+
+def main() -> None:
+    start = time.perf_counter()
+    import torch
+
+    _tell(torch=torch.__version__, import_s=time.perf_counter() - start)
+    import torch.distributed as dist
+
+    _tell(has_gloo=dist.is_available() and dist.is_gloo_available())
+    from ssdctl.device import inductor
+    from ssdctl.device.cpu import Cpu
+
+    cpu = Cpu()
+    _tell(
+        cpu={
+            "label": cpu.label,
+            "has_native_bf16": cpu.has_native_bf16,
+            "compile": inductor.granted("compile")[1],
+        }
+    )
+    _tell(cuda_build=torch.version.cuda)
+    gpus, problem = _gpus()
+    _tell(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str]:
+    """The GPUs, and why there are none."""
+    import torch
+
+    if torch.version.cuda is None:
+        return [], "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        return [], str(error).strip().partition("\n")[0]
+    built_for = torch.cuda.get_arch_list()
+    found = []
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": facts.name,
+                "memory_bytes": facts.total_memory,
+                "capability": [facts.major, facts.minor],
+                "has_kernels": _has_kernels(facts.major, facts.minor, built_for),
+            }
+        )
+    return found, "" if found else "no GPU"
+
+
+def _has_kernels(major: int, minor: int, built_for: list[str]) -> bool:
+    """Whether torch's kernels run on a card: binaries do within a major version, PTX on newer."""
+    for name in built_for:
+        kind, _, digits = name.partition("_")
+        digits = "".join(filter(str.isdigit, digits))
+        if not digits:
+            continue
+        version = (int(digits[:-1] or 0), int(digits[-1]))
+        if version <= (major, minor) and (kind == "compute" or version[0] == major):
+            return True
+    return not built_for
+
+
+def _gpu_compile() -> tuple[str, ...]:
+    from ssdctl.device import inductor
+
+    return inductor.granted("compile", needs_triton=True)[1]
+
+
+def _tell(**facts: Any) -> None:
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
