@@ -109,7 +109,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 device,
                 given=given,
                 talk=_talk(call, ranks),
-                together=distributed.together(ranks),
+                together=distributed.together(ranks, one_voice=True),
                 detections_file=detections,
             )
             if answer is not None:

@@ -97,8 +97,6 @@ def click_tree() -> typer.core.TyperGroup:
     make_options()
     root = typer.main.get_command(app)
     assert isinstance(root, typer.core.TyperGroup)
-    names = [name.replace("_", "-") for name in COMMANDS]  # whoever was imported first
-    root.commands = {name: root.commands[name] for name in names}
     return root
 
 

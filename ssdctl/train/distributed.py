@@ -196,12 +196,17 @@ def gather(value: T, ranks: Ranks) -> list[T]:
     return values if ranks.is_first else []
 
 
-def together(ranks: Ranks) -> Together:
-    """The ranks as evaluation knows them. An error of one ends all; the first rank says it."""
+def together(ranks: Ranks, *, one_voice: bool = False) -> Together:
+    """The ranks as evaluation knows them; an error of one ends all.
+
+    Args:
+        ranks: This process and the others.
+        one_voice: The first rank alone says the error: the others have no log to say it in.
+    """
 
     def share(value: Any) -> Any:
         value = broadcast(value, ranks)
-        if isinstance(value, SsdctlError) and not ranks.is_first:
+        if one_voice and isinstance(value, SsdctlError) and not ranks.is_first:
             raise SystemExit(value.exit_code)
         return value
 

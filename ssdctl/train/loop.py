@@ -295,7 +295,8 @@ class _Run:
             with self.average.in_place():
                 found = self.validator.detect()
         if any(distributed.agree([signals.stop_requested() is not None], setup.ranks)):
-            return  # not all images were seen; the resumed run evaluates
+            self._settle()  # stops here: not all images were seen, the resumed run evaluates
+            return
         self.evaluated_step = self.step
         self.checkpoints.hold(self.step)
         self._save()

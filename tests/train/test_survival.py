@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -11,10 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
 from runs import assert_same_state, last, records, start, wait_for
+
+from ssdctl.train import validate
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -64,6 +68,25 @@ def survive(
 def test_killed_runs_end_bit_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     random.seed(1)
     survive(shapes, tmp_path, cli, [signal.SIGKILL, signal.SIGTERM], steps=6)
+
+
+def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", 4, "--eval-every", "2st"]
+    detect = validate.detect_split
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return detect(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(validate, "detect_split", interrupted)
+        result = cli(*command, "--out", tmp_path / "run")
+    assert result.code == 75, result.err
+    assert last(tmp_path / "run").step == 2  # not a step further
+    assert cli(*command, "--out", tmp_path / "run").code == 0
+    assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
 @pytest.mark.slow
