@@ -32,5 +32,8 @@ def pairwise_iou(a: Tensor, b: Tensor) -> Tensor:
     overlap = (torch.minimum(a[..., 2], right) - torch.maximum(a[..., 0], left)).clamp_(min=0)
     overlap *= (torch.minimum(a[..., 3], bottom) - torch.maximum(a[..., 1], top)).clamp_(min=0)
     area_a = (a[..., 2] - a[..., 0]) * (a[..., 3] - a[..., 1])
-    union = (area_a + (right - left) * (bottom - top)).sub_(overlap)
-    return overlap.div_(union.clamp_(min=torch.finfo(union.dtype).tiny))
+    area_b = (right - left) * (bottom - top)
+    least = torch.finfo(area_b.dtype).tiny
+    # Clamped where they are small: a pass over the table costs as much as all the rest of them.
+    union = (area_a.clamp(min=0) + area_b.clamp(min=least)).sub_(overlap)
+    return overlap.div_(union)

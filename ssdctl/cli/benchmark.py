@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     the CPU does in training. The full chain adds colours, normalisation and targets. Beside them:
     the stages of one image in one thread.
     """
+    keep_freed_memory()
     from ssdctl.benchmark_data import benchmark_data
 
     with _splits(call) as splits:
@@ -75,6 +77,7 @@ def train(
 
     The rate is that of real images, and what they cost against fake ones is told beside it.
     """
+    keep_freed_memory()
     from ssdctl.benchmark_train import benchmark_train
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
@@ -107,6 +110,7 @@ def train(
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure evaluation: network, detection, latency of one picture, scoring of COCO's size."""
+    keep_freed_memory()
     from ssdctl.data.dataset import dataset_folders, require_split
     from ssdctl.evaluate.benchmark import benchmark_evaluate
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 from ssdctl.train.ranks import Ranks, find_ranks
@@ -97,6 +98,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     from ssdctl.evaluate.checkpoint import evaluate_checkpoint
     from ssdctl.train import distributed
 
+    keep_freed_memory()
     ranks = find_ranks()
     given = {p for p, source in call.resolved.sources.items() if source != "default"}
     device = open_device(call.config.evaluate.device, ranks.local_rank)

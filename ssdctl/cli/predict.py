@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, write_text
@@ -57,6 +58,7 @@ def predict(
     A file that is no picture is told and the rest goes on; the exit code is 3 then.
     """
     files = _picture_files(images)
+    keep_freed_memory()
     from ssdctl.report.predict import load, predict_files
 
     wishes = call.config.predict

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
@@ -47,6 +48,7 @@ def train(
         _show_plan(call)
         return
     signals.install()  # in place already where this is the process's own command
+    keep_freed_memory()
     ranks = find_ranks()
     is_first = ranks.is_first
     if not ranks.is_alone:

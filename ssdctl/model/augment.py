@@ -43,22 +43,29 @@ class Normalise(nn.Module):
             jitter_B4: Factors of brightness, contrast and saturation, and the hue's turn in
                 radians; None leaves the colours.
         """
-        pixels = images_BHW3.to(self.mean.dtype) / 255
         if jitter_B4 is None:
+            pixels = images_BHW3.to(self.mean.dtype) / 255
             return ((pixels - self.mean) / self.std).permute(0, 3, 1, 2)
-        matrix, offset = self.colour_map(jitter_B4.to(pixels.dtype), pixels.mean(dim=(1, 2)))
-        matrix, offset = matrix / self.std[:, None], (offset - self.mean) / self.std
-        return _mapped(pixels, matrix, offset)
+        jitter_B4 = jitter_B4.to(self.mean.dtype)
+        if images_BHW3.device.type == "cpu":
+            return self._by_planes(images_BHW3, jitter_B4)
+        pixels = images_BHW3.to(self.mean.dtype) / 255
+        matrix_B33, offset_B3 = self._map(jitter_B4, pixels.mean(dim=(1, 2)))
+        flat = torch.baddbmm(offset_B3[:, None], pixels.flatten(1, 2), matrix_B33.transpose(1, 2))
+        return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
+    def _by_planes(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
+        """The CPU's way: products with rows of three are ten times slower there, and bytes are
+        cheaper to move than floats."""
+        planes = images_BHW3.permute(0, 3, 1, 2).contiguous().flatten(2).to(self.mean.dtype)
+        matrix_B33, offset_B3 = self._map(jitter_B4, planes.mean(dim=2) / 255)
+        mapped = torch.baddbmm(offset_B3.unsqueeze(2), matrix_B33 / 255, planes)
+        return mapped.unflatten(2, images_BHW3.shape[1:3])
 
-def _mapped(pixels_BHW3: Tensor, matrix_B33: Tensor, offset_B3: Tensor) -> Tensor:
-    """Each picture's affine map of its pixels -> (B, 3, H, W)."""
-    if pixels_BHW3.device.type == "cpu":  # products with rows of three are ten times slower here
-        planes = pixels_BHW3.permute(0, 3, 1, 2).contiguous().flatten(2)
-        mapped = torch.baddbmm(offset_B3.unsqueeze(2), matrix_B33, planes)
-        return mapped.unflatten(2, pixels_BHW3.shape[1:3])
-    flat = torch.baddbmm(offset_B3[:, None], pixels_BHW3.flatten(1, 2), matrix_B33.transpose(1, 2))
-    return flat.reshape(pixels_BHW3.shape).permute(0, 3, 1, 2)
+    def _map(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
+        """The colours' map with the normalisation behind it."""
+        matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+        return matrix_B33 / self.std[:, None], (offset_B3 - self.mean) / self.std
 
 
 class ColourMap(nn.Module):
