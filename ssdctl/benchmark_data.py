@@ -29,7 +29,7 @@ from ssdctl.input.loader import Batch
 from ssdctl.input.order import Order
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import TrainPlan, draw_samples
-from ssdctl.model.augment import normalise
+from ssdctl.model.augment import Normalise
 
 Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
@@ -68,6 +68,7 @@ def full_chain(batches: Iterator[Batch], threads: int) -> Iterator[int]:
     """Colour, normalise and match batches on the CPU; yields how many images each held."""
     defaults = default_boxes_cxcywh()
     defaults_ltrb = box_cxcywh_to_ltrb(defaults)
+    normalise = Normalise()
 
     def finish(batch: Batch, part: slice) -> None:
         jitter = None if batch.jitter is None else batch.jitter[part]
