@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ssdctl.report.predict import Predictor
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = ["__version__", "load"]
 
 
