@@ -1,7 +1,7 @@
 """Read and check COCO annotations.
 
     annotations = read(path)            # typed; DataError names the place of what is broken
-    table, findings = check(annotations, path)
+    boxes, findings = check(annotations, path)
 
 `category_id` is COCO's; `label` is dense: the category's rank in the file plus one, 0 = background.
 """
@@ -252,17 +252,18 @@ def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.i
 def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     ranked = np.sort(ids)  # np.unique takes many times as long
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    _refuse(path, f"duplicate {what}", np.unique(twice).tolist())
+    refuse(path, f"duplicate {what}", np.unique(twice).tolist())
 
 
 def _refuse_strangers(path: Path, kind: str, found: list[Annotation]) -> None:
     """Refuse annotations of images or categories that the file does not list."""
     many = {"image": "images", "category": "categories"}[kind]
     named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]
-    _refuse(path, f"annotations of {many} that the file does not list", named)
+    refuse(path, f"annotations of {many} that the file does not list", named)
 
 
-def _refuse(path: Path, what: str, offenders: Sequence[object]) -> None:
+def refuse(path: Path, what: str, offenders: Sequence[object]) -> None:
+    """Raise a DataError that names the first few offenders, if there are any."""
     if offenders:
         named = ", ".join(map(str, offenders[:SHOWN]))
         more = f" and {len(offenders) - SHOWN} more" if len(offenders) > SHOWN else ""

@@ -1,9 +1,8 @@
 """A COCO annotation file in the making: what the converters fill, and what may be cut out of one.
 
-    document = Document([...], [...], [...])
-    document.encoded() -> bytes
-    with_classes(content, ["cat", "dog"], path) -> content
-    divided(content, 0.9) -> (train, val)
+    document([FoundImage(...), ...], ["cat", "dog"]) -> content
+    with_classes(content, ["cat"], path) -> content
+    divided(content, 0.9, path) -> (train, val)
 
 `with_classes` and `divided` work on any COCO file and keep every field of what they keep.
 """
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ssdctl.data.coco import SHOWN
 from ssdctl.errors import DataError, UsageError
 
 
@@ -161,13 +159,6 @@ def _typed(raw: msgspec.Raw, kind: Any, path: Path) -> Any:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
-
-
-def refuse(path: Path, what: str, places: Sequence[str]) -> None:
-    """Raise a DataError that names the first few places, if there are any."""
-    if places:
-        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-        raise DataError(f"{path}: {what}: {', '.join(places[:SHOWN])}{more}")
 
 
 def without_test(

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from ssdctl.data.document import FoundBox, FoundImage, refuse, without_test
+from ssdctl.data.coco import refuse
+from ssdctl.data.document import FoundBox, FoundImage, without_test
 from ssdctl.data.images import header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ssdctl.data.document import FoundBox, FoundImage, refuse, without_test
+from ssdctl.data.coco import refuse
+from ssdctl.data.document import FoundBox, FoundImage, without_test
 from ssdctl.data.images import header_size
 from ssdctl.errors import DataError
 
 SUFFIXES = {".jpg", ".jpeg", ".png"}
-OTHER_SUFFIXES = {".bmp", ".webp", ".tif", ".tiff", ".gif", ".heic", ".mpo", ".dng"}
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 USUAL = {
     "train": ("images/train", "train/images", "images/train2017", "train", "obj_train_data"),
