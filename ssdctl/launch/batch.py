@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch.exits import DISTRIBUTED, PASSED_ON, STOPPED
+from ssdctl.launch.exits import DISTRIBUTED, INTERRUPTED, PASSED_ON, STOPPED
 from ssdctl.launch.plan import Plan
 
 Write = Callable[[str], object]
 POLL_S = 2.0
 PATIENCE_S = 120.0  # how long the engine may be out of reach
-INTERRUPTED = 130
 REMEDIES = {
     "slurm": "run this on a login node of the cluster; --write FILE writes the script for there",
     "kubernetes": "install kubectl and log in to the cluster; --write FILE writes the manifest",

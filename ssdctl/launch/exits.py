@@ -17,12 +17,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
-VARIABLE = "_SSDCTL_RANK_EXITS"
+# Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
+EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 PASSED_ON = (2, 3, 4, 5, 6, 7, 8, 75, 130)  # the contract's codes, which no launcher makes up
 DISTRIBUTED = 8
 STOPPED = 75
+INTERRUPTED = 130
 TERMINATED = 15
 
 
@@ -30,7 +31,7 @@ TERMINATED = 15
 def recorded_exit() -> Iterator[None]:
     """Leave this process's exit code for `ssdctl launch`, if that is what started it."""
     # Taken out of the environment, so that a process this one starts does not write in its name.
-    folder = os.environ.pop(VARIABLE, None)
+    folder = os.environ.pop(EXITS_VARIABLE, None)
     try:
         yield
     except SystemExit as end:

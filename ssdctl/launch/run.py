@@ -28,7 +28,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.exits import DISTRIBUTED, STOPPED, VARIABLE, job_exit_code, read_exits
+from ssdctl.launch.exits import (
+    DISTRIBUTED,
+    EXITS_VARIABLE,
+    INTERRUPTED,
+    STOPPED,
+    job_exit_code,
+    read_exits,
+)
 from ssdctl.launch.plan import Plan
 from ssdctl.launch.processes import (
     POLL_S,
@@ -38,7 +45,6 @@ from ssdctl.launch.processes import (
     end_processes,
 )
 
-INTERRUPTED = 130
 ASK_AGAIN_S = 5.0
 EARLY_S = 20.0  # Python has its handlers by then; torchrun's patience ends at 30 s or later
 HANG_S = 20.0  # how long the other ranks may go on once one has failed
@@ -94,6 +100,7 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
 
     Args:
+        plan: Of `make_plan`, with nothing missing.
         stdout_to_stderr: Keep this process's stdout for the caller's own words.
     """
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
@@ -101,7 +108,7 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
         signals.append(signal.SIGHUP)
     exits = Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
     environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
-    environment |= {**plan.environment, VARIABLE: str(exits)}
+    environment |= {**plan.environment, EXITS_VARIABLE: str(exits)}
 
     not_ours = set(descendants(os.getpid()))  # of the shell that `exec`ed us
     become_subreaper()
@@ -175,7 +182,7 @@ def _guard(
         stdout=stdout,
         start_new_session=True,
     )
-    exits = Path(environment[VARIABLE])
+    exits = Path(environment[EXITS_VARIABLE])
     stop = _Stop(plan, launcher)
     interrupted = abandoned = hung = False
     failed_at: float | None = None

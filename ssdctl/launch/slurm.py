@@ -12,7 +12,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.exits import VARIABLE
+from ssdctl.launch.exits import EXITS_VARIABLE
 from ssdctl.launch.node import Node
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def build(request: Request, node: Node) -> str:
         lines.append(f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {resume}')
     lines.append(f"restarts={config.restarts}")
     body = BODY.format(
-        variable=VARIABLE,
+        variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
         free_port=FREE_PORT,
         cores=cores,

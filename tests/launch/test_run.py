@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.exits import VARIABLE, described, job_exit_code
+from ssdctl.launch.exits import EXITS_VARIABLE, described, job_exit_code
 from ssdctl.launch.logs import last_lines, log_path, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import Plan, Request, make_plan
@@ -333,12 +333,12 @@ def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:
     """Processes that a rank starts do not write in its name."""
     code = (
         "import os, sys\n"
-        "from ssdctl.launch.exits import recorded_exit, VARIABLE\n"
+        "from ssdctl.launch.exits import recorded_exit, EXITS_VARIABLE\n"
         "with recorded_exit():\n"
-        "    assert VARIABLE not in os.environ\n"
+        "    assert EXITS_VARIABLE not in os.environ\n"
         "    sys.exit('words')\n"
     )
-    environment = {**os.environ, VARIABLE: str(tmp_path), "RANK": "5"}
+    environment = {**os.environ, EXITS_VARIABLE: str(tmp_path), "RANK": "5"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.returncode == 1
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("5", "1")]
