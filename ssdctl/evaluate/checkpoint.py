@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from ssdctl.errors import IntegrityError
 from ssdctl.evaluate.analysis import About, Evaluation, analyse
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
-from ssdctl.evaluate.together import Together, all_parts
+from ssdctl.evaluate.together import Together, all_parts, share_of_cores
 from ssdctl.files import write_bytes
 from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint, same_classes
 
@@ -118,12 +117,10 @@ def _open_together(root: Path, folder: Path, talk: Talk, together: Together) -> 
 
 
 def _options(wishes: EvaluateConfig, together: Together) -> DetectOptions:
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if together.world_size > 1 else 1
-    cores = max(len(os.sched_getaffinity(0)) // local_size, 1)
     return DetectOptions(
         batch_size=wishes.batch_size,
         precision=wishes.precision,
-        threads=wishes.workers or cores,
+        threads=wishes.workers or share_of_cores(together.world_size),
         score_threshold=wishes.score_threshold,
         nms_iou=wishes.nms_iou,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,12 @@ class Together(NamedTuple):
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+
+def share_of_cores(world_size: int) -> int:
+    """How many of the cores that this process may run on are its own among its node's ranks."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if world_size > 1 else 1
+    return max(len(os.sched_getaffinity(0)) // local_size, 1)
 
 
 def all_parts(detect: Callable[[], Detections], together: Together) -> Detections | None:

@@ -21,6 +21,7 @@ from ssdctl.data.store import Split
 from ssdctl.data.weights import fetch_weights, weights_of
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
+from ssdctl.evaluate.together import share_of_cores
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.backbone import freeze_stem
@@ -126,7 +127,7 @@ def prepare_run(
         architecture=architecture,
         model=device.place(model),
         out=run_folder(config),
-        threads=config.train.workers or _share_of_cores(ranks),
+        threads=config.train.workers or share_of_cores(ranks.world_size),
     )
 
 
@@ -218,9 +219,3 @@ def load_first_weights(setup: Setup, say: Say) -> None:
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
     say(f"backbone weights: {path}")
-
-
-def _share_of_cores(ranks: Ranks) -> int:
-    """This process's share of the cores that it may run on."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if not ranks.is_alone else 1
-    return max(len(os.sched_getaffinity(0)) // local_size, 1)
