@@ -6,7 +6,6 @@ One after the other, so that each is timed alone.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from ssdctl.doctor.asking import Answer, Asker, in_background
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
 from ssdctl.doctor.data import nearest_folder
 from ssdctl.files import free_bytes
+from ssdctl.launch.run import free_port
 
 DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
 DISK_NEEDS = 256 * 2**20
@@ -67,7 +67,7 @@ def _disk(config: Config, asker: Asker) -> Check:
 
 def _ranks(asker: Asker) -> Check:
     start = time.perf_counter()
-    answers = [answer.result() for answer in _start_ranks(asker, _free_port())]
+    answers = [answer.result() for answer in _start_ranks(asker, free_port())]
     spent = time.perf_counter() - start
     problems = [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]
     if problems:
@@ -95,12 +95,6 @@ def _start_ranks(asker: Asker, port: int) -> list[Future[Answer]]:
         return in_background(lambda: asker.ask_probe("ranks", RANKS_S, environment=environment))
 
     return [start(0), start(1)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _without_job() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a run must survive: kills at any moment, a full disk, lost ranks. FAULTS 28 to 37."""
+"""What a run must survive: kills at any moment, a full disk, lost ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import pytest
 from conftest import TINY_RUN, Result
 from runs import assert_same_state, last, records, start, wait_for
 
+from ssdctl.launch.run import free_port
 from ssdctl.train import validate
 
 Cli = Callable[..., Result]
@@ -227,14 +228,6 @@ def test_a_lost_rank_is_named_and_ends_the_others(shapes: Path, tmp_path: Path, 
     assert ranks[0].returncode == 8, words
     assert "rank 0 lost rank 1" in words
     assert "Traceback" not in words
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def test_one_and_two_ranks_see_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
