@@ -136,9 +136,10 @@ def measure_peer(
     from boxes import peer_loss
     from torch import nn
 
-    from ssdctl.benchmark_train import COCO_IMAGES, DTYPES, matmul_flops, train_flops
+    from ssdctl.benchmark_train import DTYPES, matmul_flops, train_flops
     from ssdctl.boxes.default_boxes import default_boxes_cxcywh
     from ssdctl.device import open_device
+    from ssdctl.input.fake import COCO_IMAGES
     from ssdctl.model.weights import Architecture
     from ssdctl.train.memory import random_batch
 

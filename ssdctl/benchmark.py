@@ -14,7 +14,6 @@ from ssdctl.input.order import Order
 from ssdctl.input.samples import TrainPlan
 
 Figures = dict[str, float | int | str]
-WARMUP_STEPS = 3
 
 
 def make_shapes(folder: Path) -> dict[str, Split]:

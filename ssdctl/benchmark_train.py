@@ -20,6 +20,7 @@ from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
+from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
 from ssdctl.input.loader import Batch
 from ssdctl.model.weights import Architecture
 from ssdctl.train import distributed
@@ -30,8 +31,7 @@ from ssdctl.train.scaling import loss_scale
 from ssdctl.train.setup import choose_precision
 from ssdctl.train.step import ALONE, TrainStep, copied_ahead
 
-COCO_IMAGES = 117_266
-COCO_OUTPUTS = 81
+COCO_OUTPUTS = COCO_CLASSES + 1
 MATMUL_SIZE = {"cpu": 2048}
 MATMUL_SIZE_ELSEWHERE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -127,8 +127,7 @@ class _Bench:
         flops = train_flops(self.architecture)
         achieved = flops * rate.images_per_second / self.ranks.world_size
         peak = matmul_flops(self.device, self.precision)
-        images = COCO_IMAGES
-        hours = images / rate.images_per_second / 3600
+        hours = COCO_IMAGES / rate.images_per_second / 3600
         return {
             "images_per_second": round(rate.images_per_second, 3),
             "step_ms": round(1000 * rate.step_s, 2),

@@ -70,8 +70,7 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
         "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
     }
     content = save({k: v.contiguous() for k, v in checkpoint.model.items()}, metadata)
-    with atomic_write(target) as file:
-        file.write(content)
+    write_bytes(target, content)
 
 
 def export_onnx(

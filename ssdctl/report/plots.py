@@ -30,7 +30,6 @@ def curve(
     keys: Sequence[str],
     title: str,
     over: str = "step",
-    axis: str = "",
 ) -> str | None:
     """One chart of figures over steps or epochs, all runs in it; None where there is no point.
 
@@ -40,9 +39,8 @@ def curve(
         keys: Figures of the records.
         title: What is drawn, with its unit.
         over: `step` or `epoch`.
-        axis: What the x axis counts; the default is `over`.
     """
-    figure, axes = _chart(title, axis or over)
+    figure, axes = _chart(title, over)
     is_empty = True
     for number, run in enumerate(runs):
         records = run.train if kind == "train" else run.evals

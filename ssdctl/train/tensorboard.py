@@ -11,10 +11,10 @@ from PIL import Image
 
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
+from ssdctl.evaluate.analysis import SHOWN_SCORE
 from ssdctl.evaluate.coco_ap import Detections
 
 NUM_PICTURES = 4
-SHOWN_SCORE = 0.3
 SCALARS = ("loss", "loss_box", "loss_class", "lr", "images_per_second", "grad_norm", "data_wait")
 
 
