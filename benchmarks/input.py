@@ -125,7 +125,7 @@ class PeerDataset(torch.utils.data.Dataset):
 
 
 def peer_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
-    """One attempt a mode, then another mode (FACTS 5)."""
+    """One attempt a mode, then another mode."""
     while True:
         mode = random.choice(MIN_IOUS)
         if mode is None:

@@ -191,7 +191,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(path: Path) -> list[PinnedFile]:
-    """The files of a download manifest (TOML; CONTRACT, Files), in its order.
+    """The files of a download manifest (TOML), in its order.
 
     Raises:
         UsageError: It is absent, no TOML, lacks a pin, or names a file twice.

@@ -148,7 +148,7 @@ def _in_pixels(
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
 ) -> Detections:
-    """COCO's terms: left, top, width, height in pixels, not clipped (FACTS 8)."""
+    """COCO's terms: left, top, width, height in pixels, not clipped, as the peers have it."""
     ltrb = found.boxes.numpy().astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),

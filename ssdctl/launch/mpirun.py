@@ -1,4 +1,4 @@
-"""The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi (FACTS 10).
+"""The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi.
 
 Run for real with Open MPI 4.1, the version of the Gaudi images. Open MPI 5 spells some options
 anew (a socket is a package, ranks are ordered by slot); that spelling was not run.

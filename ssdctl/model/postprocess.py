@@ -1,4 +1,4 @@
-"""From the network's output to detections, as every replaced system does it (FACTS 8).
+"""From the network's output to detections, as every replaced system does it.
 
 Softmax; per class the 200 best above the score threshold, hard NMS; the 200 best of the picture.
 On the CPU the few candidates are picked out first; elsewhere every shape is static, so that nothing

@@ -15,7 +15,7 @@ EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
 
 
 def feature_channels(backbone: str) -> tuple[int, ...]:
-    """Channels of the six feature maps (FACTS 1)."""
+    """Channels of the six feature maps."""
     last = 128 if backbone == "resnet18" else 256
     return (OUT_CHANNELS[backbone], 512, 512, 256, 256, last)
 

@@ -1,7 +1,7 @@
 """From durations to steps, and from a step to its learning rate. Torch-free.
 
 With `images` in the dataset and a global batch of G, epoch e ends at step e * images / G, rounded
-down: samples form one endless stream (CONTRACT), so an epoch need not end with a step.
+down: samples form one endless stream (docs/recipes.md), so an epoch need not end with a step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     def lr(self, step: int) -> float:
         """The learning rate of a step, the first being 0.
 
-        The warm-up is linear from 0, so the first step of a run with one moves nothing (FACTS 4).
+        The warm-up is linear from 0, so the first step of a run with one moves nothing.
         """
         if step < self.warmup_steps:
             return self.peak_lr * step / self.warmup_steps

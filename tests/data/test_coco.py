@@ -1,4 +1,4 @@
-"""Annotations are untrusted: what is refused, dropped or mended (FAULTS 17 to 21)."""
+"""Annotations are untrusted: what is refused, dropped or mended."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_any_damage_is_a_data_error(
 
 
 def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:
-    """FACTS 6."""
+    """As they are in train2017."""
     images = [
         {"id": 200365, "file_name": "000000200365.jpg", "width": 640, "height": 480},
         {"id": 550395, "file_name": "000000550395.jpg", "width": 500, "height": 375},

@@ -106,7 +106,7 @@ def planned(cli: Cli, *arguments: object) -> Any:
 
 
 def test_voyager(cli: Cli, crd: Any) -> None:
-    """The values of the cluster's own example (FACTS 10), in both pods, from two short tables."""
+    """The values of the cluster's own example, in both pods, from two short tables."""
     Path("ssdctl.toml").write_text(VOYAGER)
     manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128, "--bf16")["manifest"]
     check(manifest, crd)

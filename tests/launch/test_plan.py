@@ -50,7 +50,7 @@ def plan_for(
 
 
 def test_eight_gaudi_cards() -> None:
-    """The command of Habana's guide (FACTS 10), word for word."""
+    """The command of Habana's guide, word for word."""
     plan = plan_for("hpu", 8, "train", "--bs=128", "--bf16", "--device=hpu")
     assert plan.to_line() == (
         "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by core --report-bindings "

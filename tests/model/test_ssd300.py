@@ -47,7 +47,7 @@ def norm_names(name: str) -> Iterator[str]:
 
 
 def peers_names(backbone: str, peer: str) -> set[str]:
-    """Every key of a peer's state dict, from FACTS 7 and torchvision's names of a block's parts."""
+    """Every key of a peer's state dict, as the peers and torchvision name them."""
     root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
     parts = {
         "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),
@@ -105,7 +105,7 @@ def test_number_of_parameters() -> None:
     [("resnet34", "none", 31.7, 94.7), ("resnet50", "batch", 40.3, 120.5)],
 )
 def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gflop: float) -> None:
-    """A multiplication and an addition count as two: 2 * MAC, as FACTS 1 has it."""
+    """A multiplication and an addition count as two: 2 * MAC."""
     model = on_meta(backbone, extra_norm)
     images = torch.empty(2, 3, 300, 300, device="meta")
     with FlopCounterMode(display=False) as counter:

@@ -48,7 +48,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Truth:
-    """The dataset, read from its files as FACTS 1, 5 and 6 say."""
+    """The dataset, read from its files by plain code."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         document = json.loads((folder / "annotations/instances_train2017.json").read_text())
@@ -70,7 +70,7 @@ class Truth:
 
 
 def reference_loss(offsets: Tensor, logits: Tensor, truth: Truth, flavour: str) -> Tensor:
-    """FACTS 3 as loops; torch only to get the gradient."""
+    """The SSD loss as loops; torch only to get the gradient."""
     defaults = reference.default_boxes()
     corners = [reference.ltrb(d) for d in defaults]
     total = torch.zeros((), dtype=offsets.dtype)

@@ -1,4 +1,4 @@
-"""What ranks do alike though only one of them has a reason to. FAULTS 35."""
+"""What ranks do alike though only one of them has a reason to."""
 
 from __future__ import annotations
 

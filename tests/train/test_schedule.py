@@ -1,4 +1,4 @@
-"""From durations to steps, and the learning rate of each step (FACTS 4)."""
+"""From durations to steps, and the learning rate of each step."""
 
 from __future__ import annotations
 
