@@ -1,0 +1,126 @@
+"""What is known of a file that was still arriving when its process, or its machine, went down."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from ssdctl.data import part as module
+from ssdctl.data.part import HEADER_BYTES, MIN_PIECE_BYTES, RECORD, Part, part_paths
+from ssdctl.errors import DiskError
+
+CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
+URL = "http://host/a.bin"
+
+
+def opened(target: Path, url: str = URL) -> Part:
+    return Part(target, len(CONTENT), 4, url)
+
+
+def leave(target: Path, *, synced: int, arrived: int) -> None:
+    """What a download leaves of which so many bytes arrived, the first of them with an fsync."""
+    part = opened(target)
+    part.adopt('"1"')
+    part.write(0, CONTENT[:synced])
+    part.sync()
+    part.write(synced, CONTENT[synced:arrived])
+    part.close()
+
+
+def change_header(target: Path, **changes: object) -> None:
+    _, state = part_paths(target)
+    content = state.read_bytes()
+    header = {**json.loads(content[:HEADER_BYTES]), **changes}
+    state.write_bytes(json.dumps(header).encode().ljust(HEADER_BYTES) + content[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize(
+    ("boot", "expected"),
+    [
+        ("the same", 400_000),  # the kernel kept what the process had written
+        ("another", 300_000),  # the machine went down: what was not synced may be lost
+        ("", 300_000),  # a system that does not tell
+    ],
+)
+def test_what_counts_after_a_death(
+    boot: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.bin"
+    monkeypatch.setattr(module, "boot_id", lambda: "the same")
+    leave(target, synced=300_000, arrived=400_000)
+    monkeypatch.setattr(module, "boot_id", lambda: boot)
+    part = opened(target)
+    assert (part.inherited, part.arrived_bytes, part.validator) == (expected, expected, '"1"')
+    assert part.missing(expected // MIN_PIECE_BYTES).start == expected
+    part.write(expected, CONTENT[expected:])
+    assert part.pending() == []
+    part.publish(target)
+    part.close()
+    assert target.read_bytes() == CONTENT
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    part = opened(tmp_path / "a.bin", "http://mirror/a.bin")
+    assert (part.inherited, part.validator) == (1000, "")
+    part.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"version": 99}, len(CONTENT)),  # nothing is known: the hash decides
+        ({"bytes": 1}, len(CONTENT)),
+        ({"piece_bytes": "many"}, len(CONTENT)),
+        ({"piece_bytes": 7}, 0),  # its records are of other pieces
+    ],
+)
+def test_a_state_that_makes_no_sense_is_not_believed(
+    changes: dict[str, object], expected: int, tmp_path: Path
+) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    change_header(tmp_path / "a.bin", **changes)
+    part = opened(tmp_path / "a.bin")
+    assert part.arrived_bytes == expected
+    part.close()
+
+
+def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    _, state = part_paths(tmp_path / "a.bin")
+    content = bytearray(state.read_bytes())
+    content[HEADER_BYTES : HEADER_BYTES + RECORD.size] = RECORD.pack(2**40, 2**40)
+    state.write_bytes(content)
+    part = opened(tmp_path / "a.bin")
+    assert part.arrived_bytes == 0
+    part.close()
+
+
+def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> None:
+    path, state = part_paths(tmp_path / "a.bin")
+    path.write_bytes(CONTENT)
+    part = opened(tmp_path / "a.bin")
+    assert (part.inherited, part.pending()) == (len(CONTENT), [])
+    assert state.is_file()
+    part.close()
+
+
+def test_a_version_too_long_to_remember_is_not_remembered(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    part = opened(tmp_path / "a.bin")
+    part.adopt('"' + 2000 * "x" + '"')
+    assert part.validator == ""
+    part.close()
+    part = opened(tmp_path / "a.bin")
+    assert (part.inherited, part.validator) == (1000, "")
+    part.close()
+
+
+def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
+    part_paths(tmp_path / "a.bin")[1].mkdir()  # where the state should lie
+    with pytest.raises(DiskError, match="a.bin.part"):
+        opened(tmp_path / "a.bin")
