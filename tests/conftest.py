@@ -1,16 +1,19 @@
-"""Shared fixtures: a small shapes dataset, a tiny trained run, the command line in-process."""
+"""Shared fixtures: a small shapes dataset, a tiny trained run, the command line in-process, a web
+server."""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from data.http_server import Server
+from hypothesis import HealthCheck, settings
 
 from ssdctl.data.shapes import generate
 
@@ -20,6 +23,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes on a loaded machine says nothing; the first one makes Unicode's tables.
+settings.register_profile("ssdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ssdctl")
 
 TINY_RUN = (
     "--backbone resnet18 --backbone-weights none --bs 2 --warmup 1st --log-every 1 --workers 1 "
@@ -62,6 +69,13 @@ def _clean_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.fixture
 def cli() -> Callable[..., Result]:
     return run_cli
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A web server of this test's own, on the loopback."""
+    with Server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Result
 from data.http_server import Reply, Server
+from processes import is_alive
 
 from ssdctl.cli.main import main
 from ssdctl.data import sources
@@ -570,14 +571,6 @@ def test_a_signal_ends_what_was_asked(machine: Machine, tmp_path: Path, number: 
     assert not is_alive(child)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs (one that nobody has buried yet does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 # Data
 
 
@@ -662,12 +655,6 @@ def test_backbone_weights(
 
 
 # Network
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 def test_the_download_hosts(ask: Ask, machine: Machine, server: Server) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +95,21 @@ def test_second_name_replaces_the_first(tmp_path: Path) -> None:
     assert (tmp_path / "one").read_text() == "one"
 
 
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second disk")
+def test_a_second_name_on_another_disk_is_a_copy(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        source = Path(elsewhere) / "step"
+        write_text(source, "content")
+        link_or_copy(source, tmp_path / "last")
+    assert (tmp_path / "last").read_text() == "content"
+    assert list(tmp_path.iterdir()) == [tmp_path / "last"]
+
+
+def test_what_the_disk_did_not_say_passes_through(tmp_path: Path) -> None:
+    with pytest.raises(BrokenPipeError), disk_errors(tmp_path, "writing"):
+        raise BrokenPipeError(errno.EPIPE, "no reader")
+
+
 @given(st.text())
 def test_joined_names_stay_below_the_root(name: str) -> None:
     root = Path("/some/root")
@@ -106,6 +125,11 @@ def test_joined_names_stay_below_the_root(name: str) -> None:
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(IntegrityError):
         safe_join(Path("/root"), name)
+
+
+def hold(path: Path, on_wait: Callable[[], None]) -> None:
+    with lock(path, on_wait):
+        pass
 
 
 def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
@@ -128,8 +152,15 @@ def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
     holder.kill()
     holder.communicate()
     assert waiter.communicate(timeout=10)[0] == "held\n"
-    with lock(path):
-        pass
+    with lock(path, on_wait=lambda: pytest.fail("nobody holds it")):
+        told: list[str] = []
+        other = threading.Thread(target=hold, args=(path, lambda: told.append("waiting")))
+        other.start()
+        while not told and time.monotonic() - start < 30:
+            time.sleep(0.01)
+        assert told == ["waiting"]
+    other.join(30)
+    assert not other.is_alive()
     assert time.monotonic() - start < 30
 
 

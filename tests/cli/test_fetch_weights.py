@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from ssdctl.data.sources import PinnedFile, Weights
 CONTENT = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

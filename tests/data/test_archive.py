@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import stat
 import struct
+import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -14,6 +15,7 @@ from data.zips import tree, zipped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ssdctl.data import archive as archive_module
 from ssdctl.data.archive import Entry, content_bytes, unpack
 from ssdctl.data.fetch import no_report
 from ssdctl.errors import IntegrityError
@@ -64,6 +66,20 @@ class TestUnpack:
         (tmp_path / "data" / "train2017").symlink_to(tmp_path / "elsewhere")
         open_up(tmp_path, zipped(CONTENT))
         assert len(list((tmp_path / "elsewhere").iterdir())) == 2
+
+    @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second disk")
+    def test_a_folder_linked_to_another_disk_gets_the_files(self, tmp_path: Path) -> None:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+            (tmp_path / "data").mkdir()
+            (tmp_path / "data" / "train2017").symlink_to(elsewhere)
+            content = CONTENT | {"train2017/more/a.jpg": b"1"}
+            open_up(tmp_path, zipped(content))
+            assert tree(Path(elsewhere)) == {
+                name.removeprefix("train2017/"): data
+                for name, data in content.items()
+                if name.startswith("train2017/")
+            }
+        assert not (tmp_path / "data" / ".a.zip.unpacking").exists()
 
     def test_what_a_killed_run_left_goes(self, tmp_path: Path) -> None:
         left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"
@@ -149,6 +165,25 @@ class TestUnsafe:
         directory = archive.rindex(b"PK\1\2")
         archive[directory + 24 : directory + 28] = struct.pack("<I", claimed)
         refused(tmp_path, bytes(archive))
+
+    def test_a_folder_with_content(self, tmp_path: Path) -> None:
+        archive = bytearray(zipped({"a/": b"", "b": b"1"}))
+        directory = archive.index(b"PK\1\2")
+        archive[directory + 24 : directory + 28] = struct.pack("<I", 9)
+        refused(tmp_path, bytes(archive), "the folder 'a/' has content")
+
+    def test_a_stored_file_of_two_sizes(self, tmp_path: Path) -> None:
+        def store(info: zipfile.ZipInfo) -> None:
+            info.compress_type = zipfile.ZIP_STORED
+
+        archive = bytearray(zipped({"a": b"12345"}, store))
+        directory = archive.index(b"PK\1\2")
+        archive[directory + 24 : directory + 28] = struct.pack("<I", 4)
+        refused(tmp_path, bytes(archive), "lies about its size")
+
+    def test_too_many_entries(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(archive_module, "MAX_ENTRIES", 2)
+        refused(tmp_path, zipped(CONTENT), "3 entries are too many")
 
     def test_a_bomb(self, tmp_path: Path) -> None:
         refused(tmp_path, zipped({"zeros": bytes(3_000_000)}), "bomb")

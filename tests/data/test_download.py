@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from ssdctl.errors import DiskError, IntegrityError, NetworkError
 IMAGES = {f"train2017/{i:012d}.jpg": random.Random(i).randbytes(2000) for i in range(100)}
 NOTES = {"annotations/instances_train2017.json": b"[1, 2, 3]" * 10}
 PLAIN = b"a readme"
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 def pinned(

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,6 @@ CONTENT = random.Random(1).randbytes(2_500_000)
 QUICK = Patience(
     connect_s=2, read_s=0.4, stall_s=1.2, retries=3, first_retries=1, backoff_s=0.02, restarts=2
 )
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 def pinned(url: str, content: bytes = CONTENT, name: str = "a.bin") -> PinnedFile:

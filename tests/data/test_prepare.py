@@ -67,6 +67,44 @@ def test_any_arrow_reader_opens_the_index(dataset: Path, tmp_path: Path) -> None
     assert table.column_names[:4] == ["image_id", "file_name", "width", "height"]
 
 
+def test_an_image_has_a_place_that_a_message_can_name(dataset: Path, tmp_path: Path) -> None:
+    prepare(dataset, tmp_path / "files", pack=False)
+    prepare(dataset, tmp_path / "packed", pack=True)
+    as_files, packed = (opened(dataset, tmp_path / name) for name in ("files", "packed"))
+    assert as_files.place(2) == str(dataset / "train2017/000000000003.jpg")
+    (shard,) = (tmp_path / "packed").glob("images-train-*")
+    assert packed.place(2) == f"{shard}, row 2"
+    (dataset / "train2017/000000000003.jpg").unlink()
+    with pytest.raises(DataError, match=r"000000000003\.jpg: cannot be read"):
+        as_files.read(2)
+    assert bytes(packed.read(2))[:2] == b"\xff\xd8"
+
+
+def test_a_spoiled_store_is_refused_and_made_anew(dataset: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    prepare(dataset, store, pack=True)
+    index, (shard,) = store / "index-train.arrow", store.glob("images-train-*")
+    (other,) = store.glob("images-val-*")
+    whole = shard.read_bytes()
+    for content, words in (
+        (whole[: len(whole) // 2], "no readable part of a store"),
+        (other.read_bytes(), "9 rows, not 24"),
+    ):
+        shard.write_bytes(content)
+        with pytest.raises(DataError, match=f"{shard.name}: {words}"):
+            opened(dataset, store)
+    shard.write_bytes(whole)
+    index.write_bytes(b"spoiled")
+    assert not is_prepared(dataset, store)
+    with pytest.raises(DataError, match="no index"):
+        opened(dataset, store)
+    assert not prepare(dataset, store, pack=True).unchanged
+    assert (
+        bytes(opened(dataset, store).read(0))
+        == (dataset / "train2017/000000000001.jpg").read_bytes()
+    )
+
+
 def test_second_prepare_notices_that_nothing_changed(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     first = prepare(dataset, store, pack=True)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
+from processes import wait_for
 
 Cli = Callable[..., Result]
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
@@ -104,15 +104,6 @@ def marked(mark: str) -> list[int]:
             if mark.encode() in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {timeout_s} s")
 
 
 def images_of_bad_steps(run: Path) -> dict[str, list[int]]:

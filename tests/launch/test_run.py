@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.launch.exits import EXITS_VARIABLE, described, job_exit_code
@@ -112,23 +113,8 @@ def started(plan: Plan, folder: Path, **environment: str) -> Iterator[subprocess
                 process.kill()
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"did not happen within {timeout_s} s")
-
-
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]] | None:

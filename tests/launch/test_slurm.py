@@ -26,6 +26,7 @@ import pytest
 from conftest import TINY_RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
@@ -193,15 +194,6 @@ def slurm() -> Iterator[None]:
 
 def asked(*argv: str) -> str:
     return subprocess.run(argv, capture_output=True, text=True).stdout.strip()
-
-
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60) -> Any:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if value := condition():
-            return value
-        time.sleep(0.2)
-    raise AssertionError(f"did not happen within {timeout_s} s")
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ssdctl.data.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.model.weights import Architecture, load_backbone, load_network, read_checkpoint
+from ssdctl.model.weights import (
+    Architecture,
+    load_backbone,
+    load_network,
+    read_checkpoint,
+    same_classes,
+)
 from ssdctl.train.checkpoint import CheckpointFolder
 
 
@@ -48,6 +57,84 @@ def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> 
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=str(path)):
         read_checkpoint(path)
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.pop(key)
+
+
+def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.update(changes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_without, ("architecture", "classes", "samples_seen", "images", "optimizer")),
+        _with(model={"weight": "no tensor"}),
+        _with(trained=[1, 2]),
+        _with(images=0),
+        _with(classes=[{"id": 1}]),
+        _with(classes=7),
+        _with(architecture={"backbone": "vgg16", "extra_norm": "none", "num_classes": 6}),
+        _with(architecture={"backbone": "resnet18"}),
+    ],
+)
+def test_a_payload_with_a_part_amiss_is_an_integrity_error(
+    spoil: Callable[[dict[str, Any]], object], checkpoint: Path, tmp_path: Path
+) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    spoil(payload)
+    path = tmp_path / "x.pt"
+    torch.save(payload, path)
+    with pytest.raises(IntegrityError, match="parts missing"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("payload", [{"format": 99}, {"state": 1}, [1, 2], torch.zeros(3)])
+def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(payload, path)
+    with pytest.raises(IntegrityError, match="no checkpoint that this version"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"model.layer1.0.weight": "a word"}, "its weights are no tensors"),
+        ({"model.layer1.0.weight": torch.zeros(64, 3, 7, 7)}, "no SSD300 on a ResNet"),
+    ],
+)
+def test_what_only_looks_like_a_peers_file(
+    state: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "peer.pt"
+    torch.save({"model": state}, path)
+    with pytest.raises(IntegrityError, match=f"looks like mlperf's, but .*{words}"):
+        read_checkpoint(path)
+
+
+def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
+    with pytest.raises(IntegrityError, match="not a state dict"):
+        load_backbone(SSD300("resnet18", 3, "none"), checkpoint)
+
+
+def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder") as caught:
+        read_checkpoint(tmp_path)
+    assert "best.pt" in str(caught.value.hint)
+
+
+def test_whose_classes_a_checkpoint_knows(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    theirs = [ClassName(None, c.name) for c in read.classes]  # a peer's file has no ids
+    assert same_classes(read, read.classes)
+    assert same_classes(read._replace(classes=theirs), read.classes)
+    assert same_classes(read._replace(classes=[]), read.classes)  # nor names: their number must do
+    assert not same_classes(read._replace(classes=[]), read.classes[1:])
+    assert not same_classes(read, read.classes[::-1])
+    assert not same_classes(read, read.classes[1:])
 
 
 def test_absent_file_is_a_usage_error(tmp_path: Path) -> None:
