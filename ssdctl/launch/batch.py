@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch.exits import DISTRIBUTED, INTERRUPTED, PASSED_ON, STOPPED
+from ssdctl.launch.exits import DISTRIBUTED, INTERRUPTED, PASSED_ON
 from ssdctl.launch.plan import Plan
 
 Write = Callable[[str], object]
@@ -145,7 +145,7 @@ def _pods_exit(pods: list[dict[str, Any]]) -> int:
         for container in pod["status"].get("containerStatuses", []):
             code = container.get("state", {}).get("terminated", {}).get("exitCode")
             if code is not None:
-                return code if code in PASSED_ON or code == STOPPED else DISTRIBUTED
+                return code if code in PASSED_ON else DISTRIBUTED
     return DISTRIBUTED
 
 

@@ -220,6 +220,24 @@ def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], wor
         plan_for("cpu", 1, *command, **settings)
 
 
+def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
+    """Container runtimes give 64 MB; mpirun takes variables along by name alone."""
+    (alone,) = containers(plan_for("cuda", 1).manifest).values()
+    (several,) = containers(plan_for("cuda", 2).manifest).values()
+    assert "/dev/shm" not in [m["mountPath"] for m in alone["volumeMounts"]]
+    assert "/dev/shm" in [m["mountPath"] for m in several["volumeMounts"]]
+    plan = plan_for("hpu", 16, nodes=2, env=("TOKEN=1",))
+    assert "--carry=TOKEN" in containers(plan.manifest)["launcher"]["command"]
+
+
+def test_a_pod_that_is_started_again_must_resume_by_itself(cli: Cli) -> None:
+    resumed = ["--restarts", 1, "--resume", "/runs/a.pt", "--dry-run"]
+    result = cli("launch", *IN_A_POD, *resumed)
+    assert result.code == 2
+    assert "--resume /runs/a.pt and --restarts exclude each other" in " ".join(result.err.split())
+    assert cli("launch", *IN_A_POD, *resumed[2:]).code == 0
+
+
 @given(ARGUMENTS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> None:
     """Kubernetes replaces $(NAME) and turns $$ into $; YAML readers guess numbers and dates."""

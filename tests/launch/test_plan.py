@@ -143,6 +143,16 @@ def test_tpus_are_started_by_torchrun() -> None:
     assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
+def test_torchruns_nodes_meet_at_the_first_host() -> None:
+    plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
+    assert "--rdzv-endpoint=node-a:29400" in plan.argv
+    assert plan.missing is None
+    allocated = {"MASTER_ADDR": "node-c", "MASTER_PORT": "4711"}
+    plan = plan_for("cuda", 16, nodes=2, environment=allocated)
+    assert "--rdzv-endpoint=node-c:4711" in plan.argv
+    assert plan_for("hpu", 16, nodes=2, environment=allocated).missing is None
+
+
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
 def test_a_host_still_to_be_said(device: str) -> None:
     missing = plan_for(device, 16, nodes=2).missing
@@ -169,6 +179,8 @@ def test_a_host_still_to_be_said(device: str) -> None:
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "a;b:1"}, "HOST:PORT"),
         ("hpu", 8, {"rdzv_endpoint": "a:1"}, "torchrun's"),
         ("hpu", 8, {"nodes": 2, "hostfile": "hosts"}, "names 0 host"),
+        ("hpu", 8, {"nodes": 2, "environment": {"MASTER_ADDR": "-a"}}, "MASTER_ADDR '-a'"),
+        ("hpu", 8, {"nodes": 2, "environment": {"MASTER_PORT": "1;2"}}, "MASTER_PORT '1;2'"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -1,0 +1,199 @@
+"""Handing a job to an engine and following it: the engines' clients are small programs that say what
+the real ones say when a controller is away, a job is gone, or its end is an odd one.
+
+Slurm itself runs in test_slurm.py, where it is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssdctl.errors import DistributedError, UsageError
+from ssdctl.launch import batch
+from ssdctl.launch.plan import Plan
+
+# Says, call after call, what `answers.json` lists as [exit code, stdout, stderr], the last one again.
+CLIENT = """#!{python}
+import json, sys
+from pathlib import Path
+here = Path({folder!r})
+with (here / "asked").open("a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if sys.argv[1] == "--parsable":
+    (here / "given").write_text(sys.stdin.read())
+answers = json.loads((here / "answers.json").read_text())
+code, out, err = answers[0]
+(here / "answers.json").write_text(json.dumps(answers[1:] or answers))
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+SLURM = Plan(("sbatch", "--parsable"), {}, "slurm", 2, text="#!/bin/sh\n")
+KUBERNETES = Plan(
+    ("kubectl", "create", "-o", "name", "-f", "-"),
+    {},
+    "kubernetes",
+    2,
+    text="",
+    manifest={"metadata": {"namespace": "me"}},
+)
+Answers = list[tuple[int, str, str]]
+Say = Callable[[Answers], None]
+
+
+@pytest.fixture
+def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Decides what the clients answer."""
+    for name in ("sbatch", "scontrol", "kubectl"):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(batch, "POLL_S", 0.01)
+
+    def say(answers: Answers) -> None:
+        (tmp_path / "answers.json").write_text(json.dumps(answers))
+
+    return say
+
+
+def asked(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
+
+
+def test_the_script_goes_in_and_the_id_comes_out(says: Say, tmp_path: Path) -> None:
+    says([(0, "4711;north\n", "")])
+    assert batch.submit(SLURM) == "4711"
+    assert (tmp_path / "given").read_text() == SLURM.text
+    assert batch.how_to_end("4711", SLURM) == "scancel 4711"
+    assert batch.how_to_end("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+
+
+def test_a_refusal_is_told_in_the_engines_words(says: Say) -> None:
+    says([(1, "", "sbatch: error: invalid account\n")])
+    with pytest.raises(UsageError, match="sbatch refused the job: sbatch: error: invalid account"):
+        batch.submit(SLURM)
+
+
+def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
+    facts = f"JobId=1 JobName=a b JobState={state} Reason=None ExitCode={code} StdOut={out} Power="
+    return 0, facts + "\n", ""
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected"),
+    [
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "75:0", 75),
+        ("FAILED", "7:0", 7),
+        ("FAILED", "1:0", 8),  # a code that any program leaves
+        ("CANCELLED", "0:15", 130),
+        ("TIMEOUT", "0:15", 8),
+        ("NODE_FAIL", "0:0", 8),
+        ("OUT_OF_MEMORY", "0:125", 8),
+    ],
+)
+def test_the_end_of_a_slurm_job(
+    state: str, code: str, expected: int, says: Say, tmp_path: Path
+) -> None:
+    out = tmp_path / "slurm 1.out"
+    said: list[str] = []
+
+    def write(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:  # the job says something more before it ends
+            with out.open("a") as file:
+                file.write("step 2\n")
+
+    out.write_text("step 1\n")
+    says([job("PENDING", "0:0", tmp_path / "none yet"), job("RUNNING", "0:0", out),
+          job(state, code, out)])  # fmt: skip
+    assert batch.follow("1", SLURM, write) == expected
+    assert said == ["step 1\n", "step 2\n"]
+
+
+def test_a_controller_may_be_away_for_a_while(says: Say, tmp_path: Path) -> None:
+    away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
+    says([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
+    assert batch.follow("1", SLURM, print) == 0
+    assert len(asked(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("plan", "job_id", "words"),
+    [
+        (SLURM, "1", "slurm_load_jobs error: Invalid job id specified"),
+        (KUBERNETES, "job.batch/a", 'Error from server (NotFound): jobs.batch "a" not found'),
+    ],
+)
+def test_a_job_that_the_engine_has_forgotten(
+    plan: Plan, job_id: str, words: str, says: Say, tmp_path: Path
+) -> None:
+    says([(1, "", words)])
+    with pytest.raises(DistributedError, match="knows the job no more"):
+        batch.follow(job_id, plan, print)
+    assert len(asked(tmp_path)) == 1
+
+
+def test_a_controller_that_stays_away(says: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "PATIENCE_S", 0.05)
+    says([(1, "", "connection refused")])
+    with pytest.raises(DistributedError, match="scontrol does not answer: connection refused"):
+        batch.follow("1", SLURM, print)
+
+
+def pods(*items: tuple[str, str, int | None]) -> tuple[int, str, str]:
+    found = [
+        {
+            "metadata": {"name": name, "creationTimestamp": name},
+            "status": {
+                "phase": phase,
+                "containerStatuses": [
+                    {"state": {} if code is None else {"terminated": {"exitCode": code}}}
+                ],
+            },
+        }
+        for name, phase, code in items
+    ]
+    return 0, json.dumps({"items": found}), ""
+
+
+def status(*ends: str) -> tuple[int, str, str]:
+    conditions = [{"type": end, "status": "True"} for end in ends]
+    return 0, json.dumps({"status": {"conditions": conditions}}), ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((8, 3), 3), ((3, 75), 75), ((1, 137), 8), ((None, None), 8)],
+)
+def test_the_end_of_an_mpi_job_is_its_last_pods(
+    codes: tuple[int | None, int | None], expected: int, says: Say, tmp_path: Path
+) -> None:
+    """Kubernetes starts a launcher that failed again, in another pod: each is followed once."""
+    first, second = codes
+    says([
+        pods(("b", "Pending", None)), status("Running"),
+        pods(("b", "Failed", first)), (0, "step 1\n", ""), status("Running"),
+        pods(("c", "Failed", second), ("b", "Failed", first)), (0, "step 2\n", ""),
+        status("Failed"),
+    ])  # fmt: skip
+    said: list[str] = []
+    assert batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append) == expected
+    assert said == ["step 1\n", "step 2\n"]
+    calls = asked(tmp_path)
+    assert calls[0][:6] == ["get", "pods", "-n", "me", "-l", "job-name=mine-launcher"]
+    assert [call[-1] for call in calls if call[0] == "logs"] == ["b", "c"]
+
+
+def test_an_absent_client_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UsageError, match="sbatch is not on PATH") as caught:
+        batch.require_engine(SLURM)
+    assert "--write FILE" in str(caught.value.hint)
