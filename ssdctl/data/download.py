@@ -107,11 +107,10 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
     record_path = _record_path(dest, file)
     archive = safe_join(dest, file.name)
     with claim(record_path):
-        record = _read_record(dest, file)
-        state = "fetched"
-        if record is not None and not _lost(dest, record):
-            state = "present"
-        else:
+        record = _whole_record(dest, file)
+        state = "present"
+        if record is None:
+            state = "fetched"
             fetch(file, dest, **how._asdict())
             content = content_bytes(archive)
             check_space(dest, content, f"unpacking {file.name}")
@@ -134,7 +133,7 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
     for file in files:
         target = safe_join(dest, file.name)
         num_bytes = file.bytes or 0
-        if file.unpack and (record := _read_record(dest, file)) and not _lost(dest, record):
+        if file.unpack and _whole_record(dest, file) is not None:
             continue
         there = target.stat().st_size if target.is_file() else -1
         archive = 0 if there == num_bytes else missing_bytes(target, num_bytes)
@@ -151,8 +150,7 @@ def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[di
     for file in files:
         target = safe_join(dest, file.name)
         if file.unpack:
-            record = _read_record(dest, file)
-            present = record is not None and not _lost(dest, record)
+            present = _whole_record(dest, file) is not None
         else:
             present = target.is_file() and target.stat().st_size == file.bytes
         planned.append(
@@ -211,15 +209,16 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     return record if record.sha256 == file.sha256 else None
 
 
-def _lost(dest: Path, record: Record) -> bool:
-    """Whether a file is absent or of another size: a look at each, no byte read."""
-    for entry in record.entries:
+def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
+    """The same, if each of its files lies there in its size: a look at each, no byte read."""
+    record = _read_record(dest, file)
+    for entry in record.entries if record is not None else ():
         try:
             if safe_join(dest, entry.path).stat().st_size != entry.size:
-                return True
+                return None
         except OSError:
-            return True
-    return False
+            return None
+    return record
 
 
 def _differing(dest: Path, record: Record, report: Report) -> list[str]:
