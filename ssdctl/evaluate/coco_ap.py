@@ -1,6 +1,6 @@
 """COCO AP of detections: pycocotools' definition, computed by hotcoco. Torch-free.
 
-scores = score(annotations_json, detections)
+scores = run_scoring(annotations_json, detections).scores
 scores.figures["AP"], scores.per_class
 """
 
@@ -130,17 +130,6 @@ def image_ids(annotations: Path, annotated_only: bool) -> NDArray[np.int64]:
     with_boxes = {a.image_id for a in read.annotations}
     chosen = [i.id for i in read.images if not annotated_only or i.id in with_boxes]
     return np.array(chosen, np.int64)
-
-
-def score(
-    annotations: Path,
-    detections: Detections,
-    *,
-    image_ids: NDArray[np.int64] | None = None,
-    verify: bool = False,
-) -> Scores:
-    """Score detections against an annotation file: see `run_scoring`."""
-    return run_scoring(annotations, detections, image_ids=image_ids, verify=verify).scores
 
 
 def run_scoring(
