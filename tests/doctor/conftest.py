@@ -1,0 +1,26 @@
+"""A stand-in machine, and the doctor asked on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from doctor.machines import Ask, Cli, Machine
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path / "machine", monkeypatch)
+
+
+@pytest.fixture
+def ask(cli: Cli) -> Ask:
+    """Run the doctor: its exit code, and the checks by name."""
+
+    def run(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:
+        result = cli("doctor", "--json", *arguments)
+        assert result.code in (0, 2), result.err
+        return result.code, {check["name"]: check for check in json.loads(result.out)}
+
+    return run

@@ -1,0 +1,73 @@
+"""Machines made of small stand-ins: folders for sysfs, scripts for other people's programs, a recorded
+answer of torch's probe where torch itself is not the point."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Result
+
+from ssdctl.doctor import hardware
+
+Cli = Callable[..., Result]
+Ask = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+STANDIN = Path(__file__).parent.parent / "standin"
+CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}
+RECORDED = {
+    "torch": "2.9.0", "import_s": 1.5, "has_gloo": True, "cpu": CPU, "cuda_build": "12.8",
+    "gpus": [], "gpu_problem": "no driver",
+}  # fmt: skip
+
+
+class Machine:
+    """A machine of folders: /sys, /proc, a PATH, and what torch's probe says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sys, self.proc = folder / "sys", folder / "proc"
+        self.bin, self.modules = folder / "bin", folder / "modules"
+        for made in (self.sys, self.proc, self.bin, self.modules):
+            made.mkdir(parents=True)
+        self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
+        monkeypatch.setattr(hardware, "SYS", self.sys)
+        monkeypatch.setattr(hardware, "PROC", self.proc)
+        monkeypatch.setenv("PATH", str(self.bin))
+        monkeypatch.setenv("PYTHONPATH", str(self.modules))
+        monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
+        self.torch_says(**RECORDED)
+
+    def put(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+
+    def program(self, name: str, script: str) -> None:
+        self.put(self.bin / name, f"#!/bin/sh\n{script}")
+        (self.bin / name).chmod(0o755)
+
+    def card(self, vendor: str, number: int = 0, kind: str = "0x120000") -> None:
+        device = self.sys / f"bus/pci/devices/0000:{number:02}:00.0"
+        self.put(device / "vendor", vendor)
+        self.put(device / "class", kind)
+
+    def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
+        """Have torch's probe answer with these facts, at once, and end so."""
+        code = f"""
+            import os, sys
+            if 'ssdctl.doctor.torch_probe' in sys.orig_argv:
+                print({json.dumps(facts)!r}, flush=True)
+                {end}
+        """
+        self.put(self.modules / "sitecustomize.py", re.sub("^ {12}", "", code, flags=re.M))
+
+    def torch_is(self, code: str) -> None:
+        """Put another torch before the real one."""
+        (self.modules / "sitecustomize.py").unlink()
+        self.put(self.modules / "torch" / "__init__.py", code)
+
+
+def state(check: dict[str, str]) -> tuple[str, str]:
+    return check["state"], check["detail"]

@@ -1,0 +1,153 @@
+"""What the machine, its limits and its launchers are found to be."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from doctor.machines import Ask, Machine, state
+from processes import is_alive
+
+from ssdctl.doctor import hardware
+
+
+def test_what_a_cgroup_grants(ask: Ask, machine: Machine) -> None:
+    _, checks = ask()
+    assert (checks["cores"]["state"], checks["memory"]["state"]) == ("ok", "ok")
+    machine.put(machine.proc / "self/cgroup", "0::/pods/one")
+    group = machine.sys / "fs/cgroup/pods"
+    machine.put(group / "one/cpu.max", "max 100000")
+    machine.put(group / "cpu.max", "50000 100000")
+    machine.put(group / "one/memory.max", str(2**30))
+    _, checks = ask()
+    assert checks["cores"]["state"] == "warn"
+    assert "the cgroup grants 0.5" in checks["cores"]["detail"]
+    assert "--workers 1" in checks["cores"]["remedy"]
+    assert checks["memory"]["state"] == "warn"
+    assert "the cgroup grants 1.0 GiB" in checks["memory"]["detail"]
+
+
+def test_what_an_older_cgroup_grants(ask: Ask, machine: Machine) -> None:
+    machine.put(machine.proc / "self/cgroup", "5:cpu,cpuacct:/job\n3:memory:/other")
+    machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_quota_us", "1")
+    machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_period_us", "100000")
+    machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_quota_us", "25000")
+    machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
+    machine.put(machine.sys / "fs/cgroup/memory/other/memory.limit_in_bytes", str(2**63 - 4096))
+    _, checks = ask()
+    assert "the cgroup grants 0.25" in checks["cores"]["detail"]
+    assert checks["memory"]["state"] == "ok"
+
+
+def test_numa_nodes_and_physical_cores(ask: Ask, machine: Machine) -> None:
+    for cpu in os.sched_getaffinity(0):
+        topology = machine.sys / f"devices/system/cpu/cpu{cpu}/topology"
+        machine.put(topology / "physical_package_id", "0")
+        machine.put(topology / "core_id", "0")  # all threads of one core
+    for node in range(3):
+        machine.put(machine.sys / f"devices/system/node/node{node}/cpulist", "0")
+    assert "1 physical on 1 socket(s), 3 NUMA node(s)" in ask()[1]["cores"]["detail"]
+
+
+def test_a_low_limit_of_open_files(machine: Machine) -> None:
+    command = shlex.join([sys.executable, "-m", "ssdctl", "doctor", "--json"])
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"ulimit -S -n 300; ulimit -S -l 64; exec {command}"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert state(checks["open files"]) == ("warn", "limit 300")
+    assert checks["open files"]["remedy"].startswith("ulimit -n")
+    assert checks["locked memory"]["detail"].startswith("limit 0.1 MiB")
+
+
+def test_memory_that_cannot_be_locked_for_rdma(ask: Ask, machine: Machine) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    try:
+        assert ask()[1]["locked memory"]["state"] == "ok"
+        (machine.sys / "class/infiniband/mlx5_0").mkdir(parents=True)
+        check = ask()[1]["locked memory"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+    assert check["state"] == "warn"
+    assert "memlock" in check["remedy"]
+
+
+def test_little_shared_memory_matters_where_cards_are(
+    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ssdctl.doctor import limits
+
+    monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without any room
+    assert ask()[1]["/dev/shm"]["state"] == "ok"
+    machine.card(hardware.HABANA)
+    check = ask()[1]["/dev/shm"]
+    assert check["state"] == "warn"
+    assert "--shm-size" in check["remedy"]
+
+
+def test_launchers(ask: Ask, machine: Machine) -> None:
+    code, checks = ask()
+    assert code == 0
+    for name in ("mpirun", "sbatch", "srun", "kubectl"):
+        assert checks[name]["state"] == "ok"
+        assert checks[name]["detail"].startswith("not found; for ")
+    assert ask("--set", "launch.launcher=kubernetes")[1]["kubectl"]["state"] == "fail"
+    machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
+    machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
+    machine.program("kubectl", "echo 'no config' >&2; exit 1")
+    code, checks = ask()
+    assert state(checks["mpirun"]) == ("ok", "mpirun (Open MPI) 5.0.3")
+    assert state(checks["sbatch"]) == ("ok", "slurm  23.02.6"), "no escapes of others'"
+    assert state(checks["kubectl"]) == ("warn", "does not answer: no config")
+    machine.program("mpirun", "echo 'HYDRA build details: 4.1'")
+    check = ask()[1]["mpirun"]
+    assert check["state"] == "warn"
+    assert "Open MPI" in check["remedy"]
+
+
+def test_a_program_that_hangs_is_killed_with_its_children(
+    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from ssdctl.doctor import launchers
+
+    monkeypatch.setattr(launchers, "VERSION_S", 0.5)
+    machine.program("srun", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")
+    start = time.monotonic()
+    assert state(ask()[1]["srun"]) == ("warn", "does not answer: no answer within 0.5 s")
+    assert time.monotonic() - start < 20
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 5
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_was_asked(machine: Machine, tmp_path: Path, number: int) -> None:
+    machine.program("srun", f"echo $$ > {tmp_path}/child; exec /bin/sleep 60")
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "ssdctl", "doctor"], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text().strip():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)
+    doctor.send_signal(number)
+    _, err = doctor.communicate(timeout=20)
+    assert (doctor.returncode, err.splitlines()[0]) == (75, "error: stopped; nothing was changed")
+    child = int((tmp_path / "child").read_text())
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
