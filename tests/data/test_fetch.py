@@ -321,7 +321,8 @@ class TestFaults:
             return file(CONTENT)(request)
 
         pin = pinned(server.route("/a.bin", busy))
-        fetch(pin, tmp_path, patience=QUICK._replace(longest_wait_s=0.1))
+        path = fetch(pin, tmp_path, patience=QUICK._replace(longest_wait_s=0.1))
+        assert path.read_bytes() == CONTENT
 
     def test_9_busy_for_ever_ends(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", lambda _: Reply(503)))

@@ -187,7 +187,10 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     state = {k: v for k, v in resnet18().state_dict().items() if "num_batches" not in k}
     path = tmp_path / "old.pth"
     torch.save(state, path, _use_new_zipfile_serialization=False)
-    load_backbone(SSD300("resnet18", 3, "none"), path)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.conv1.weight, state["conv1.weight"])
+    assert model.backbone.bn1.num_batches_tracked == 0
 
 
 def test_peers_file_from_before_zip_is_read(tmp_path: Path) -> None:
