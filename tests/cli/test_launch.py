@@ -154,7 +154,7 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--epocs", "3"], "--epochs"),
         (["evaluate"], "CKPT"),
     ],
-    ids=" ".join,
+    ids=str,
 )
 def test_options_after_the_dashes_are_refused_here(
     command: list[str], words: str, capsys: pytest.CaptureFixture[str]
