@@ -27,6 +27,8 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename or path
+        if str(where).endswith(TEMPORARY_SUFFIX):
+            where = path  # nobody asked for the temporary
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -44,7 +46,8 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
             errno.EIO,
             errno.ENAMETOOLONG,
         ):
-            raise DiskError(f"{error.strerror} while {doing} {where}") from error
+            hint = None if error.errno == errno.EIO else "choose another name or folder"
+            raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
         raise
 
 

@@ -166,3 +166,10 @@ def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
 
 def test_free_space_of_a_folder_to_come(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "yet") > 0
+
+
+def test_a_refusal_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DiskError) as caught, atomic_write(tmp_path) as file:  # it is a folder
+        file.write(b"x")
+    assert str(caught.value) == f"Is a directory while writing {tmp_path}"
+    assert caught.value.hint

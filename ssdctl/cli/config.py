@@ -72,6 +72,8 @@ def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
     from rich.table import Table
 
     table = Table("key", "value", "source", box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
     if with_help:
         table.add_column("meaning")
     for path, entry in data.items():
@@ -120,6 +122,8 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
     from rich.table import Table
 
     table = Table("key", *recipes, box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"  # a key that is cut is no key
     for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
         cells = [render.toml_value(r[path]) if path in r else "-" for r in recipes.values()]
         table.add_row(path, *cells)

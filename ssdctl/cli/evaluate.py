@@ -138,8 +138,9 @@ def _checkpoints(run: Path) -> list[Path]:
         files.insert(0, best)
     if not files:
         raise UsageError(
-            f"{run}: a run folder without checkpoints",
-            hint="training saves at --save-every, at evaluations and at its end",
+            f"{run}: a folder without checkpoints",
+            hint="name a run folder (train's --out) or one of its checkpoints/; training saves at "
+            "--save-every, at evaluations and at its end",
         )
     return files
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ssdctl.cli.console import Console
     from ssdctl.data.transfer import Patience
 
+READING = ("checking ", "verifying ", "unpacking ")
 LINE_S = 30.0  # between two lines of progress where no display can be drawn
 
 
@@ -84,7 +85,8 @@ class ByteProgress:
 
     def _begin(self, label: str, done: int, total: int) -> None:
         self._first = self._told = (time.monotonic(), done)
-        here = f", {done / 1e6:,.1f} MB here already" if done and done < total else ""
+        is_fetched = not label.startswith(READING)  # else what is done was read a moment ago
+        here = f", {done / 1e6:,.1f} MB here already" if is_fetched and 0 < done < total else ""
         self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
 
     def _tell(self, label: str, done: int, total: int) -> None:

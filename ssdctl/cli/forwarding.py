@@ -9,8 +9,10 @@ import sys
 import uuid
 from pathlib import Path
 
-from ssdctl.cli.command import Call
-from ssdctl.cli.main import app
+import typer
+
+from ssdctl.cli.command import Call, make_options
+from ssdctl.cli.main import app, refuse_old_options
 from ssdctl.config.render import values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
@@ -124,10 +126,11 @@ def _check_device(asked: str, device: str) -> None:
 
 
 def rest_command(call: Call, rest: list[str]) -> list[str]:
-    """What follows `--`, seen to be a command of ours.
+    """What follows `--`, seen to be a command of ours with options that it has.
 
     Raises:
         UsageError: No such command, or options of train before `--`.
+        SystemExit: Options that it does not have.
     """
     known = [info.name for info in app.registered_commands if info.name]
     known += [info.name for info in app.registered_groups if info.name]
@@ -144,4 +147,14 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
             f"{stray[0]} belongs to train, but {rest[0]} is launched",
             hint=f"put the options of {rest[0]} after --",
         )
+    _check_options(rest)
     return rest
+
+
+def _check_options(rest: list[str]) -> None:
+    """Refuse here what every rank would refuse, between the launcher's tracebacks."""
+    refuse_old_options(rest)
+    make_options(rest[0].replace("-", "_"))
+    root = typer.main.get_command(app)
+    assert isinstance(root, typer.core.TyperGroup)
+    root.commands[rest[0]].make_context(f"ssdctl {rest[0]}", rest[1:])

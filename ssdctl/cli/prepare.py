@@ -78,6 +78,9 @@ def prepare(
     call.console.say(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
         call.console.say("nothing changed since it was written (--force writes it anew)")
+    for report in outcome.splits:
+        for warning in report.warnings:
+            call.console.warn(f"{report.split}: {warning}; --preview FILE shows the boxes")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if preview is not None:
         _preview(call, root, folder, preview)
@@ -118,8 +121,8 @@ def _tables(outcome: Outcome) -> Group:
     found.columns[1].justify = "right"
     found.columns[-1].overflow = "fold"
     for report in outcome.splits:
-        row = (report.images, report.boxes, report.classes, report.trainable)
-        table.add_row(report.split, *(f"{value:,}" for value in row))
+        row = [f"{n:,}" for n in (report.images, report.boxes, report.classes, report.trainable)]
+        table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
         for kind, number in report.counts().items():
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:SHOWN]:

@@ -84,12 +84,14 @@ def train(
     if not is_first:
         return
     ap = "not evaluated" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
-    call.console.result(
-        summary._asdict(),
-        f"{summary.out}: {summary.step} steps in {summary.total_s:.0f} s, "
-        f"{summary.images_per_second:.1f} img/s, "
-        f"{summary.peak_memory_bytes / 1e9:.1f} GB at most, {ap}",
-    )
+    trained = ""
+    if summary.images_per_second:  # else it was finished before
+        trained = (
+            f" in {summary.total_s:.0f} s, {summary.images_per_second:.1f} img/s, "
+            f"{summary.peak_memory_bytes / 1e9:.1f} GB at most"
+        )
+    human = f"{summary.out}: {summary.step} steps{trained}, {ap}"
+    call.console.result(summary._asdict(), human)
 
 
 def _show_plan(call: Call) -> None:

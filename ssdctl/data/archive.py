@@ -115,7 +115,8 @@ def _broken_zip(archive: Path) -> Iterator[None]:
     ) as error:
         raise IntegrityError(
             f"{archive}: broken archive: {error or type(error).__name__}",
-            hint="delete it and fetch it again",
+            hint="only zip archives are unpacked: delete it and fetch it again, or leave unpack "
+            "out of its manifest",
         ) from error
     except OSError as error:
         if error.errno != errno.EINVAL:  # a seek to nowhere

@@ -126,7 +126,9 @@ def parse(content: bytes, path: Path) -> Annotations:
             "category_id, bbox) and categories (id, name)",
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: broken JSON: {error}") from None
+        raise DataError(
+            f"{path}: broken JSON: {error}", hint="export or copy it again, whole"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -182,6 +184,46 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
 
 
+def doubts(annotations: Annotations, boxes: Boxes, findings: Sequence[Finding]) -> list[str]:
+    """What makes boxes look written otherwise than as left, top, width, height in pixels.
+
+    Args:
+        annotations: A split's.
+        boxes: What `check` made of them.
+        findings: Those of `check`.
+
+    Returns:
+        At most one sentence with its remedy. Nobody is refused for it: such boxes may be meant.
+    """
+    low, high = boxes.ltrb[:, :2], boxes.ltrb[:, 2:]
+    number = len(boxes.ltrb)
+    specks = int(((low <= 1) & (high - low < SPECK_PX)).all(axis=1).sum())
+    if specks and specks >= NEARLY_ALL * number:
+        return [
+            f"{specks:,} of {number:,} boxes are smaller than {SPECK_PX} pixels and lie in the "
+            "image's top left corner: they look like fractions of the image (0 to 1). Write bbox "
+            "as left, top, width, height in pixels: multiply by the image's width and height"
+        ]
+    clipped = sum(f.kind == KINDS[CLIPPED] for f in findings)
+    if clipped < max(FEW_CLIPPED, MANY_CLIPPED * number):
+        return []
+    bbox = np.array([msgspec.structs.astuple(a.bbox) for a in annotations.annotations])
+    image = {i.id: (i.width, i.height) for i in annotations.images}
+    size = np.array([image[a.image_id] for a in annotations.annotations])
+    fit = (bbox[:, 2:] > bbox[:, :2]) & (bbox[:, 2:] <= size + 1)
+    if fit.all(axis=1).mean() < NEARLY_ALL:
+        return []
+    return [
+        f"{clipped:,} of {number:,} boxes leave their image, and would not if bbox were left, top, "
+        "right, bottom. Write it as left, top, width, height: width = right - left, "
+        "height = bottom - top"
+    ]
+
+
+SPECK_PX = 1.5  # a fraction is 1 at most
+NEARLY_ALL = 0.95
+FEW_CLIPPED, MANY_CLIPPED = 5, 0.1  # fewer overshoots, as a number and a share, tell nothing
+
 FINE, CLIPPED, NO_SIZE, OUTSIDE = range(4)
 KINDS = (
     "",
@@ -225,7 +267,8 @@ def _sizes(path: Path, images: list[ImageEntry]) -> NDArray[np.int64]:
     for image in images:
         if not is_plain_name(image.file_name):
             raise DataError(
-                f"{path}: image {image.id}: {image.file_name!r} is no plain path below its folder"
+                f"{path}: image {image.id}: {image.file_name!r} is no plain path below its folder",
+                hint="file_name is relative to the split's image folder, as in 'a.jpg'",
             )
     sizes = np.stack([_column(images, "width"), _column(images, "height")], axis=1)
     for row in np.nonzero(((sizes < 1) | (sizes > LONGEST_SIDE)).any(axis=1))[0]:
@@ -252,19 +295,20 @@ def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.i
 def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     ranked = np.sort(ids)  # np.unique takes many times as long
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    refuse(path, f"duplicate {what}", np.unique(twice).tolist())
+    refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must be there once")
 
 
 def _refuse_strangers(path: Path, kind: str, found: list[Annotation]) -> None:
     """Refuse annotations of images or categories that the file does not list."""
     many = {"image": "images", "category": "categories"}[kind]
     named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]
-    refuse(path, f"annotations of {many} that the file does not list", named)
+    hint = f"each {kind}_id must be the id of an entry in {many}"
+    refuse(path, f"annotations of {many} that the file does not list", named, hint)
 
 
-def refuse(path: Path, what: str, offenders: Sequence[object]) -> None:
+def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
     """Raise a DataError that names the first few offenders, if there are any."""
     if offenders:
         named = ", ".join(map(str, offenders[:SHOWN]))
         more = f" and {len(offenders) - SHOWN} more" if len(offenders) > SHOWN else ""
-        raise DataError(f"{path}: {what}: {named}{more}")
+        raise DataError(f"{path}: {what}: {named}{more}", hint=hint)

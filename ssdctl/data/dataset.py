@@ -77,14 +77,24 @@ def find_splits(root: Path) -> dict[str, SplitFiles]:
         raise DataError(
             f"{root}: holds no dataset: neither annotations/instances_train2017.json nor "
             "instances_val2017.json, nor a dataset.toml",
-            hint="lay it out as COCO does (train2017/, val2017/, annotations/), or name its "
-            "folders in dataset.toml (README, Your own data); from Pascal VOC's or YOLO's layout, "
-            "make one: ssdctl prepare --from voc, --from yolo",
+            hint=_where_it_may_be(root),
         )
     for split, files in named.items():
         if not files.annotations.is_file():
             raise DataError(f"{files.annotations}: no such annotation file (split {split})")
     return named
+
+
+def _where_it_may_be(root: Path) -> str:
+    """What to do about a folder that is no dataset."""
+    above = root.resolve().parent
+    if (above / TOML).is_file() or coco_layout(above):
+        return f"the folder above it is one: --data {above}"
+    return (
+        "lay it out as COCO does (train2017/, val2017/, annotations/), or name its folders in "
+        "dataset.toml (README, Your own data); from Pascal VOC's or YOLO's layout, make one: "
+        "ssdctl prepare --from voc, --from yolo"
+    )
 
 
 def require_images(split: str, files: SplitFiles) -> None:
@@ -119,7 +129,7 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
     try:
         return _from_toml(path)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}", hint=error.hint) from None
 
 
 def _from_toml(path: Path) -> dict[str, SplitFiles]:

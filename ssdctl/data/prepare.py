@@ -41,6 +41,7 @@ from ssdctl.files import (
 
 Say = Callable[[str], None]
 NO_BOXES = "image without boxes, not trained on"
+NOTHING_TO_FIND = "image without boxes"  # where nothing is trained on
 
 
 class SplitReport(msgspec.Struct, frozen=True):
@@ -53,6 +54,7 @@ class SplitReport(msgspec.Struct, frozen=True):
     trainable: int
     findings: list[Finding]
     key: str  # of the job that the index belongs to
+    warnings: list[str] = []  # what the user should look at
 
     def counts(self) -> dict[str, int]:
         """How often each kind of finding occurred."""
@@ -181,6 +183,7 @@ def _prepare_split(
     require_images(split, files)
     annotations, mark = _read(files.annotations)
     boxes, findings = coco.check(annotations, files.annotations)
+    warnings = coco.doubts(annotations, boxes, findings)
     annotations.annotations.clear()  # hundreds of MB that nobody needs any more
 
     # What a part is true for. With `force` nothing that was done before counts.
@@ -199,7 +202,8 @@ def _prepare_split(
     counts = np.diff(boxes.starts)
     for row in np.nonzero(usable & (counts == 0))[0]:
         image = annotations.images[row]
-        findings.append(Finding(NO_BOXES, image.id, None, image.file_name))
+        kind = NO_BOXES if split == "train" else NOTHING_TO_FIND
+        findings.append(Finding(kind, image.id, None, image.file_name))
 
     classes = coco.class_names(annotations)
     shards = report.parts if wish.pack else []
@@ -209,7 +213,14 @@ def _prepare_split(
     _write_index(index, annotations.images, boxes, report, metadata)
     trainable = int((usable & (counts > 0)).sum())
     return SplitReport(
-        split, len(annotations.images), len(boxes.labels), len(classes), trainable, findings, key
+        split=split,
+        images=len(annotations.images),
+        boxes=len(boxes.labels),
+        classes=len(classes),
+        trainable=trainable,
+        findings=findings,
+        key=key,
+        warnings=warnings,
     )
 
 
@@ -232,7 +243,7 @@ def _check_files(job: Job, files: SplitFiles) -> None:
         raise DataError(
             f"{files.images}: {len(missing)} of {len(names)} images are missing, "
             f"among them {', '.join(missing[: coco.SHOWN])}",
-            hint=f"they are listed in {files.annotations}",
+            hint=_where_missing(files, missing[0]),
         )
     if job.wish.pack and job.wish.shrink is None:
         there = sum(
@@ -247,6 +258,15 @@ def _check_files(job: Job, files: SplitFiles) -> None:
                 hint="choose another folder with --store, smaller images with --shrink 400, or "
                 "leave the images where they are with --no-pack",
             )
+
+
+def _where_missing(files: SplitFiles, name: str) -> str:
+    """What to do about missing images: often the folder's name stands in file_name as well."""
+    folder, _, rest = name.partition("/")
+    hint = f"they are listed in {files.annotations}"
+    if rest and folder == files.images.name and (files.images / rest).exists():
+        hint += f"; {files.images / rest} is there: take {folder}/ out of each file_name"
+    return hint
 
 
 def _findings(images: list[ImageEntry], report: Report) -> list[Finding]:
@@ -326,6 +346,8 @@ def open_dataset(
         for report in outcome.splits:
             for kind, count in report.counts().items():
                 say(f"  {report.split}: {count} x {kind}")
+            for warning in report.warnings:
+                say(f"  {report.split}: {warning}")
     elif check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)

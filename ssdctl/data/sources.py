@@ -24,6 +24,7 @@ else:
 # The official host, http://images.cocodataset.org/, has no certificate of its own; this is the
 # same bucket over HTTPS.
 COCO_URL = "https://s3.amazonaws.com/images.cocodataset.org"
+OTHER_ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 WEIGHTS_URL = "https://download.pytorch.org/models"
 
 
@@ -216,4 +217,9 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         if target in seen or target == Path():
             raise UsageError(f"{path}: {entry.name!r} is no file name of its own")
         seen.add(target)
+        if entry.unpack and target.suffix.lower() in OTHER_ARCHIVES:
+            raise UsageError(
+                f"{path}: {entry.name!r} cannot be unpacked: only zip archives are",
+                hint="leave unpack out and unpack it by hand, or pack it as a zip",
+            )
     return [PinnedFile(e.name, e.url, e.sha256.lower(), e.bytes, e.unpack) for e in entries]

@@ -6,6 +6,7 @@ A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read,
 
 from __future__ import annotations
 
+import re
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -196,11 +197,20 @@ def read_payload(path: Path) -> Any:
             warnings.simplefilter("ignore")  # of formats that are judged by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise IntegrityError(
-            f"{path}: no checkpoint, or one that holds more than plain tensors: {reason}",
+            f"{path}: no checkpoint, or one that holds more than plain tensors: {_reason(error)}",
             hint="no code of it was run",
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """torch's own first line goes on about loading it unsafely; what it found stands below."""
+    text = str(error).strip() or repr(error)
+    if stranger := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {stranger[1]}"
+    if "weights_only" in text:
+        return "torch.save did not write it"
+    return text.splitlines()[0]
 
 
 def verify(path: Path) -> None:

@@ -81,8 +81,9 @@ def checkpoint_of(path: Path) -> Path:
         if (path / "checkpoints" / name).is_file():
             return path / "checkpoints" / name
     raise UsageError(
-        f"{path}: a run folder without checkpoints",
-        hint="training saves at --save-every, at evaluations and at its end",
+        f"{path}: a folder without checkpoints",
+        hint="name a run folder (train's --out) or one of its checkpoints/; training saves at "
+        "--save-every, at evaluations and at its end",
     )
 
 

@@ -53,7 +53,11 @@ def begin(
     if checkpoint.global_batch != setup.plan.global_batch_size:
         # The schedule counts in the new batch: the step that has seen as many samples.
         step = checkpoint.samples_seen // setup.plan.global_batch_size
-    say(f"going on from {checkpoint.path} (step {step} of {setup.plan.total_steps})")
+    total = setup.plan.total_steps
+    if step < total:
+        say(f"going on from {checkpoint.path} (step {step} of {total})")
+    else:
+        say(f"{checkpoint.path} is at step {step} of {total}: nothing is left to train")
     is_own = checkpoint.path.parent == folder.path and step == checkpoint.step
     return Start(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
 
@@ -84,6 +88,7 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
         )
     if not setup.config.train.resume_changed:
         _refuse_changes(setup, checkpoint)
+    _tell_of_other_data(setup, checkpoint, warn)
     if not same_classes(checkpoint, setup.train.classes):
         raise IntegrityError(
             f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes, "
@@ -91,6 +96,13 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
             hint="--init takes its weights into a new run",
         )
     return checkpoint
+
+
+def _tell_of_other_data(setup: Setup, checkpoint: Checkpoint, warn: Say) -> None:
+    """Datasets move, so another folder is no refusal; nor should it pass unseen."""
+    known, now = checkpoint.config.get("data.root"), setup.config.data.root
+    if known and now and known != now:
+        warn(f"{checkpoint.path} was trained on {known}, this goes on with {now}")
 
 
 def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:

@@ -36,6 +36,13 @@ def test_lines_where_there_is_no_terminal(
     assert lines[2].startswith("verifying a.zip")
 
 
+def test_what_is_read_here_did_not_lie_here_already(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ByteProgress(Console())
+    for verb in ("checking", "verifying", "unpacking"):
+        progress(f"{verb} a.zip", MB, 20 * MB)
+    assert "here already" not in capsys.readouterr().err
+
+
 def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
     ByteProgress(Console(quiet=True))("a.zip", 1, 2)
     assert capsys.readouterr().err == ""

@@ -138,15 +138,31 @@ def test_write_makes_an_executable_script(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "-x", "--bs", "4", ";") == 0
-    )
+    assert launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "--bs", "4", "a;b") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert ranks_command(plan) == ["evaluate", "-x", "--bs", "4", ";"]
+    assert ranks_command(plan) == ["evaluate", "--bs", "4", "a;b"]
     assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
     # Options before -- are train's, and train is not what is launched.
     assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
     assert "--bs belongs to train" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["train", "--batch-size", "3"], "--batch-size is now --bs"),
+        (["train", "--epocs", "3"], "--epochs"),
+        (["evaluate"], "CKPT"),
+    ],
+    ids=str,
+)
+def test_options_after_the_dashes_are_refused_here(
+    command: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("--cpus", "2", "--", *command) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "torch.distributed" not in said  # nothing was started
 
 
 def test_torch_is_never_imported() -> None:

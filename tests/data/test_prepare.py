@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -466,3 +467,62 @@ def test_a_split_without_images_is_prepared(dataset: Path, tmp_path: Path, pack:
     prepare(dataset, tmp_path / "store", pack=pack)
     assert prepare(dataset, tmp_path / "store", pack=pack).unchanged
     assert len(opened(dataset, tmp_path / "store", "val").image_ids) == 0
+
+
+def rewrite_boxes(dataset: Path, bbox_of: Callable[[list[float], dict[str, Any]], Any]) -> None:
+    """Write each training box otherwise: from its bbox and its image's entry."""
+    path = dataset / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    images = {i["id"]: i for i in document["images"]}
+    for entry in document["annotations"]:
+        entry["bbox"] = bbox_of(entry["bbox"], images[entry["image_id"]])
+    path.write_text(json.dumps(document))
+
+
+def as_fractions(bbox: list[float], image: dict[str, Any]) -> list[float]:
+    sides = [image["width"], image["height"]] * 2
+    return [value / side for value, side in zip(bbox, sides, strict=True)]
+
+
+def as_corners(bbox: list[float], image: dict[str, Any]) -> list[float]:
+    x, y, w, h = bbox
+    return [x, y, x + w, y + h]
+
+
+@pytest.mark.parametrize(
+    ("bbox_of", "words"),
+    [
+        (as_fractions, "fractions of the image"),
+        (as_corners, "if bbox were left, top, right, bottom"),
+        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, yet no speck
+        (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, yet nobody's fraction
+        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped, yet no corners
+    ],
+)
+def test_boxes_in_another_form_are_told(
+    dataset: Path, tmp_path: Path, bbox_of: Callable[..., Any], words: str
+) -> None:
+    rewrite_boxes(dataset, bbox_of)
+    outcome = prepare(dataset, tmp_path / "store", pack=False)
+    assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
+    said: list[str] = []
+    shutil.rmtree(tmp_path / "store")
+    open_dataset(dataset, tmp_path / "store", say=said.append)
+    assert any("bbox" in line for line in said) == bool(words)
+
+
+def test_a_folder_named_twice_is_seen(dataset: Path, tmp_path: Path) -> None:
+    path = dataset / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    for image in document["images"]:
+        image["file_name"] = "train2017/" + image["file_name"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="images are missing") as caught:
+        prepare(dataset, tmp_path / "store", pack=False)
+    assert "take train2017/ out of each file_name" in str(caught.value.hint)
+
+
+def test_a_folder_in_a_dataset_names_the_dataset(dataset: Path) -> None:
+    with pytest.raises(DataError, match="holds no dataset") as caught:
+        find_splits(dataset / "train2017")
+    assert caught.value.hint == f"the folder above it is one: --data {dataset}"

@@ -110,3 +110,10 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> 
 def test_an_absent_manifest(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such manifest"):
         read_manifest(tmp_path / "none.toml")
+
+
+def test_a_manifest_may_not_unpack_what_is_no_zip(tmp_path: Path) -> None:
+    text = ENTRY.replace("a.zip", "a.tar", 1)
+    assert manifest(tmp_path, text)
+    with pytest.raises(UsageError, match=r"'a\.tar' cannot be unpacked: only zip"):
+        manifest(tmp_path, text + "unpack = true\n")

@@ -59,7 +59,20 @@ def test_finished_run_is_not_trained_again(
     result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["step"] == 3
+    assert "step 3 of 3: nothing is left to train" in result.err
     assert_same_state(before, last(run))
+
+
+def test_going_on_with_another_folder_is_told(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(tiny_run, run)
+    moved.symlink_to(shapes)
+    result = cli("train", "--data", moved, "--out", run, "--steps", 3, *OPTIONS)
+    assert result.code == 0, result.err
+    assert f"was trained on {shapes}, this goes on with {moved}" in result.err
+    assert " 0.0 img/s" not in result.out
 
 
 @pytest.mark.parametrize(
