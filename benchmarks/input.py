@@ -34,7 +34,6 @@ from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.data.prepare import open_dataset, prepare
 from ssdctl.data.store import Split
 from ssdctl.input.pipelines import open_input
@@ -260,7 +259,6 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="every round's figures")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the pipelines have threads of their own
-    keep_freed_memory()  # as ssdctl's commands do; it is for all pipelines here
     with tempfile.TemporaryDirectory(prefix="ssdctl-input-") as folder:
         root = Path(folder) / "data"
         make_dataset(root, options.images)

@@ -48,7 +48,8 @@ def train(
         _show_plan(call)
         return
     signals.install()  # in place already where this is the process's own command
-    keep_freed_memory()
+    if call.config.train.pipeline != "dali":  # DALI is slower with it
+        keep_freed_memory()
     ranks = find_ranks()
     is_first = ranks.is_first
     if not ranks.is_alone:
