@@ -32,6 +32,7 @@ DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
+PLAIN_TYPES = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 
 
 class Override(NamedTuple):
@@ -214,7 +215,10 @@ def _explained(setting: Setting, problem: str) -> str:
         return f"expected a duration ({setting.help})"
     if "enum" in problem:  # a number or a word
         return f"expected {setting.metavar} ({setting.help})"
-    return problem[0].lower() + problem[1:].replace("`", "")
+    problem = problem[0].lower() + problem[1:].replace("`", "")
+    for name, plain in PLAIN_TYPES.items():
+        problem = re.sub(rf"expected {name}\b", f"expected {plain}", problem)
+    return problem.removesuffix(", got str")  # its text was just quoted
 
 
 def _lookup(override: Override) -> Setting:

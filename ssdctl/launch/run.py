@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,7 @@ from ssdctl.launch.processes import (
     end_processes,
 )
 
+TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchrun"
 ASK_AGAIN_S = 5.0
 EARLY_S = 20.0  # Python has its handlers by then; torchrun's patience ends at 30 s or later
 HANG_S = 20.0  # how long the other ranks may go on once one has failed
@@ -176,7 +177,7 @@ def _guard(
     stdout: int | None,
 ) -> int:
     launcher = subprocess.Popen(
-        plan.argv,
+        _without_traceback(plan.argv),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
@@ -207,6 +208,13 @@ def _guard(
         num_ranks=plan.num_ranks,
         stop_signal=asked[0] if early else None,
     )
+
+
+def _without_traceback(argv: Sequence[str]) -> list[str]:
+    """The command with torchrun's module replaced by the quiet one (quiet_torchrun.py)."""
+    if list(argv[1:3]) == ["-m", TORCHRUN]:
+        return [argv[0], "-m", QUIET_TORCHRUN, *argv[3:]]
+    return list(argv)
 
 
 class _Stop:

@@ -124,3 +124,5 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     assert done.returncode == 3, done.stderr
     assert image.name in done.stderr
     assert "lost rank" not in done.stderr
+    assert "Traceback" not in done.stderr  # torchrun's own
+    assert done.stderr.index("image") < done.stderr.index("failed first, with exit code 3")
