@@ -12,6 +12,7 @@ import sys
 
 def run() -> None:
     """Run the command line, or tell a shell what may come next on it."""
+    is_training = "train" in sys.argv[1:2]
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if can_be_interrupted:  # not below nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -21,12 +22,12 @@ def run() -> None:
 
     if completing.is_asked():
         raise SystemExit(completing.answer())
-    if "train" in sys.argv[1:2]:
+    if is_training:
         signals.install()
     with recorded_exit():
         from ssdctl.cli.main import main
 
-        if can_be_interrupted and "train" not in sys.argv[1:2]:
+        if can_be_interrupted and not is_training:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
 

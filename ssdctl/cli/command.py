@@ -86,13 +86,10 @@ def command(
             for parameter in own:
                 _take_no_value(parameter)
             parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
-            run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # as below
-            run.__annotations__ = {p.name: p.annotation for p in parameters}
+            _sign(run, parameters)
 
         run.__name__ = function.__name__
-        # Typer reads a function's signature; mypy knows no such attribute of a function.
-        run.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
-        run.__annotations__ = {}
+        _sign(run, [])
         _without_options.append((function.__module__.rpartition(".")[2], add_options))
         app.command(
             name,
@@ -103,6 +100,12 @@ def command(
         return function
 
     return register
+
+
+def _sign(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a function the signature that typer is to read."""
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
 # Commands whose options are still to be made: (module, how). Hundreds of options would take half of

@@ -45,9 +45,7 @@ def show(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Settings or tables; with their meaning [default: all, without]".replace(
-                "[", r"\["
-            ),
+            help="Settings or tables, with their meaning; without any all are shown, in short",
             metavar="KEY...",
             show_default=False,
         ),

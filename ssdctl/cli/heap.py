@@ -2,8 +2,8 @@
 
 By default glibc gives every tensor of some megabytes back to the system when it is freed, and the
 next step pays a page fault for each 4 KB of it again. Steps need the same memory each time, so they
-keep it; the peak stays what it was (benchmarks/RESULTS.md). It holds for the whole process, so it
-is the command line's affair: `ssdctl.load` changes nothing in the program of its user.
+keep it; the peak grows by some percent (benchmarks/RESULTS.md). It is for the whole process, so
+the command line's affair: `ssdctl.load` changes nothing in the program of its user.
 """
 
 from __future__ import annotations

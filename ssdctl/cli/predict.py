@@ -136,8 +136,8 @@ def _picture_files(names: list[str]) -> list[Path]:
         elif path.exists():
             files.append(path)
         elif glob.has_magic(name):
-            # Path.glob takes no absolute pattern.
-            matches = sorted(Path(p) for p in glob.glob(name, recursive=True))  # noqa: PTH207
+            found = glob.glob(name, recursive=True)  # noqa: PTH207 - Path's takes no absolute pattern
+            matches = sorted(map(Path, found))
             if not any(p.is_file() for p in matches):
                 raise UsageError(f"{name}: matches no file")
             files += [p for p in matches if p.is_file()]

@@ -184,6 +184,11 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
 
 
+SPECK_PX = 1.5  # a fraction is 1 at most
+NEARLY_ALL = 0.95
+FEW_CLIPPED, MANY_CLIPPED = 5, 0.1  # fewer overshoots, as a number and a share, tell nothing
+
+
 def doubts(annotations: Annotations, boxes: Boxes, findings: Sequence[Finding]) -> list[str]:
     """What makes boxes look written otherwise than as left, top, width, height in pixels.
 
@@ -219,10 +224,6 @@ def doubts(annotations: Annotations, boxes: Boxes, findings: Sequence[Finding]) 
         "height = bottom - top"
     ]
 
-
-SPECK_PX = 1.5  # a fraction is 1 at most
-NEARLY_ALL = 0.95
-FEW_CLIPPED, MANY_CLIPPED = 5, 0.1  # fewer overshoots, as a number and a share, tell nothing
 
 FINE, CLIPPED, NO_SIZE, OUTSIDE = range(4)
 KINDS = (

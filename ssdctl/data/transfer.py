@@ -62,7 +62,7 @@ class Patience(NamedTuple):
 HTTP_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
 
 
-class _Halted(Exception):  # noqa: N818
+class _Halted(Exception):  # noqa: N818 - never reaches a user, as those of replies.py
     """The attempt is over; the worker goes home."""
 
 

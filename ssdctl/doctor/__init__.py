@@ -4,4 +4,7 @@ examine.py asks everybody, side by side; software.py, devices.py, machine.py, li
 launchers.py, data.py, network.py and self_test.py answer for a heading each. What may hang or crash
 (torch, drivers, other people's programs) runs in processes of its own (asking.py): the `*_probe`
 modules are their programs, and print JSON. Torch never enters the doctor's own process.
+
+Device names stand here because the answer is about them: a device that cannot be opened has no
+object of ssdctl.device to ask.
 """
