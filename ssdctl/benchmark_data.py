@@ -35,7 +35,7 @@ Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200
-PART = 4  # images of the full chain's last stages at a time: they stay in a core's cache
+PART = 8  # images of the full chain's last stages at a time
 
 
 def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:

@@ -28,8 +28,9 @@ def match(boxes_BG4: Tensor, labels_BG: Tensor, defaults_ltrb_N4: Tensor) -> tup
         0 (background) where the box is not positive.
     """
     is_real = labels_BG > 0
-    iou_BGN = pairwise_iou(boxes_BG4, defaults_ltrb_N4)
-    iou_BGN.masked_fill_(~is_real.unsqueeze(-1), -1.0)
+    # Padding becomes boxes that overlap nothing; a mask over the table would cost a pass over it.
+    real_BG4 = boxes_BG4.where(is_real.unsqueeze(-1), torch.zeros_like(boxes_BG4))
+    iou_BGN = pairwise_iou(real_BG4, defaults_ltrb_N4)
     best_iou, best_box = iou_BGN.max(dim=1)
 
     # The forced matches: scatter each ground truth's index to its best default box; the highest

@@ -39,6 +39,8 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     the CPU does in training. The full chain adds colours, normalisation and targets. Beside them:
     the stages of one image in one thread.
     """
+    if call.config.train.pipeline != "dali":  # as in training
+        keep_freed_memory()
     from ssdctl.benchmark_data import benchmark_data
 
     with _splits(call) as splits:
