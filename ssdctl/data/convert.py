@@ -2,12 +2,15 @@
 `--classes`.
 
 Images stay where they are, and no file of the user's is changed: what is written are annotation
-files (`annotations/ssdctl_train.json`, `ssdctl_val.json`) and the `dataset.toml` that names them.
-Its [made] table says from what; the same command again starts from the originals again.
+files (`annotations/ssdctl_train-5be1c0de.json`, `ssdctl_val-...`) and the `dataset.toml` that names
+them. Its [made] table says from what; the same command again starts from the originals again.
+Annotations carry a hash of their content in their names, so that dataset.toml, replaced last, is
+the one moment at which a conversion takes another's place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +18,12 @@ from typing import NamedTuple
 
 from ssdctl.config.resolve import read_toml
 from ssdctl.data import coco
-from ssdctl.data.dataset import MADE, SPLITS, TOML, SplitFiles, coco_layout, read_dataset_toml
+from ssdctl.data.dataset import MADE, TOML, SplitFiles, coco_layout, read_dataset_toml
 from ssdctl.data.document import divided, document, num_images, with_classes
 from ssdctl.data.voc import read_voc
 from ssdctl.data.yolo import read_yolo
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import make_dir, write_bytes, write_text
+from ssdctl.files import lock, make_dir, write_bytes, write_text
 
 ORIGINAL = "dataset.original.toml"  # the user's own, where --split or --classes took its place
 Say = Callable[[str], None]
@@ -72,7 +75,7 @@ def convert(root: Path, wish: Conversion, say: Say) -> None:
             "train": parts["train"]._replace(content=train),
             "val": parts["train"]._replace(content=val),
         }
-    _write(root, source, wish, parts)
+    _write(root, source, wish, parts, say)
     counts = ", ".join(f"{s} {num_images(p.content, p.origin):,}" for s, p in parts.items())
     say(f"{root / TOML} names the splits: {counts} images (made from {source})")
 
@@ -153,27 +156,33 @@ def _part(root: Path, files: SplitFiles) -> _Part:
     return _Part(files.images.relative_to(root).as_posix(), content, files.annotations)
 
 
-def _write(root: Path, source: str, wish: Conversion, parts: dict[str, _Part]) -> None:
+def _write(root: Path, source: str, wish: Conversion, parts: dict[str, _Part], say: Say) -> None:
     """Write what differs, so that nothing looks changed where nothing is."""
-    make_dir(root / "annotations")
+    folder = root / "annotations"
+    make_dir(folder)
     made = {"source": source, "split": wish.split, "classes": list(wish.classes) or None}
     lines = ["# Written by `ssdctl prepare`; the originals are as they were.", f"[{MADE}]"]
     lines += [f"{key} = {_toml(value)}" for key, value in made.items() if value is not None]
-    for split in SPLITS:
-        path = root / "annotations" / f"ssdctl_{split}.json"
-        if split not in parts:
-            path.unlink(missing_ok=True)  # of an earlier conversion
-            continue
-        content = parts[split].content
-        if not path.is_file() or path.read_bytes() != content:
-            write_bytes(path, content)
+    paths = {split: folder / _file_name(split, part.content) for split, part in parts.items()}
+    for split, path in paths.items():
         images, annotations = _toml(parts[split].images), _toml(f"annotations/{path.name}")
         lines += ["", f"[{split}]", f"images = {images}", f"annotations = {annotations}"]
-    if source == ORIGINAL and not (root / ORIGINAL).is_file():
-        write_bytes(root / ORIGINAL, (root / TOML).read_bytes())
     text = "\n".join(lines) + "\n"
-    if not (root / TOML).is_file() or (root / TOML).read_text(encoding="utf-8") != text:
-        write_text(root / TOML, text)
+    with lock(folder / ".ssdctl.lock", lambda: say(f"another ssdctl works on {root}: waiting")):
+        for split, path in paths.items():
+            if not path.is_file():
+                write_bytes(path, parts[split].content)
+        if source == ORIGINAL and not (root / ORIGINAL).is_file():
+            write_bytes(root / ORIGINAL, (root / TOML).read_bytes())
+        if not (root / TOML).is_file() or (root / TOML).read_text(encoding="utf-8") != text:
+            write_text(root / TOML, text)
+        for path in folder.glob("ssdctl_*.json"):
+            if path not in paths.values():
+                path.unlink(missing_ok=True)  # of an earlier conversion
+
+
+def _file_name(split: str, content: bytes) -> str:
+    return f"ssdctl_{split}-{hashlib.sha256(content).hexdigest()[:8]}.json"
 
 
 def _toml(value: object) -> str:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +349,7 @@ class TestDividing:
         assert "source yolo, split 0.8" in (describe_made(tmp_path) or "")
         make(tmp_path, "yolo")
         assert set(find_splits(tmp_path)) == {"train"}
-        assert not (tmp_path / "annotations/ssdctl_val.json").exists()
+        assert not list((tmp_path / "annotations").glob("ssdctl_val*"))
 
     def test_a_dataset_toml_of_the_users_own(self, shapes: Path, tmp_path: Path) -> None:
         shutil.copytree(shapes / "train2017", tmp_path / "photos")
@@ -398,3 +402,80 @@ class TestDividing:
         for part in sides:
             ids = [i["id"] for i in part["images"]]
             assert [a["image_id"] for a in part["annotations"]] == ids
+
+
+# Converts over and over, each time to something else than what lies there.
+PROGRAM = """
+import itertools, sys
+from pathlib import Path
+from ssdctl.data.convert import Conversion, convert
+print("go", flush=True)
+for split, classes in itertools.cycle([(0.8, ()), (None, ()), (0.5, ()), (None, ("cat",))]):
+    convert(Path(sys.argv[1]), Conversion("yolo", split, classes), lambda _: None)
+"""
+
+
+def start(root: Path) -> subprocess.Popen[str]:
+    """A process that converts `root` until it is killed, past its imports."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(root)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "go\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+class TestKills:
+    """dataset.toml and the annotations that it names are of one conversion, at any moment."""
+
+    def test_a_few(self, tmp_path: Path) -> None:
+        self._kill(tmp_path, num_kills=6)
+
+    @pytest.mark.slow
+    def test_many(self, tmp_path: Path) -> None:
+        self._kill(tmp_path, num_kills=50)
+
+    def test_two_at_once(self, tmp_path: Path) -> None:
+        self._fill(tmp_path)
+        make(tmp_path, "yolo", 0.8)
+        both = [start(tmp_path), start(tmp_path)]
+        time.sleep(1)
+        assert all(process.poll() is None for process in both)  # neither met the other's files
+        for process in both:
+            end(process)
+        self._check(tmp_path)
+
+    @staticmethod
+    def _fill(root: Path) -> None:
+        yolo(root, {f"images/{i}.jpg": f"{i % 2} .5 .5 .2 .4" for i in range(20)})
+
+    def _kill(self, root: Path, num_kills: int) -> None:
+        self._fill(root)
+        dice = random.Random(num_kills)
+        for _ in range(num_kills):
+            process = start(root)
+            time.sleep(0.02 + dice.random() * 0.1)
+            assert process.poll() is None
+            end(process)
+            self._check(root)
+        make(root, "yolo")
+        assert [p.name for p in (root / "annotations").glob("*.json")] == [
+            find_splits(root)["train"].annotations.name
+        ]
+
+    @staticmethod
+    def _check(root: Path) -> None:
+        made = describe_made(root) or ""
+        sides = {split: set(boxes_of(root, split)) for split in find_splits(root)}
+        classes = {name for found in boxes_of(root).values() for name, _, _ in found}
+        assert ("split" in made) == ("val" in sides), made
+        assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == 20, made
+        assert len(sides["train"]) == (16 if "0.8" in made else 10 if "0.5" in made else 20), made
+        assert classes == ({"cat"} if "classes" in made else {"cat", "dog"}), made
