@@ -64,7 +64,7 @@ def made(
     return model, optimizer, TrainStep(model, optimizer, device, settings, precision, scale=scale)
 
 
-def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3) -> list[float]:
+def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3, *, first: int = 0) -> list[float]:
     """The losses of some steps, each on other pictures, read at the end alone."""
-    results = [step([batch(seed=number)], lr * number) for number in range(steps)]
+    results = [step([batch(seed=n)], lr * n) for n in range(first, first + steps)]
     return [float(result.losses.total) for result in results]

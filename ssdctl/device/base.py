@@ -53,7 +53,10 @@ class Device(Protocol):
         ...
 
     def await_copies(self) -> None:
-        """Have what the device does next wait for the copies so far; the host goes on."""
+        """Have what the device does next wait for the copies so far.
+
+        The host goes on, unless it is several steps ahead of the device.
+        """
         ...
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:

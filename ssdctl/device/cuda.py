@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
+from collections import deque
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from ssdctl.device.base import (
 from ssdctl.errors import UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STEPS_IN_FLIGHT = 2
+OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Cuda:
@@ -38,12 +42,14 @@ class Cuda:
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         self.label = torch.cuda.get_device_name(self.torch_device)
-        self.has_native_bf16 = torch.cuda.get_device_capability(self.torch_device) >= (8, 0)
+        capability = torch.cuda.get_device_capability(self.torch_device)
+        self.has_native_bf16 = capability >= (8, 0)
         wanted = choose_execution("cuda", execution, ("compile", "eager"))
-        self.execution, self.remarks = inductor.granted(wanted, needs_triton=True)
+        self.execution, self.remarks = inductor.granted(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
+        self._steps: deque[torch.cuda.Event] = deque()  # in flight
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -72,7 +78,12 @@ class Cuda:
         return copied
 
     def await_copies(self) -> None:
-        torch.cuda.current_stream(self.torch_device).wait_stream(self._copies)
+        stream = torch.cuda.current_stream(self.torch_device)
+        stream.wait_stream(self._copies)
+        # Each batch that waits on the GPU takes memory: the host stays within a few steps of it.
+        self._steps.append(stream.record_event(torch.cuda.Event(blocking=True)))
+        if len(self._steps) > STEPS_IN_FLIGHT:
+            self._steps.popleft().synchronize()
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
         return fused_sgd(groups, lr, momentum)
@@ -103,7 +114,10 @@ class Cuda:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        return isinstance(error, torch.OutOfMemoryError)
+        # Libraries and the recording of graphs have words of their own for it.
+        return isinstance(error, torch.OutOfMemoryError) or (
+            isinstance(error, RuntimeError) and any(w in str(error) for w in OUT_OF_MEMORY)
+        )
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -125,9 +139,9 @@ def open_cuda(local_rank: int, execution: str | None) -> Cuda:
             "device cuda: PyTorch sees no GPU on this machine",
             hint="nvidia-smi shows whether the driver sees one; --device cpu trains without",
         )
-    if local_rank >= torch.cuda.device_count():
-        raise UsageError(
-            f"device cuda: local rank {local_rank} has no GPU; this node has "
-            f"{torch.cuda.device_count()}"
-        )
+    count = torch.cuda.device_count()
+    if count == 1 and "SLURM_LOCALID" in os.environ:
+        local_rank = 0  # srun can show each task its own GPU alone (--gpus-per-task)
+    if local_rank >= count:
+        raise UsageError(f"device cuda: local rank {local_rank} has no GPU; this node has {count}")
     return Cuda(local_rank, execution)

@@ -25,6 +25,7 @@ TORCH_DEVICE = "hpu"  # the stand-in of the tests computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 4096
+ADAMW_EPS = 1e-8
 
 
 class Hpu:
@@ -71,16 +72,17 @@ class Hpu:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        if self.execution == "lazy":
-            return self._vendors().FusedSGD(groups, lr=lr, momentum=momentum)
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum)
+        optimizer: torch.optim.Optimizer = self._vendors().FusedSGD(
+            groups, lr=lr, momentum=momentum
+        )
+        return optimizer
 
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        if self.execution == "lazy":
-            return self._vendors().FusedAdamW(groups, lr=lr, betas=betas)
-        return torch.optim.AdamW(groups, lr=lr, betas=betas)
+        # PyTorch's eps; the vendor's own is a hundred times as large.
+        optimizer = self._vendors().FusedAdamW(groups, lr=lr, betas=betas, eps=ADAMW_EPS)
+        return _with_portable_count(optimizer)
 
     def _vendors(self) -> Any:
         return importlib.import_module(f"{BRIDGE}.torch.hpex.optimizers")
@@ -117,14 +119,40 @@ class Hpu:
         return {}
 
 
+def _with_portable_count(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Save and load the steps done as PyTorch's AdamW does, so that either goes on from the other.
+
+    The vendor's counts per group, in Python; PyTorch's per parameter, in a tensor.
+    """
+
+    def put(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        counts = {i: float(g.get("step", 0)) for g in state["param_groups"] for i in g["params"]}
+        kept = {i: {**s, "step": torch.tensor(counts[i])} for i, s in state["state"].items()}
+        return {**state, "state": kept}
+
+    def take(loaded: torch.optim.Optimizer) -> None:
+        for group in loaded.param_groups:
+            group["step"] = int(loaded.state[group["params"][0]]["step"])
+
+    optimizer.register_state_dict_post_hook(put)
+    optimizer.register_load_state_dict_post_hook(take)
+    return optimizer
+
+
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Say what the bridge means by "Device acquire failed"."""
+    """Say what the bridge means by "Device acquire failed", with or without "No devices found"."""
     try:
         yield
     except RuntimeError as error:
         if "acquire failed" not in str(error):
             raise
+        if "No devices found" in str(error):
+            raise UsageError(
+                "device hpu: this machine shows no Gaudi card",
+                hint="hl-smi lists the cards; a container needs --runtime=habana and "
+                "HABANA_VISIBLE_DEVICES",
+            ) from error
         raise UsageError(
             "device hpu: no free Gaudi card: another process holds it",
             hint="hl-smi lists the processes that hold cards; end the one that is not needed",

@@ -13,24 +13,33 @@ from torch import nn
 
 from ssdctl.device.base import compile_cache
 
+OLDEST_GPU = (7, 0)  # that Triton compiles for
 
-def granted(execution: str, *, needs_triton: bool = False) -> tuple[str, tuple[str, ...]]:
-    """The execution that this machine can give, and why where it is not the wanted one."""
+
+def granted(execution: str, gpu: tuple[int, int] | None = None) -> tuple[str, tuple[str, ...]]:
+    """The execution that this machine can give, and why where it is not the wanted one.
+
+    Args:
+        execution: The wanted one.
+        gpu: Its compute capability, where a GPU is to run the steps.
+    """
     if execution != "compile":
         return execution, ()
-    reason = _what_is_missing(needs_triton)
+    reason = _what_is_missing(gpu)
     if reason is None:
         return "compile", ()
     return "eager", (f"steps run eagerly, not compiled: {reason}",)
 
 
-def _what_is_missing(needs_triton: bool) -> str | None:
+def _what_is_missing(gpu: tuple[int, int] | None) -> str | None:
+    if gpu is not None and gpu < OLDEST_GPU:
+        return f"Triton needs compute capability {OLDEST_GPU[0]}, the GPU has {gpu[0]}.{gpu[1]}"
     compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
     if not any(shutil.which(name) for name in compilers if name):
         return "there is no C++ compiler (g++) on the path"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return "Python's headers are absent (package python3-dev)"
-    if needs_triton and importlib.util.find_spec("triton") is None:
+    if gpu is not None and importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return None
 

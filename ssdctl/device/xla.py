@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 from typing import Any
 
@@ -46,6 +47,11 @@ class Xla:
         # PJRT's CPU client can write compiled graphs, but not read them.
         if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
             runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _take_chip(local_rank)
+        logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)  # of setting it at all
+        self._products = ""
+        self.set_tf32(False)
         self.torch_device = self._xla.device()
         self.label = f"XLA {self._model.xla_device_hw(self.torch_device)}"
 
@@ -56,7 +62,12 @@ class Xla:
         return torch.autocast("xla", torch.bfloat16, enabled=precision == "bf16")
 
     def set_tf32(self, wanted: bool) -> None:
-        pass
+        # A TPU's own default rounds the factors of fp32 products to bf16.
+        products = "high" if wanted else "highest"
+        if products != self._products:
+            backends = importlib.import_module(f"{PACKAGE}.backends")
+            backends.set_mat_mul_precision(products)
+            self._products = products
 
     def compile(self, module: nn.Module) -> None:
         pass
@@ -113,6 +124,19 @@ class Xla:
             return int(data[0]) if data else 0
 
         return {"compiles": count("CompileTime"), "pulls": count("TransferFromDeviceTime")}
+
+
+def _take_chip(local_rank: int) -> None:
+    """Have this process drive one chip of its node; else the first takes them all.
+
+    What torch_xla's own rendezvous (`xla://`) does before the device is touched.
+    """
+    pjrt = importlib.import_module(f"{PACKAGE}._internal.pjrt")
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local_ranks > 1:
+        pjrt.initialize_multiprocess(local_rank, local_ranks)
+    else:
+        pjrt.initialize_singleprocess()
 
 
 def open_xla(local_rank: int, execution: str | None) -> Xla:

@@ -76,9 +76,11 @@ def _has_kernels(major: int, minor: int, built_for: list[str]) -> bool:
 
 
 def _gpu_compile() -> tuple[str, ...]:
+    import torch
+
     from ssdctl.device import inductor
 
-    return inductor.granted("compile", needs_triton=True)[1]
+    return inductor.granted("compile", torch.cuda.get_device_capability(0))[1]
 
 
 def _tell(**facts: Any) -> None:

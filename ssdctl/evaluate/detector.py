@@ -75,7 +75,10 @@ class Detector:
     def forward(self, images_BHW3: Tensor) -> Output:
         """The network alone; returns before an accelerator is done."""
         with torch.no_grad():  # lazy devices refuse inference tensors
-            images = self._normalise(images_BHW3.to(self._device.torch_device))
+            if images_BHW3.device.type == "cpu" and not self._device.is_host:
+                images_BHW3 = self._device.copy(images_BHW3)  # beside the batch before
+                self._device.await_copies()
+            images = self._normalise(images_BHW3)
             with self._device.autocast(self._precision):
                 output = Output(*self._model(images))
             self._device.mark_step()

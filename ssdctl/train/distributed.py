@@ -90,6 +90,8 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
         raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+    for name, number in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ranks, strict=True):
+        os.environ.setdefault(name, str(number))  # what a vendor's backend reads, under srun too
     device.register_backend()
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
     # The hosts notice a rank that hangs before the device's own backend does, which may abort.

@@ -85,12 +85,21 @@ def update(
             tensor.copy_(torch.where(is_left_out > 0, old, tensor))
 
 
+def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """By its state: a vendor's AdamW need not be PyTorch's."""
+    return any("exp_avg" in state for state in optimizer.state.values())
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load what `state_dict` gave, on whatever device and in whatever memory layout.
 
-    The fused kernels walk through a weight and its momentum side by side, as they lie in memory.
+    The settings stay this optimizer's own: the other's belong to another device's kernels (`fused`,
+    `capturable`) and to its schedule. The fused kernels walk through a weight and its momentum side
+    by side, as they lie in memory.
     """
-    optimizer.load_state_dict(state)
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    groups = [{**own, "params": theirs["params"]} for own, theirs in pairs]
+    optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -14,10 +14,8 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint, same_classes
 from ssdctl.train import distributed
 from ssdctl.train.checkpoint import CheckpointFolder
-from ssdctl.train.optimizer import load_optimizer
+from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.setup import Say, Setup, load_first_weights
-
-HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
 
 
 class Start(NamedTuple):
@@ -143,19 +141,13 @@ def restore(
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, warn: Say) -> None:
     """The state of the checkpoint's optimizer, with this run's settings."""
-    kind = "adamw" if isinstance(optimizer, torch.optim.AdamW) else "sgd"
+    kind = "adamw" if is_adamw(optimizer) else "sgd"
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     known = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
     if kind != checkpoint.config.get("train.optimizer") or sizes != known:
         warn("the optimizer differs from the checkpoint's: its momentum starts anew")
         return
-    wanted = [
-        {name: group[name] for name in HYPERPARAMETERS if name in group}
-        for group in optimizer.param_groups
-    ]
     load_optimizer(optimizer, checkpoint.optimizer)
-    for group, settings in zip(optimizer.param_groups, wanted, strict=True):
-        group.update(settings)
 
 
 def _plain(value: object) -> object:

@@ -91,6 +91,8 @@ def prepare_run(
         UsageError, DataError: See the modules that are asked.
     """
     check_pipeline(config.train.pipeline)
+    if config.train.deterministic:
+        make_deterministic()  # first of all: the GPU's libraries read it at their first use
     precision = choose_precision(config.train.precision, device)
     # What `auto` came down to belongs to the run: a resume elsewhere must notice.
     train_config = msgspec.structs.replace(config.train, precision=precision)
@@ -113,8 +115,6 @@ def prepare_run(
         freeze_stem(model.backbone)
     if config.train.sync_bn:
         model = with_sync_bn(model, device, ranks)
-    if config.train.deterministic:
-        make_deterministic()
     return Setup(
         config=config,
         device=device,
@@ -135,7 +135,7 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
     """The network with batch norm over the images of all ranks.
 
     Raises:
-        UsageError: The device has no such thing.
+        UsageError: The device has no such thing, or not in compiled steps.
     """
     if not device.has_sync_bn:
         raise UsageError(
@@ -143,7 +143,12 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
             hint="leave --sync-bn out: the running statistics are averaged over the ranks before "
             "an evaluation or a save in any case",
         )
-    return model if ranks.is_alone else nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if ranks.is_alone:
+        return model
+    if device.execution == "compile":
+        # https://github.com/pytorch/pytorch/issues/156680
+        raise UsageError("--sync-bn: PyTorch cannot compile it", hint="add --execution eager")
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
 
 
 def make_deterministic() -> None:

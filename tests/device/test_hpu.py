@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from tiny import batch, losses, made
 from ssdctl.device import hpu, open_device
 from ssdctl.errors import UsageError
 from ssdctl.train import distributed
+from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.ranks import Ranks
 
 Cli = Callable[..., Result]
@@ -58,6 +60,28 @@ def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
     assert f"Fused{'SGD' if optimizer == 'sgd' else 'AdamW'}.step" in calls
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("first", "second"), [("hpu", "cpu"), ("cpu", "hpu")])
+def test_an_optimizers_state_goes_on_on_another_device(
+    calls: list[str], optimizer: str, first: str, second: str
+) -> None:
+    """Its kernels, and how they count their steps, are the device's own."""
+    whole = losses(made(open_device("cpu"), optimizer=optimizer)[2], steps=4)
+    model, before, step = made(open_device(first), optimizer=optimizer)
+    found = losses(step, steps=2)
+    other, after, step = made(open_device(second), optimizer=optimizer)
+    other.load_state_dict(model.state_dict())
+    settings = {k: v for k, v in after.param_groups[0].items() if k != "params"}
+    load_optimizer(after, copy.deepcopy(before.state_dict()))
+    found += losses(step, first=2, steps=2)
+    assert found == pytest.approx(whole, rel=1e-5)
+    assert is_adamw(after) == (optimizer == "adamw")
+    now = after.param_groups[0]
+    assert {k: now[k] for k in settings if k != "lr"} == {
+        k: v for k, v in settings.items() if k != "lr"
+    }
+
+
 def test_a_bad_step_moves_nothing_though_the_vendors_optimizer_cannot_leave_it_out(
     calls: list[str],
 ) -> None:
@@ -85,10 +109,9 @@ def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
 
 
 def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, optimizer, step = made(open_device("hpu", execution="eager"))
+    _, _, step = made(open_device("hpu", execution="eager"))
     step([batch()], 1e-3)
-    assert calls == []
-    assert type(optimizer) is torch.optim.SGD
+    assert calls == ["FusedSGD.step"]  # no graphs to mark; PyTorch's own is op by op there
     monkeypatch.setenv(hpu.MODE, "0")
     assert open_device("hpu").execution == "compile"
 
@@ -96,10 +119,10 @@ def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.Monk
 def test_ranks_get_their_card_and_the_backend(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {
-        "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": "0"
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, whose names are others
+        monkeypatch.setenv(name, "")  # set by the joining: undone after the test
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_PORT", "0")
     device = open_device("hpu")
     joined: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(
@@ -113,7 +136,7 @@ def test_ranks_get_their_card_and_the_backend(
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     with distributed.group(Ranks(0, 2, 0), device):
         pass
-    assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 1"])]
+    assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 2"])]
 
 
 def test_a_card_that_another_process_holds_is_named(
@@ -128,6 +151,19 @@ def test_a_card_that_another_process_holds_is_named(
     with pytest.raises(UsageError, match="another process holds it") as caught:
         made(device)
     assert "hl-smi" in (caught.value.hint or "")
+
+
+def test_a_machine_without_a_card_is_told_from_a_busy_one(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = open_device("hpu")
+
+    def absent(*_: object, **__: object) -> None:
+        raise RuntimeError("synStatus=8 Device acquire failed. No devices found.")
+
+    monkeypatch.setattr(torch.nn.Module, "to", absent)
+    with pytest.raises(UsageError, match="shows no Gaudi card"):
+        made(device)
 
 
 def test_without_the_bridge_it_is_refused(cli: Cli) -> None:

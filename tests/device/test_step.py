@@ -14,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdctl.device import open_device
 from ssdctl.device.cpu import Cpu
+from ssdctl.device.inductor import granted
 from ssdctl.errors import UsageError
 from ssdctl.train.guard import Guard
+from ssdctl.train.ranks import Ranks
 from ssdctl.train.scaling import FIRST, LossScale
+from ssdctl.train.setup import with_sync_bn
 from ssdctl.train.step import copied_ahead
 
 CPU = open_device("cpu")
@@ -248,6 +251,36 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
         *("batch 2", "wait", *one, "step"),
         *("wait", "step"),
     ]  # fmt: skip
+
+
+def test_a_full_gpu_is_known_by_all_its_words() -> None:
+    from ssdctl.device.cuda import Cuda
+
+    device = object.__new__(Cuda)
+    words = ("CUDA error: out of memory\nCompile with", "CUBLAS_STATUS_ALLOC_FAILED when calling")
+    assert all(device.is_out_of_memory(RuntimeError(text)) for text in words)
+    assert device.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
+    assert not device.is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+
+
+def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
+    execution, remarks = granted("compile", (6, 1))
+    assert execution == "eager"
+    assert "Triton needs compute capability 7, the GPU has 6.1" in remarks[0]
+
+
+def test_sync_bn_is_refused_where_steps_are_compiled() -> None:
+    """PyTorch cannot compile it; alone there is nothing to synchronise."""
+    device = Cpu()
+    device.has_sync_bn, device.execution = True, "compile"
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
+    assert with_sync_bn(model, device, Ranks(0, 1, 0)) is model  # type: ignore[arg-type,comparison-overlap]
+    with pytest.raises(UsageError, match="cannot compile") as refused:
+        with_sync_bn(model, device, Ranks(0, 2, 0))  # type: ignore[arg-type]
+    assert refused.value.hint == "add --execution eager"
+    device.execution = "eager"
+    converted = with_sync_bn(model, device, Ranks(0, 2, 0))  # type: ignore[arg-type]
+    assert type(converted[0]) is torch.nn.SyncBatchNorm  # type: ignore[index]
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches

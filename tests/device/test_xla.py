@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tiny import Tiny, batch, losses, made
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
+from ssdctl.train.optimizer import load_optimizer
 from ssdctl.train.step import ALONE
 
 pytestmark = pytest.mark.skipif(
@@ -96,6 +99,54 @@ def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     step([batch(seed=1)], 1e-3)
     assert not torch.equal(everything()["heads.weight"], before["heads.weight"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("onto_xla", [True, False])
+def test_an_optimizers_state_goes_on_on_another_device(
+    xla: Device, optimizer: str, onto_xla: bool
+) -> None:
+    """The CPU's kernels are fused, XLA's are not, and its AdamW counts on the device."""
+    cpu = open_device("cpu")
+    first, second = (cpu, xla) if onto_xla else (xla, cpu)
+    whole = losses(made(cpu, optimizer=optimizer)[2], steps=4)
+    model, before, step = made(first, optimizer=optimizer)
+    found = losses(step, steps=2)
+    other, after, step = made(second, optimizer=optimizer)
+    other.load_state_dict(model.state_dict())
+    load_optimizer(after, torch.utils._pytree.tree_map(to_host, before.state_dict()))
+    found += losses(step, first=2, steps=2)
+    assert found == pytest.approx(whole, rel=1e-4)
+
+
+def to_host(value: object) -> object:
+    """As a checkpoint holds it."""
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def test_fp32_is_fp32(xla: Device) -> None:
+    """A TPU's own default rounds the factors of products to bf16."""
+    from torch_xla import backends
+
+    assert backends.get_mat_mul_precision() == "highest"
+    xla.set_tf32(True)
+    assert backends.get_mat_mul_precision() == "high"
+    xla.set_tf32(False)
+
+
+def test_a_rank_takes_one_chip_of_its_node() -> None:
+    """As far as the CPU client tells: there are no chips to share."""
+    program = (
+        "import os; from ssdctl.device import open_device; open_device('xla', 1);"
+        "print(os.environ['PJRT_LOCAL_PROCESS_RANK'], os.environ['PJRT_LOCAL_PROCESS_COUNT'])"
+    )
+    ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    environment = {**os.environ, **ranks, "PJRT_DEVICE": "CPU"}
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert told.stdout == "1 4\n"
+    assert "Setting mat mul precision" not in told.stderr
 
 
 def test_bf16_runs(xla: Device) -> None:
