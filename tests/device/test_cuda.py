@@ -1,0 +1,195 @@
+"""The step on an NVIDIA GPU. Skipped without one; not run on hardware yet (docs/devices.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY_RUN, Result
+from tiny import batch, losses, made
+
+from ssdctl.device import open_device
+from ssdctl.device.base import Device
+from ssdctl.input.loader import Batch
+from ssdctl.model.weights import read_checkpoint
+from ssdctl.train.optimizer import load_optimizer
+from ssdctl.train.step import copied_ahead
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+    pytest.mark.filterwarnings("ignore"),  # of the compiler's own imports
+]
+Cli = Callable[..., Result]
+OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+
+
+@pytest.fixture(params=["eager", "compile"])
+def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = open_device("cuda", execution=request.param)
+    if device.execution != request.param:
+        pytest.skip(device.remarks[0])
+    yield device
+    torch.compiler.reset()
+
+
+def on_the_gpu(step: Any, numbers: range, size: int = 2) -> list[float]:
+    """The losses of steps whose batches are copied ahead, as in training."""
+    device = open_device("cuda")
+    ahead = copied_ahead((batch(size, seed=n) for n in numbers), device)
+    results = [step([pictures], 1e-3 * n) for n, pictures in zip(numbers, ahead, strict=True)]
+    return [float(result.losses.total) for result in results]
+
+
+@OPTIMIZERS
+def test_losses_are_those_of_the_cpu(cuda: Device, optimizer: str) -> None:
+    expected = losses(made(open_device("cpu"), optimizer=optimizer)[2], steps=6)
+    _, _, step = made(cuda, optimizer=optimizer)
+    assert on_the_gpu(step, range(6)) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precisions_are_close(cuda: Device, precision: str) -> None:
+    expected = losses(made(open_device("cpu"))[2])
+    _, optimizer, step = made(cuda, precision)
+    if precision == "fp16":  # found already: else the first steps are left out
+        state = optimizer.state_dict()
+        state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
+        optimizer.load_state_dict(state)
+    assert on_the_gpu(step, range(4)) == pytest.approx(expected, rel=2e-2)
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_never_waits_for_the_gpu_and_compiles_once(
+    cuda: Device, optimizer: str, precision: str
+) -> None:
+    _, _, step = made(cuda, precision, optimizer=optimizer, clip_grad=1.0)
+    ahead = copied_ahead((batch(seed=n) for n in range(9)), cuda)
+    for _ in range(4):  # compiled, recorded, replayed
+        step([next(ahead)], 1e-3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for number, pictures in enumerate(ahead):
+                step([pictures], 1e-4 * number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@OPTIMIZERS
+def test_a_bad_step_moves_nothing(cuda: Device, optimizer: str) -> None:
+    model, state, step = made(cuda, optimizer=optimizer)
+    for number in range(3):
+        step([batch(seed=number)], 1e-3)
+
+    def everything() -> dict[str, torch.Tensor]:
+        found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
+        for key, entry in state.state_dict()["state"].items():
+            found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
+        return found
+
+    before = everything()
+    assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
+    after = everything()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_micro_batches_add_up(cuda: Device) -> None:
+    """A CUDA graph writes its gradients into the same memory each time."""
+    ends = []
+    for device in (open_device("cpu"), cuda):
+        model, _, step = made(device)
+        for number in range(4):
+            step([batch(seed=2 * number), batch(seed=2 * number + 1)], 1e-2)
+        ends.append({name: tensor.cpu() for name, tensor in model.named_parameters()})
+    for name, tensor in ends[0].items():
+        torch.testing.assert_close(ends[1][name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_copies_are_whole_though_the_hosts_buffer_is_used_again() -> None:
+    device = open_device("cuda")
+    images = torch.zeros(64, 300, 300, 3, dtype=torch.uint8)
+
+    def reused() -> Iterator[Batch]:
+        for number in range(40):
+            images.fill_(number)
+            yield batch()._replace(images=images)
+
+    for number, copied in enumerate(copied_ahead(reused(), device)):
+        assert copied.images.amin() == copied.images.amax() == number
+
+
+@OPTIMIZERS
+@pytest.mark.parametrize("onto_gpu", [True, False])
+def test_an_optimizers_state_goes_on_on_another_device(optimizer: str, onto_gpu: bool) -> None:
+    cpu, gpu = open_device("cpu"), open_device("cuda", execution="eager")
+    whole = losses(made(cpu, optimizer=optimizer)[2], steps=4)
+    first, second = (cpu, gpu) if onto_gpu else (gpu, cpu)
+    model, before, step = made(first, optimizer=optimizer)
+    found = losses(step, steps=2)
+    other, after, step = made(second, optimizer=optimizer)
+    other.load_state_dict(model.state_dict())
+    load_optimizer(after, before.state_dict())
+    found += losses(step, first=2, steps=2)
+    assert found == pytest.approx(whole, rel=1e-4)
+
+
+def test_memory_is_told_and_given_back() -> None:
+    device = open_device("cuda")
+    device.release_memory()
+    before = device.peak_memory_bytes()
+    held = torch.empty(256 << 20, dtype=torch.uint8, device=device.torch_device)
+    assert device.peak_memory_bytes() >= before + held.numel()
+    del held
+    device.release_memory()
+    assert device.peak_memory_bytes() < before + (256 << 20)
+    assert (device.memory_bytes() or 0) > 1 << 30
+    with pytest.raises(torch.OutOfMemoryError) as full:
+        torch.empty(1 << 44, dtype=torch.uint8, device=device.torch_device)
+    assert device.is_out_of_memory(full.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["eager", "compile"])
+def test_a_whole_run_and_its_resume(shapes: Path, tmp_path: Path, cli: Cli, execution: str) -> None:
+    """Train, evaluate, save, stop, go on: the losses are those of the CPU."""
+    found = {}
+    for device, how in (("cpu", "eager"), ("cuda", execution)):
+        options = TINY_RUN.replace("--device cpu", f"--device {device} --execution {how}").split()
+        run = tmp_path / device
+        for steps in (3, 6):
+            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
+            result = cli(*command, "--augment", "none")
+            assert result.code == 0, result.err
+        lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
+        found[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+        assert any(r["kind"] == "eval" for r in lines)
+    assert found["cuda"] == pytest.approx(found["cpu"], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_the_batch_that_fits_is_found_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    options = TINY_RUN.replace("--device cpu", "--device cuda").replace("--bs 2", "--bs auto")
+    command = ["train", "--data", shapes, "--out", tmp_path / "run", "--steps", 2, *options.split()]
+    result = cli(*command)
+    assert result.code == 0, result.err
+    assert read_checkpoint(tmp_path / "run/checkpoints/last.pt").global_batch > 16
+
+
+@pytest.mark.slow
+def test_what_deterministic_promises(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    options = [*TINY_RUN.replace("--device cpu", "--device cuda").split(), "--deterministic"]
+    try:
+        ends = []
+        for name in ("a", "b"):
+            command = ["train", "--data", shapes, "--out", tmp_path / name, "--steps", 4, *options]
+            result = cli(*command)
+            assert result.code == 0, result.err
+            ends.append(read_checkpoint(tmp_path / name / "checkpoints/last.pt").model)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(ends[1][name], tensor) for name, tensor in ends[0].items())
