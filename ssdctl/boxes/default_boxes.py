@@ -20,7 +20,7 @@ NUM_BOXES = sum(n * size * size for n, size in zip(BOXES_PER_CELL, FEATURE_SIZES
 
 
 def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
-    """(8732, 4) centres and sizes, each clamped to [0, 1]; their ltrb may leave it (FACTS 2)."""
+    """(8732, 4) centres and sizes, each clamped to [0, 1]; their ltrb may leave it."""
     boxes = []
     for level, size in enumerate(FEATURE_SIZES):
         for width, height in _shapes(level):

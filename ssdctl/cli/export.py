@@ -64,6 +64,8 @@ def export(
     from ssdctl.report.rundata import checkpoint_of
 
     source = checkpoint_of(Path(checkpoint))
+    if Path(out).exists() and Path(out).samefile(source):
+        raise UsageError(f"--out {out} is the checkpoint itself", hint="name another file")
     read = read_checkpoint(source)
     facts: dict[str, Any] = {"file": out, "format": kind}
     if kind == "onnx":

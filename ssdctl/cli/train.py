@@ -131,10 +131,16 @@ def _disk_needed(config: Config) -> str:
     )
 
 
+def _too_large(plan: Plan) -> str:
+    if plan.global_batch_size <= plan.images:
+        return ""
+    return ", more than there are images: some come several times in a step"
+
+
 def _described(plan: Plan) -> str:
     rows = {
         "images": f"{plan.images:,}",
-        "global batch": f"{plan.global_batch_size}",
+        "global batch": f"{plan.global_batch_size}{_too_large(plan)}",
         "steps per epoch": f"{plan.steps_per_epoch:,}",
         "total steps": f"{plan.total_steps:,} ({plan.epoch(plan.total_steps):.1f} epochs)",
         "warm-up steps": f"{plan.warmup_steps:,}",

@@ -1,4 +1,4 @@
-"""The crops of SSD training, drawn for a whole batch at once (FACTS 5, MLPerf's).
+"""The crops of SSD training, drawn for a whole batch at once, as MLPerf draws them.
 
 Pick one of seven modes: the whole picture; a crop whose IoU with every box is over .1, .3, .5, .7
 or .9; any crop. A crop's sides are .3 to 1 of the picture's and its aspect .5 to 2; it must hold

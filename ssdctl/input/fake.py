@@ -14,7 +14,7 @@ from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
 from ssdctl.input.samples import TrainPlan
 
-COCO_IMAGES = 117_266  # training images with boxes, classes, most boxes on one image (FACTS 6)
+COCO_IMAGES = 117_266  # training images with boxes, classes, most boxes on one image
 COCO_CLASSES = 80
 COCO_MOST_BOXES = 93
 NUM_BATCHES = 2  # that are made, and come again and again

@@ -85,7 +85,7 @@ def whole_samples(split: Split, rows: NDArray[np.int64]) -> Samples:
 
 def colour_jitter(draw: Floats, hue_degrees: float) -> NDArray[np.float32]:
     """(B, 4) uniform numbers -> brightness .875 to 1.125, contrast and saturation .5 to 1.5, hue
-    in radians (FACTS 5)."""
+    in radians."""
     spread = np.array([0.125, 0.5, 0.5, math.radians(hue_degrees)])
     return (np.array([1.0, 1.0, 1.0, 0.0]) + spread * (2 * draw - 1)).astype(np.float32)
 

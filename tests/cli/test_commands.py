@@ -179,6 +179,16 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(("batch", "is_said"), [(20, False), (1000, True)])
+def test_plan_says_where_a_step_takes_more_than_there_is(
+    cli: Cli, shapes: Path, batch: int, is_said: bool
+) -> None:
+    options = ["--data", shapes, "--bs", batch, "--steps", 1, "--warmup", "0st"]
+    result = cli("train", *options, "--dry-run")
+    assert result.code == 0, result.err
+    assert ("more than there are images" in result.out) == is_said
+
+
 def test_config_commands(cli: Cli) -> None:
     assert cli("config", "init").code == 0
     assert cli("config", "init").code == 2
@@ -267,6 +277,11 @@ def test_export_back_to_the_peers(cli: Cli, checkpoint: Path) -> None:
     assert payload["label_map"][5] == "ring"
     assert "model.layer1.0.weight" in payload["model"]
     assert cli("export", checkpoint, "--format", "nvidia", "--out", "x.pt").code == 2
+    Path("own.pt").write_bytes(checkpoint.read_bytes())
+    refused = cli("export", "own.pt", "--format", "safetensors", "--out", "./own.pt")
+    assert refused.code == 2
+    assert "is the checkpoint itself" in refused.err
+    assert Path("own.pt").read_bytes() == checkpoint.read_bytes()
     assert cli("export", checkpoint, "--format", "safetensors", "--out", "x.safetensors").code == 0
 
 
