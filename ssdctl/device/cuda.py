@@ -103,7 +103,9 @@ class Cuda:
         torch.cuda.synchronize(self.torch_device)
 
     def peak_memory_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
+        # What is held, not what is in use: the counters of use miss what a CUDA graph replays in,
+        # and nothing else can have a graph's pool. `memory_bytes` counts alike.
+        return torch.cuda.max_memory_reserved(self.torch_device)
 
     def memory_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)

@@ -2,12 +2,14 @@
 failed.
 
 The activations that backward needs are counted on fake tensors: shapes without memory, on any
-machine. Where the device can be asked, `--bs auto` takes real steps to measure what they need.
+machine. Where the device can be asked, `--bs auto` takes real steps, and measures them once their
+kernels are chosen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from ssdctl.train.scaling import loss_scale
 from ssdctl.train.step import TrainStep
 
 USED_SHARE = 0.9  # of the memory: the allocator splits some, kernels want room to work in
-PROBES = (4, 12)  # images of the two steps whose difference is what an image needs
+LARGE_PROBE = 48  # images at most; with a third as many beside them, they tell what one needs
 WORKSPACE = 1.15  # gradients of activations and kernels' room, on top of what is saved
 
 
@@ -120,35 +122,61 @@ def with_batch_size(
             f"--bs auto: device {device.name} does not tell its memory",
             hint="give a number, as in --bs 32",
         )
-    fits = _measure(config.train, architecture, device, precision).fits(memory)
+    fits = _what_is_measured_to_fit(config.train, architecture, device, precision, memory)
     fits = distributed.broadcast(min(distributed.gather(fits, ranks), default=0), ranks)
     if fits < 1:
         raise UsageError(
             f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB at all",
-            hint="choose a smaller --backbone",
+            hint="choose a smaller --backbone, or give a number, as in --bs 2",
         )
     train = msgspec.structs.replace(config.train, batch_size=fits)
     return msgspec.structs.replace(config, train=train)
 
 
-def _measure(
-    config: TrainConfig, architecture: Architecture, device: Device, precision: str
-) -> Need:
-    """What a step needs, by the peak of two real ones on a network that is thrown away."""
-    peaks = []
-    for size in PROBES:
-        device.release_memory()
-        model = device.place(architecture.build()).train()
-        optimizer = build_optimizer(model, config, device)
-        scale = loss_scale(precision, device, optimizer)
-        step = TrainStep(model, optimizer, device, config, precision, scale=scale)
-        step([random_batch(size, architecture.num_classes)], 0.0)
-        device.synchronize()
-        peaks.append(device.peak_memory_bytes())
-        del model, optimizer, step, scale
+def _what_is_measured_to_fit(
+    config: TrainConfig, architecture: Architecture, device: Device, precision: str, memory: int
+) -> int:
+    """The largest batch, by the peaks of two small ones; 0 where these do not fit."""
+    likely = estimate(architecture, config, precision).fits(memory)
+    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of it is 2: batch norm wants two
+    peaks = {}
+    try:
+        for size in (large // 3, large):
+            _forget(device)
+            peaks[size] = _peak(size, config, architecture, device, precision)
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        return 0
+    _forget(device)
+    (less, low), (more, high) = peaks.items()
+    per_image = max((high - low) / (more - less), 1)
+    return Need(int(low - less * per_image), int(per_image)).fits(memory)
+
+
+def _peak(
+    size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
+) -> int:
+    """The most memory that a step on so many images holds, on a network that is thrown away."""
+    model = device.place(architecture.build()).train()
+    optimizer = build_optimizer(model, config, device)
+    scale = loss_scale(precision, device, optimizer)
+    step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+    batch = random_batch(size, architecture.num_classes)
+    step([batch], 0.0)  # compiles, and tries kernels that may need more than those that win
+    device.synchronize()
     device.release_memory()
-    per_image = max((peaks[1] - peaks[0]) / (PROBES[1] - PROBES[0]), 1)
-    return Need(int(peaks[0] - PROBES[0] * per_image), int(per_image))
+    step([batch], 0.0)  # the one that CUDA graphs record, so it takes all that they hold
+    device.synchronize()
+    return device.peak_memory_bytes()
+
+
+def _forget(device: Device) -> None:
+    """Free networks that nobody uses any more: compiled ones hold themselves, and graphs."""
+    if device.execution == "compile":
+        torch.compiler.reset()
+    gc.collect()
+    device.release_memory()
 
 
 @contextlib.contextmanager
