@@ -161,24 +161,54 @@ class _Bench:
         return step, spent
 
     def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> Rate:
-        """Time steps until that many seconds are over on every rank."""
+        """Time steps for that many seconds."""
         ahead = copied_ahead(batches, self.device)
         for batch in itertools.islice(ahead, WARMUP_STEPS):
             step([batch], 1e-6)
-        self.device.synchronize()
-        distributed.barrier(self.ranks)
-        steps, start, is_over = 0, time.perf_counter(), False
-        while not is_over:
-            step([next(ahead)], 1e-6)
-            steps += 1
-            # Fast steps are watched now and then, slow ones each.
-            if steps % WAIT_EVERY == 0 or time.perf_counter() - start > 0.1 * seconds * steps:
-                self.device.synchronize()
-                late = time.perf_counter() - start >= seconds
-                is_over = distributed.agree([late], self.ranks)[0]
-        spent = time.perf_counter() - start
+        steps, spent = timed(
+            lambda: step([next(ahead)], 1e-6),
+            seconds,
+            wait=self.device.synchronize,
+            is_any=lambda flag: distributed.agree([flag], self.ranks)[0],
+        )
         images = self.size * steps * self.ranks.world_size
         return Rate(images / spent, spent / steps)
+
+
+def timed(
+    work: Callable[[], object],
+    seconds: float,
+    *,
+    wait: Callable[[], None],
+    is_any: Callable[[bool], bool],
+) -> tuple[int, float]:
+    """Do work again and again until the seconds are over on any rank.
+
+    Args:
+        work: What is timed.
+        seconds: How long.
+        wait: Until the work so far is done.
+        is_any: Whether the flag is raised on any rank; every rank has to ask, and as often.
+
+    Returns:
+        How often it was done after a first time, the same on all ranks; and the seconds.
+    """
+    wait()
+    start = time.perf_counter()
+    work()
+    wait()
+    # Fast work is watched now and then, slow work each time. When the ranks talk must not depend
+    # on what each of them measures for itself: they would wait for one another forever.
+    is_slow = time.perf_counter() - start > seconds / WAIT_EVERY
+    watch_every = 1 if is_any(is_slow) else WAIT_EVERY
+    times, start, is_over = 0, time.perf_counter(), False
+    while not is_over:
+        work()
+        times += 1
+        if times % watch_every == 0:
+            wait()
+            is_over = is_any(time.perf_counter() - start >= seconds)
+    return times, time.perf_counter() - start
 
 
 def train_flops(architecture: Architecture) -> float:

@@ -7,13 +7,16 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from conftest import Result
 
-from ssdctl.benchmark_train import train_flops
+from ssdctl.benchmark_train import timed, train_flops
 from ssdctl.model.weights import Architecture
 
 Cli = Callable[..., Result]
@@ -47,22 +50,67 @@ def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
     assert found["peak_memory_bytes"] > 1e8
 
 
-@pytest.mark.slow
-def test_ranks_tell_their_scaling_efficiency() -> None:
+def on_two_ranks(*command: object) -> list[str]:
+    """What each rank printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ssdctl", *OPTIONS, "--fake-data"],
+            [sys.executable, *map(str, command)],
             env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
-    (first, words), (second, _) = (rank.communicate(timeout=300) for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], words
+    told = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told[0][1]
+    return [out for out, _ in told]
+
+
+class Pair:
+    """Two threads that agree; a flag of one that the other does not answer is an error."""
+
+    def __init__(self) -> None:
+        self.flags = [False, False]
+        self.meeting = threading.Barrier(2, timeout=5)
+
+    def is_any(self, rank: int, flag: bool) -> bool:
+        self.flags[rank] = flag
+        self.meeting.wait()
+        answer = any(self.flags)
+        self.meeting.wait()
+        return answer
+
+    def run(self, rank: int, work_s: float) -> int:
+        times, spent = timed(
+            lambda: time.sleep(work_s), 0.2,
+            wait=lambda: None, is_any=lambda flag: self.is_any(rank, flag),
+        )  # fmt: skip
+        assert spent >= times * work_s
+        return times
+
+
+@pytest.mark.parametrize(
+    ("work_s", "possible"),
+    [
+        ((0.001, 0.002), range(10, 210, 10)),
+        ((0.001, 0.03), range(1, 8)),  # slow on one rank alone
+        ((0.3, 0.001), range(1, 2)),
+    ],
+)
+def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possible: range) -> None:
+    pair = Pair()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(pair.run, range(2), work_s)
+    assert first == second
+    assert first in possible
+
+
+@pytest.mark.slow
+def test_ranks_tell_their_scaling_efficiency() -> None:
+    first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
     assert second == ""
     found = json.loads(first)
     assert found["world_size"] == 2
