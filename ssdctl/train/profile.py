@@ -59,17 +59,22 @@ class StepProfiler:
         on_device = any(row.self_device_time_total for row in averages)
         key = "self_device_time_total" if on_device else "self_cpu_time_total"
         table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=70)
-        lines = [table, "Waits of the host:", *_waits(averages)]
+        lines = [table, "Waits of the host:", *waits(averages)]
         write_text(self._folder / f"table{self._suffix}.txt", "\n".join(lines) + "\n")
         return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt beside it"
 
 
-def _waits(averages: Iterable[Any]) -> list[str]:
-    """What the loop waited for, in ms."""
+def waits(averages: Iterable[Any]) -> list[str]:
+    """What the loop waited for, in ms.
+
+    Args:
+        averages: Of the profiler. A GPU's share of a wait is a row of its own, of the same name and
+            without time of the host.
+    """
     return [
         f"  {row.key:<40}{row.cpu_time_total / 1000:>12.3f} ms in {row.count}"
         for row in averages
-        if row.key.startswith(WAIT)
+        if row.key.startswith(WAIT) and row.cpu_time_total > 0
     ]
 
 

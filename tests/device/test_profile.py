@@ -8,9 +8,11 @@ from pathlib import Path
 
 from conftest import TINY_RUN, Result
 from tiny import batch, made
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
-from ssdctl.train.profile import StepProfiler
+from ssdctl.train.profile import StepProfiler, waits
 from ssdctl.train.step import ALONE
 
 Cli = Callable[..., Result]
@@ -45,6 +47,18 @@ def test_profile_ends_with_the_run(tmp_path: Path) -> None:
     assert said[:2] == [None, None]
     assert "steps 2 to 3" in (said[2] or "")
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_wait_that_a_gpu_saw_too_is_told_once() -> None:
+    rows = []
+    for where, end_us in ((DeviceType.CPU, 5000), (DeviceType.CUDA, 3000)):
+        event = FunctionEvent(
+            0, "wait: next batch", 1, 0, end_us, use_device="cuda", device_type=where,
+            is_user_annotation=True,
+        )  # fmt: skip
+        rows.append(FunctionEventAvg().add(event))
+    (line,) = waits(rows)
+    assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
 
 
 def test_profile_is_refused_where_it_makes_no_sense(cli: Cli) -> None:
