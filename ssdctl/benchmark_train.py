@@ -191,23 +191,22 @@ def timed(
         is_any: Whether the flag is raised on any rank; every rank has to ask, and as often.
 
     Returns:
-        How often it was done after a first time, the same on all ranks; and the seconds.
+        How often it was done, the same on all ranks; and the seconds.
     """
     wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    # Fast work is watched now and then, slow work each time. When the ranks talk must not depend
-    # on what each of them measures for itself: they would wait for one another forever.
-    is_slow = time.perf_counter() - start > seconds / WAIT_EVERY
-    watch_every = 1 if is_any(is_slow) else WAIT_EVERY
-    times, start, is_over = 0, time.perf_counter(), False
+    is_any(False)  # all begin together
+    times, watch_every, is_over, start = 0, 1, False, time.perf_counter()
     while not is_over:
         work()
         times += 1
         if times % watch_every == 0:
             wait()
-            is_over = is_any(time.perf_counter() - start >= seconds)
+            spent = time.perf_counter() - start
+            is_over = is_any(spent >= seconds)
+            # Fast work is watched now and then, slow work each time. When the ranks talk must not
+            # depend on what each measures for itself: they would wait for one another forever.
+            if times == 1 and not is_any(spent > seconds / WAIT_EVERY):
+                watch_every = WAIT_EVERY
     return times, time.perf_counter() - start
 
 
