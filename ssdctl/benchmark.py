@@ -9,8 +9,9 @@ from ssdctl.config import Config
 from ssdctl.data import shapes
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
-from ssdctl.input.loader import Batch, TrainLoader
-from ssdctl.input.order import Order
+from ssdctl.device.base import Decoder
+from ssdctl.input.loader import Batch
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import TrainPlan
 
 Figures = dict[str, float | int | str]
@@ -39,8 +40,14 @@ def plan_alone(split: Split, config: Config, *, batch_size: int, threads: int) -
 
 
 def endless_batches(
-    split: Split, config: Config, *, batch_size: int, threads: int
+    split: Split,
+    config: Config,
+    *,
+    batch_size: int,
+    threads: int,
+    decoder: Decoder | None = None,
 ) -> Iterator[Batch]:
-    """Training batches of one rank."""
+    """Training batches of one rank, by the config's pipeline."""
     plan = plan_alone(split, config, batch_size=batch_size, threads=threads)
-    return TrainLoader(split, Order(split.trainable, plan.seed), plan).batches(0, 1 << 40)
+    source = open_input(config.train.pipeline, split, plan, decoder=decoder)
+    return source.batches(0, 1 << 40)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from ssdctl.benchmark import plan_alone
+from ssdctl.benchmark import endless_batches, plan_alone
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
@@ -27,7 +27,6 @@ from ssdctl.data.store import Split
 from ssdctl.input.decode import decode, shrink_crop
 from ssdctl.input.loader import Batch
 from ssdctl.input.order import Order
-from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import TrainPlan, draw_samples
 from ssdctl.model.augment import Normalise
 
@@ -44,8 +43,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     plan = plan_alone(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
-        loader = open_input(config.train.pipeline, split, plan)
-        return loader.batches(0, 1 << 40)
+        return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the full chain's arithmetic runs in the threads that are counted

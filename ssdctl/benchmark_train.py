@@ -104,7 +104,13 @@ class _Bench:
         rate, found = fake_rate, {}
         if split is not None:
             threads = self.config.train.workers or len(os.sched_getaffinity(0))
-            real = endless_batches(split, self.config, batch_size=self.size, threads=threads)
+            real = endless_batches(
+                split,
+                self.config,
+                batch_size=self.size,
+                threads=threads,
+                decoder=self.device.decoder,
+            )
             rate = self._rate(step, real, seconds)
             found = {
                 "images_per_second_fake": round(fake_rate.images_per_second, 3),

@@ -60,6 +60,7 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
         "train.execution",
         "train.tf32",
         "train.workers",
+        "train.pipeline",
     ],
     examples=[
         "ssdctl benchmark train --bs 8 --fp32",
@@ -78,7 +79,8 @@ def train(
 
     The rate is that of real images, and what they cost against fake ones is told beside it.
     """
-    keep_freed_memory()
+    if call.config.train.pipeline != "dali":  # as in training
+        keep_freed_memory()
     from ssdctl.benchmark_train import benchmark_train
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,14 @@ from ssdctl.errors import UsageError
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
+
+
+class Decoder(NamedTuple):
+    """Where a library may decode images on the device itself."""
+
+    ordinal: int  # of the device among its like
+    # A uint8 tensor of that shape, which `fill(tensor, stream)` fills on that stream, as a copy.
+    receive: Callable[[tuple[int, ...], Callable[[Tensor, Any], object]], Tensor]
 
 
 class Device(Protocol):
@@ -31,6 +40,7 @@ class Device(Protocol):
     averages_in_backward: bool  # DistributedDataParallel works here
     has_sync_bn: bool  # SyncBatchNorm works here
     optimizers_leave_out: bool  # its optimizers read `found_inf` on the device and stay put
+    decoder: Decoder | None  # where nvidia-dali decodes; None: on the host
 
     def place(self, model: Module) -> Module:
         """Move a network here, in the memory layout that is fastest here."""

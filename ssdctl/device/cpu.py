@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ssdctl.device import inductor
 from ssdctl.device.base import (
+    Decoder,
     Module,
     ParameterGroups,
     channels_last,
@@ -37,6 +38,7 @@ class Cpu:
     averages_in_backward = True
     optimizers_leave_out = True
     has_sync_bn = False
+    decoder: Decoder | None = None
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from ssdctl.device import inductor
 from ssdctl.device.base import (
+    Decoder,
     Module,
     ParameterGroups,
     channels_last,
@@ -50,6 +52,7 @@ class Cuda:
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
+        self.decoder: Decoder | None = Decoder(local_rank, self._receive)
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -76,6 +79,15 @@ class Cuda:
             copied = pinned.to(self.torch_device, non_blocking=True)
         copied.record_stream(torch.cuda.current_stream(self.torch_device))
         return copied
+
+    def _receive(
+        self, shape: tuple[int, ...], fill: Callable[[Tensor, Any], object]
+    ) -> Tensor:
+        with torch.cuda.stream(self._copies):
+            received = torch.empty(shape, dtype=torch.uint8, device=self.torch_device)
+            fill(received, self._copies)
+        received.record_stream(torch.cuda.current_stream(self.torch_device))
+        return received
 
     def await_copies(self) -> None:
         stream = torch.cuda.current_stream(self.torch_device)

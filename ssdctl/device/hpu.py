@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Module, ParameterGroups, choose_execution, compile_cache
+from ssdctl.device.base import Decoder, Module, ParameterGroups, choose_execution, compile_cache
 from ssdctl.errors import UsageError
 
 BRIDGE = "habana_frameworks"
@@ -41,6 +41,7 @@ class Hpu:
     averages_in_backward = True
     optimizers_leave_out = False
     has_sync_bn = False
+    decoder: Decoder | None = None
 
     def __init__(self, execution: str) -> None:
         self.execution = execution

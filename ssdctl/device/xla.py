@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Module, ParameterGroups, choose_execution, compile_cache
+from ssdctl.device.base import Decoder, Module, ParameterGroups, choose_execution, compile_cache
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir
 
@@ -36,6 +36,7 @@ class Xla:
     averages_in_backward = False  # one reduction in the step's own graph, not per bucket
     optimizers_leave_out = False
     has_sync_bn = False
+    decoder: Decoder | None = None
 
     def __init__(self, local_rank: int) -> None:
         # A learning rate of 0 or 1 would else become part of the graph, and compile it anew.

@@ -4,7 +4,8 @@ What a batch holds is decided as in samples.py, a function of (seed, place in th
 resume goes on with the same samples, crops, boxes and colours at any step, thread count and world
 size. Only the pixels are DALI's: a few levels from the native pipeline's, the same ones each time
 with the same version of DALI on the same machine. A run's checkpoint remembers its pipeline, and
-another one is a changed setting to a resume. DALI works on the CPU here.
+another one is a changed setting to a resume. DALI decodes and resizes on the GPU where the run has
+one (not run on hardware yet), and the pictures stay there; else on the CPU.
 A batch in which DALI meets a bad image is decoded by the native pipeline, which replaces it.
 """
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split
+from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError
 from ssdctl.input.loader import BATCHES_AHEAD, Batch, TrainLoader, as_batch
 from ssdctl.input.order import Order
@@ -30,12 +32,15 @@ from ssdctl.input.samples import Samples, TrainPlan, draw_samples
 class DaliLoader:
     """Training batches of one rank, decoded by DALI."""
 
-    def __init__(self, split: Split, order: Order, plan: TrainPlan) -> None:
+    def __init__(
+        self, split: Split, order: Order, plan: TrainPlan, decoder: Decoder | None = None
+    ) -> None:
         self._split = split
         self._order = order
         self._plan = plan
         self._native = TrainLoader(split, order, plan)
-        self._open = _opener(plan)
+        self._decoder = decoder
+        self._open = _opener(plan, decoder)
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end, `accumulate` for each step.
@@ -48,7 +53,7 @@ class DaliLoader:
         pipeline = self._open(feed)
         for _ in places:
             try:
-                images = _run(pipeline)
+                images = _run(pipeline, self._decoder)
             except RuntimeError:  # of DALI: it cannot go on after one bad image
                 yield from self._native.decode([feed.fed.popleft()])
                 feed.start_again()
@@ -97,20 +102,21 @@ class _Feed:
             return np.zeros(1, np.uint8)
 
 
-def _opener(plan: TrainPlan) -> Any:
+def _opener(plan: TrainPlan, decoder: Decoder | None) -> Any:
     """What builds the pipeline."""
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(  # type: ignore[untyped-decorator]
         batch_size=plan.batch_size,
         num_threads=plan.threads,
-        device_id=None,
+        device_id=None if decoder is None else decoder.ordinal,
         prefetch_queue_depth=BATCHES_AHEAD + 1,
     )
     def build(feed: _Feed) -> Any:
         encoded, start, shape, flip = fn.external_source(source=feed, num_outputs=4)
         images = fn.decoders.image_slice(
             encoded,
+            device="cpu" if decoder is None else "mixed",
             start=start,
             shape=shape,
             axis_names="WH",
@@ -128,7 +134,15 @@ def _opener(plan: TrainPlan) -> Any:
     return opened
 
 
-def _run(pipeline: Any) -> torch.Tensor:
+def _run(pipeline: Any, decoder: Decoder | None) -> torch.Tensor:
     """The next batch's pixels, copied out of DALI's memory."""
     (images,) = pipeline.run()
-    return torch.from_numpy(np.array(images.as_tensor()))
+    dense = images.as_tensor()
+    if decoder is None:
+        return torch.from_numpy(np.array(dense))
+    from nvidia.dali.plugin.pytorch import feed_ndarray
+
+    return decoder.receive(
+        tuple(dense.shape()),
+        lambda pixels, stream: feed_ndarray(dense, pixels, cuda_stream=stream),
+    )

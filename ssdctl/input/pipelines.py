@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ssdctl.data.store import Split
+from ssdctl.device.base import Decoder
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Batch, TrainLoader
@@ -38,7 +39,14 @@ def check_pipeline(pipeline: str) -> None:
         ) from None
 
 
-def open_input(pipeline: str, split: Split, plan: TrainPlan, *, fake: bool = False) -> TrainInput:
+def open_input(
+    pipeline: str,
+    split: Split,
+    plan: TrainPlan,
+    *,
+    fake: bool = False,
+    decoder: Decoder | None = None,
+) -> TrainInput:
     """The input of one rank.
 
     Args:
@@ -46,6 +54,7 @@ def open_input(pipeline: str, split: Split, plan: TrainPlan, *, fake: bool = Fal
         split: The images.
         plan: What of the stream to take.
         fake: Random batches instead, without reading an image.
+        decoder: Where DALI decodes; None: on the host.
 
     Raises:
         UsageError: DALI is not installed.
@@ -57,5 +66,5 @@ def open_input(pipeline: str, split: Split, plan: TrainPlan, *, fake: bool = Fal
     if pipeline == "dali":
         from ssdctl.input.dali import DaliLoader
 
-        return DaliLoader(split, order, plan)
+        return DaliLoader(split, order, plan, decoder)
     return TrainLoader(split, order, plan)

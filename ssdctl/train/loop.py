@@ -241,7 +241,13 @@ class _Run:
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
         )
-        source = open_input(config.pipeline, setup.train, plan, fake=config.fake_data)
+        source = open_input(
+            config.pipeline,
+            setup.train,
+            plan,
+            fake=config.fake_data,
+            decoder=setup.device.decoder,
+        )
         batches = source.batches(0, self.plan.total_steps - self.step)
         self.batches = copied_ahead(batches, setup.device)
 

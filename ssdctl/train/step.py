@@ -170,8 +170,9 @@ def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     waiting: Batch | None = None
     for batch in batches:
         device.await_copies()  # of the one that waits, not of the one that comes
+        is_there = batch.images.device.type != "cpu"  # where they were decoded
         copied = batch._replace(
-            images=device.copy(batch.images),
+            images=batch.images if is_there else device.copy(batch.images),
             boxes=device.copy(batch.boxes),
             labels=device.copy(batch.labels),
             jitter=None if batch.jitter is None else device.copy(batch.jitter),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny import batch, losses, made
 
+from ssdctl.data.prepare import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import TrainPlan
 from ssdctl.model.weights import read_checkpoint
 from ssdctl.train.optimizer import load_optimizer
 from ssdctl.train.step import copied_ahead
@@ -121,6 +125,23 @@ def test_copies_are_whole_though_the_hosts_buffer_is_used_again() -> None:
 
     for number, copied in enumerate(copied_ahead(reused(), device)):
         assert copied.images.amin() == copied.images.amax() == number
+
+
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")),
+    reason="the dali extra is not installed",
+)
+def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
+    device = open_device("cuda")
+    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    plan = TrainPlan(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
+    source = open_input("dali", split, plan, decoder=device.decoder)
+    host = open_input("native", split, plan).batches(0, 8)
+    for ours, theirs in zip(copied_ahead(source.batches(0, 8), device), host, strict=True):
+        assert ours.images.is_cuda
+        assert ours.rows.tolist() == theirs.rows.tolist()
+        difference = (ours.images.cpu().float() - theirs.images.float()).abs()
+        assert difference.mean() < 2  # nvJPEG rounds otherwise
 
 
 @OPTIMIZERS
