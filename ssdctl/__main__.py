@@ -6,6 +6,7 @@ two, and a signal may come at any moment. Other commands end silently by Ctrl-C 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -13,6 +14,10 @@ import sys
 def run() -> None:
     """Run the command line, or tell a shell what may come next on it."""
     is_training = "train" in sys.argv[1:2]
+    if os.getpid() == 1 and not is_training:
+        # The first process of a container ignores what it has no handler for: it would hold its
+        # device until it is killed. Commands with handlers of their own put them in its place.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if can_be_interrupted:  # not below nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)

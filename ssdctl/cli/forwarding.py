@@ -20,6 +20,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts, read_version
 from ssdctl.launch.plan import Request
 from ssdctl.launch.run import free_port
+from ssdctl.train.addresses import own_names
 
 OWN = ("launch", "slurm", "kubernetes")  # the tables that are no concern of the ranks
 
@@ -46,6 +47,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Reques
         environment=dict(os.environ),
         settings=settings,
         hosts=read_hosts(Path(config.hostfile)) if config.hostfile is not None else (),
+        own_names=own_names(),
         free_port=free_port(),
         slurm=call.config.slurm,
         kubernetes=call.config.kubernetes,

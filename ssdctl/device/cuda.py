@@ -80,9 +80,7 @@ class Cuda:
         copied.record_stream(torch.cuda.current_stream(self.torch_device))
         return copied
 
-    def _receive(
-        self, shape: tuple[int, ...], fill: Callable[[Tensor, Any], object]
-    ) -> Tensor:
+    def _receive(self, shape: tuple[int, ...], fill: Callable[[Tensor, Any], object]) -> Tensor:
         with torch.cuda.stream(self._copies):
             received = torch.empty(shape, dtype=torch.uint8, device=self.torch_device)
             fill(received, self._copies)

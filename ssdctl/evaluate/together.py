@@ -27,8 +27,12 @@ class Together(NamedTuple):
 
 def share_of_cores(world_size: int) -> int:
     """How many of the cores that this process may run on are its own among its node's ranks."""
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if world_size > 1 else 1
-    return max(len(os.sched_getaffinity(0)) // local_size, 1)
+    cores = len(os.sched_getaffinity(0))
+    if world_size > 1:
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # What a task of Slurm was given, which not every site binds it to.
+        cores = min(cores, int(os.environ.get("SLURM_CPUS_PER_TASK", cores)))
+    return max(cores, 1)
 
 
 def all_parts(detect: Callable[[], Detections], together: Together) -> Detections | None:

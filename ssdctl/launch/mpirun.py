@@ -26,8 +26,9 @@ HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
 PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
 # What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
 CARRIED = re.compile(
-    r"PYTHONPATH|LD_LIBRARY_PATH|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|GC_KERNEL_PATH|"
-    r"(https?|no|HTTPS?|NO)_(proxy|PROXY)|(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO)_[A-Za-z0-9_]+"
+    r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
+    r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
+    r"(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
 )
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -51,7 +52,7 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
 
     address, port = "127.0.0.1", str(request.free_port)
     if request.hosts:
-        address = request.hosts[0]
+        address = _first_rank(request)
     elif config.nodes > 1:
         address = request.environment.get("MASTER_ADDR", PLACEHOLDER)
         if address == PLACEHOLDER:
@@ -72,6 +73,15 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     return argv, dict(request.settings), missing
 
 
+def _first_rank(request: Request) -> str:
+    """The host of rank 0, as others know it: Open MPI begins with its own, wherever that stands."""
+    mine = next((host for host in request.hosts if host in request.own_names), None)
+    if mine is None:
+        return request.hosts[0]
+    is_loopback = mine == "localhost" or mine.startswith("127.")
+    return request.own_names[0] if is_loopback and len(request.hosts) > 1 else mine
+
+
 def _placement(request: Request, node: Node) -> list[str]:
     """How ranks share a node's cores: each gets PE of them for itself, near each other."""
     config, ranks = request.config, request.ranks_per_node
@@ -86,14 +96,23 @@ def _placement(request: Request, node: Node) -> list[str]:
     rank_by = ["--rank-by", "slot" if is_new else config.rank_by]
     has_cores = node.has_topology or config.cores_per_node is not None
     if config.bind_to == "none" or not has_cores or share < 1:  # nothing to bind to
+        unit = "slot" if config.nodes == 1 else f"ppr:{ranks}:node"
         unbound = ["--bind-to", "none", "--map-by"]
-        if is_new:
-            return [*unbound, "slot:OVERSUBSCRIBE", *rank_by]
-        return [*unbound, "slot", "--oversubscribe", *rank_by]
+        many = [f"{unit}:OVERSUBSCRIBE"] if is_new else [unit, "--oversubscribe"]
+        return [*unbound, *many, *rank_by, *_shares(request, cores)]
     # On several nodes `socket` would fill the first node's slots (its cores) with ranks first.
     unit = "package" if is_new else "socket"
     unit = unit if config.nodes == 1 else f"ppr:{ranks}:node"
     return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
+
+
+def _shares(request: Request, cores: int) -> list[str]:
+    """What ranks that no binding keeps apart need to know of each other, lest each takes it all."""
+    ranks = request.ranks_per_node
+    told = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
+    if "OMP_NUM_THREADS" not in request.environment:
+        told += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
+    return told
 
 
 def read_version() -> int:

@@ -38,6 +38,7 @@ class Request:
         environment: The caller's; some variables of it decide (OMP_NUM_THREADS, MPI_ROOT, ...).
         settings: Variables that the ranks need besides (SSDCTL_EVALUATE__DEVICE).
         hosts: The names in the host file, in its order.
+        own_names: What they may call this machine; what others call it comes first.
         free_port: A TCP port that nobody listens on.
         open_mpi: The major version of Open MPI.
         slurm: The settings of the table `slurm`.
@@ -54,6 +55,7 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
+    own_names: tuple[str, ...] = ()
     free_port: int = 29500
     open_mpi: int = 4
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

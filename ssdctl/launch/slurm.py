@@ -16,6 +16,7 @@ from ssdctl.launch.exits import EXITS_VARIABLE
 from ssdctl.launch.node import Node
 
 if TYPE_CHECKING:
+    from ssdctl.config import SlurmConfig
     from ssdctl.launch.plan import Request
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
@@ -27,6 +28,7 @@ FORMS = {
     "memory": r"\d+[KMGT]?",
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
 }
+START_S = 60  # imports and first reads, before which no signal is of use
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
 BODY = """\
@@ -36,7 +38,7 @@ while :; do
   rm -rf -- "$exits" && mkdir -p -- "$exits"
   MASTER_PORT=$({python} -c "{free_port}")
   export MASTER_PORT
-  srun --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
+  srun --export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
   {python} -m ssdctl.launch.exits "$exits" $? {count}
   code=$?
   rm -rf -- "$exits"
@@ -62,6 +64,7 @@ def build(request: Request, node: Node) -> str:
     if request.device == "xla":
         raise UsageError("Slurm knows no TPUs", hint="leave --launcher out: torchrun starts them")
     ranks, config = request.ranks_per_node, request.config
+    _check_time(request.slurm)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
     environment = dict(request.settings)
     if "OMP_NUM_THREADS" not in request.environment:
@@ -116,6 +119,30 @@ def _options(request: Request, ranks: int, cores: int) -> list[str]:
     options = [f"--{name}={value}" for name, value in found.items() if value is not None]
     options.append("--requeue" if slurm.requeue else "--no-requeue")
     return [*options, *(str(_checked("options", option)) for option in slurm.options)]
+
+
+def _check_time(slurm: SlurmConfig) -> None:
+    """A job that is told to stop before it has begun would be queued again for ever."""
+    if slurm.time is None or not slurm.requeue:
+        return
+    seconds, least = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
+    if seconds <= least:
+        raise UsageError(
+            f"slurm.time: {slurm.time} is {seconds} s, and slurm.signal_before asks the ranks to "
+            f"stop {slurm.signal_before} s before its end: nothing would be trained",
+            hint=f"give at least {least // 60 + 1} minutes, or a smaller slurm.signal_before",
+        )
+
+
+def _seconds(time: str) -> int:
+    """Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash or len(parts) == 3:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    else:
+        hours, minutes, seconds = 0, *(*parts, 0)[:2]
+    return 86400 * int(days or 0) + 3600 * hours + 60 * minutes + seconds
 
 
 def _checked(name: str, value: str | None) -> str | None:

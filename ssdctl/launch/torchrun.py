@@ -25,8 +25,9 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     if config.nodes == 1:
         if config.hostfile or config.rdzv_endpoint:
             raise UsageError("--hostfile and --rdzv-endpoint are for several nodes: give --nodes")
-        # A rendezvous on a port that the kernel picks, so two jobs on a host cannot clash.
-        where = ["--standalone"]
+        # A rendezvous on a port that the kernel picks, so two jobs on a host cannot clash; and at
+        # the loopback, because the machine's own name leads nowhere on some.
+        where = ["--standalone", "--local-addr=127.0.0.1"]
     else:
         endpoint = _endpoint(request)
         if endpoint.startswith(f"{PLACEHOLDER}:"):

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from ssdctl.device.base import Device
 from ssdctl.errors import DistributedError, SsdctlError, UsageError
 from ssdctl.evaluate.together import Together
+from ssdctl.train.addresses import interface_for_peers
 from ssdctl.train.ranks import Ranks
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -92,6 +93,9 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
         raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
     for name, number in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ranks, strict=True):
         os.environ.setdefault(name, str(number))  # what a vendor's backend reads, under srun too
+    interface = interface_for_peers(os.environ["MASTER_ADDR"], ranks.world_size)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     device.register_backend()
     store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
     # The hosts notice a rank that hangs before the device's own backend does, which may abort.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -344,3 +346,20 @@ def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     _, rest = running.communicate(timeout=60)
     assert running.returncode in (-signal.SIGINT, 130)
     assert "Traceback" not in rest
+
+
+def test_the_first_process_of_a_container_ends_when_asked() -> None:
+    """There the kernel drops a SIGTERM that has no handler, and the device stays held."""
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-pf", "true"]).returncode:
+        pytest.skip("no process namespaces here")
+    argv = ["unshare", "-pf", "--kill-child", sys.executable, "-m", "ssdctl"]
+    argv += ["benchmark", "data", "--seconds", "300"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as outer:
+        assert outer.stderr is not None
+        assert "measuring" in outer.stderr.readline()
+        first = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        os.kill(int(first[0]), signal.SIGTERM)
+        try:
+            assert outer.wait(30) == 128 + signal.SIGTERM
+        finally:
+            outer.kill()

@@ -230,7 +230,8 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
         agent.write_text(AGENT.format(prefix=prefix))
         agent.chmod(0o755)
         hosts = tmp_path / "hosts"
-        hosts.write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
+        # The launching host is not the first, and has room for both ranks.
+        hosts.write_text("10.77.0.2 slots=2\n10.77.0.1 slots=2\n")
         yield f"{prefix}1", agent, hosts
     finally:
         for number in ("1", "2"):
@@ -240,14 +241,16 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
 def test_open_mpi_on_two_hosts(
     two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path
 ) -> None:
-    """They train, and a SIGTERM to the launch lets both save and stop."""
+    """They train, one rank on each, and a SIGTERM to the launch lets both save and stop.
+
+    The machine's own name leads to its loopback, where neither would find the other.
+    """
     space, agent, hosts = two_hosts
     run = tmp_path / "run"
     argv = ["ip", "netns", "exec", space, sys.executable, "-m", "ssdctl", "launch", "--cpus", "2"]
     argv += ["--nodes", "2", "--launcher", "mpirun", "--hostfile", str(hosts), "--bind-to", "none"]
     argv += ["--data", str(shapes), "--out", str(run), "--steps", "500", *OPTIONS, "--bs", "1"]
-    wire = {"OMPI_MCA_plm_rsh_agent": str(agent), "GLOO_SOCKET_IFNAME": "wire"}
-    environment = {**os.environ, **wire}
+    environment = {**os.environ, "OMPI_MCA_plm_rsh_agent": str(agent)}
     with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_for((run / "metrics.jsonl").exists)

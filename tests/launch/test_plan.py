@@ -32,6 +32,7 @@ def plan_for(
     node: Node = GAUDI,
     environment: dict[str, str] | None = None,
     hosts: tuple[str, ...] = (),
+    own_names: tuple[str, ...] = (),
     open_mpi: int = 4,
     **settings: Any,
 ) -> Plan:
@@ -43,6 +44,7 @@ def plan_for(
         python="python",
         environment=environment or {},
         hosts=hosts,
+        own_names=own_names,
         free_port=40000,
         open_mpi=open_mpi,
     )
@@ -101,10 +103,31 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
     assert plan.missing is None
 
 
+def test_rank_0_is_where_open_mpi_begins_on_its_own_host() -> None:
+    hosts = ("gaudi-0", "gaudi-1")
+    for own, listed, leader in (
+        (("gaudi-1.site", "gaudi-1", "localhost"), hosts, "gaudi-1"),
+        (("login", "login", "localhost"), hosts, "gaudi-0"),
+        (("gaudi-0", "localhost", "10.0.0.7"), ("gaudi-1", "10.0.0.7"), "10.0.0.7"),
+        (("gaudi-0", "localhost"), ("localhost", "gaudi-1"), "gaudi-0"),
+    ):
+        plan = plan_for("hpu", 16, nodes=2, hostfile="hosts", hosts=listed, own_names=own)
+        assert f"-x MASTER_ADDR={leader} " in plan.to_line()
+
+
+def test_ranks_without_binding_are_spread_and_share_the_cores() -> None:
+    """mpirun would fill the first node's slots, and each rank would take every core."""
+    plan = plan_for("hpu", 16, nodes=2, hosts=("a", "b"), hostfile="hosts", bind_to="none")
+    line = plan.to_line()
+    assert "--bind-to none --map-by ppr:8:node --oversubscribe " in line
+    assert "-x LOCAL_WORLD_SIZE=8 -x OMP_NUM_THREADS=6 " in line
+    assert "LOCAL_WORLD_SIZE" not in plan_for("hpu", 8).to_line()
+
+
 def test_torchrun_on_one_node() -> None:
     plan = plan_for("cuda", 4, "train", "--device=cuda")
     assert shlex.join(plan.argv) == (
-        "python -m torch.distributed.run --standalone --nproc-per-node=4 "
+        "python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
         "-m ssdctl train --device=cuda"
     )
     assert plan.environment["OMP_NUM_THREADS"] == "12"
@@ -136,7 +159,7 @@ def test_tpus_are_started_by_torchrun() -> None:
     """torch_xla's `xla://` rendezvous takes chip and neighbours from torchrun's variables."""
     plan = plan_for("xla", 4, "train", "--device=xla")
     assert shlex.join(plan.argv) == (
-        "python -m torch.distributed.run --standalone --nproc-per-node=4 "
+        "python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
         "-m ssdctl train --device=xla"
     )
     assert plan.environment["PJRT_DEVICE"] == "TPU"

@@ -205,7 +205,8 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def launch(run: Path, shapes: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
-    words = ["launch", "--cpus", 2, "--launcher", "slurm", "--data", shapes, "--out", run, *more]
+    words = ["launch", "--cpus", 2, "--launcher", "slurm", "--cores-per-node", 2, *more]
+    words += ["--data", shapes, "--out", run]
     options = [word for word in TINY_RUN.split() if word not in ("--device", "cpu")]
     argv = [sys.executable, "-m", "ssdctl", *map(str, words), *options]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -236,6 +237,28 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     assert "going on from" in out
     assert "rank 1, process" in (run / "logs" / "rank-1.log").read_text()
     assert not list(run.parent.glob(".ssdctl-*"))
+
+
+@pytest.mark.parametrize(
+    ("time", "is_enough"),
+    [
+        ("6", False),
+        ("7", True),
+        ("5:59", False),
+        ("0:06:01", True),
+        ("0-1", True),
+        ("1-0:00:01", True),
+    ],
+)
+def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: bool) -> None:
+    """Its ranks would be asked to stop, 300 s before the end, before they had begun."""
+    if is_enough:
+        text = plan_for("cuda", 8, slurm={"time": time}).text
+        assert f"#SBATCH --time={time}\n" in str(text)
+        return
+    with pytest.raises(UsageError, match="nothing would be trained"):
+        plan_for("cuda", 8, slurm={"time": time})
+    assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
 
 
 @pytest.mark.usefixtures("slurm")
