@@ -9,10 +9,10 @@ there: the standard library alone.
 """
 
 import re
+import signal
 import site
 import subprocess
 import sys
-import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -23,7 +23,9 @@ def main(folder: str, source: str) -> None:
     options = ["--system-site-packages", "--without-pip"]
     subprocess.run([sys.executable, "-m", "venv", *options, folder], check=True)
     # Where this interpreter is one of a virtual environment itself, its packages count too.
-    packages = sysconfig.get_path("purelib", "venv", {"base": folder, "platbase": folder})
+    # (sysconfig names this folder from Python 3.11 on; images still bring 3.10.)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = Path(folder, "lib", version, "site-packages")
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
     Path(packages, "image.pth").write_text("".join(lines))
     kept: dict[str, str] = {}
@@ -37,4 +39,6 @@ def main(folder: str, source: str) -> None:
 
 
 if __name__ == "__main__":
+    # A container's first process ignores SIGTERM without a handler, and would wait to be killed.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main(*sys.argv[1:])

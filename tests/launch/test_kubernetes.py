@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -355,3 +358,49 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert package.startswith(str(tmp_path / "good"))
     # What wants another torch is refused instead of served.
     assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
+
+
+def with_pip(version: str) -> str | None:
+    """An interpreter of that version that has pip, from the path or from pyenv's folder."""
+    pyenv = Path(os.environ.get("PYENV_ROOT") or Path("~/.pyenv").expanduser(), "versions")
+    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for candidate in filter(None, found):
+        argv = [str(candidate), "-c", "import pip, sys; print(*sys.version_info[:2], sep='.')"]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return str(candidate)
+    return None
+
+
+def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
+    """Gaudi's images on Ubuntu 22.04 bring it."""
+    python = with_pip("3.10")
+    if python is None:
+        pytest.skip("needs a Python 3.10 with pip")
+    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
+    source = wheel(tmp_path, "pip")
+    argv = [python, pod_install.__file__, str(tmp_path / "made"), str(source)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    argv = [
+        str(tmp_path / "made/bin/python"),
+        "-c",
+        "import pip, probe_package as p; print(p.__file__)",
+    ]
+    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(str(tmp_path / "made"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
+def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
+    """It has a handler of its own: 143, where a signal without one says -15."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"
+        argv = [sys.executable, pod_install.__file__, str(tmp_path / "made"), url]
+        environment = {**os.environ, "no_proxy": "*", "PYTHONPATH": ""}
+        with subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL) as process:
+            connection, _ = silent.accept()  # pip waits for an answer now
+            with connection:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=60) == 143
