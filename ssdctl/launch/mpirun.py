@@ -30,6 +30,9 @@ CARRIED = re.compile(
     r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
     r"(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
 )
+# The pods of a job are new each time: no host key is known, and sshd may need a moment.
+POD_SSH = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
+IN_AN_MPI_JOB = "K_MPI_JOB_ROLE"  # the MPI operator sets it in its pods
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -45,6 +48,11 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     options += ["--allow-run-as-root"]
     if root := request.environment.get("MPI_ROOT"):
         options += ["--prefix", root]
+    if IN_AN_MPI_JOB in request.environment:
+        # As options: the operator sets a variable of its own, which wins over one of the manifest.
+        is_new = request.open_mpi >= 5
+        options += ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
+        options += [POD_SSH]
     if config.hostfile is not None:
         _check_hosts(request)
         inert = f"./{config.hostfile}" if config.hostfile.startswith("-") else config.hostfile
