@@ -115,6 +115,8 @@ def launch(
             "--cpus-per-task counts the cores of this machine, which need not be those of the "
             "nodes: say --cores-per-node N"
         )
+    for warning in plan.warnings:
+        call.console.warn(warning)
 
     answer: dict[str, object] = {
         "argv": list(plan.argv),

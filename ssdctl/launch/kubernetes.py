@@ -24,11 +24,18 @@ Manifest = dict[str, Any]
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
-# Keys are made where an image brings none; the folder is sshd's own demand.
-SSHD = "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De"
-# A pod that is deleted waits for ranks that are saving.
-WAIT_FOR_RANKS = "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
+# Keys are made where an image brings none; the folder is sshd's own demand. The mounted key is a
+# link into a secret, which sshd's StrictModes refuses.
+SSHD = "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De -o StrictModes=no"
+# A worker that is deleted asks its ranks to save, which stops those of all workers, and waits.
+WAIT_FOR_RANKS = (
+    "pkill -USR1 -f '[-]m ssdctl train'; "
+    "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
+)
 SAVE_S = 300  # the longest that a stop may take before Kubernetes kills
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # MPI's connections break in one
+TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
+WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that would come again
 
 
 def build(request: Request) -> Manifest:
@@ -47,6 +54,12 @@ def build(request: Request) -> Manifest:
             "kubernetes.install is not set: nothing says how ssdctl gets into the pods",
             hint="a wheel on one of kubernetes.volumes, a requirement, or `image` where it has it",
         )
+    if request.device == "xla" and request.config.nodes > 1:
+        raise UsageError(
+            "--tpus on several nodes: Kubernetes wants an Indexed Job with a headless Service for "
+            "that, which ssdctl does not write yet",
+            hint="leave --nodes out, or run ssdctl launch --tpus on every host of the slice",
+        )
     _check_written(request)
     _check_resume(request)
     name = checked("name", config.name or request.job_name)
@@ -60,21 +73,16 @@ def build(request: Request) -> Manifest:
             "metadata": metadata,
             "spec": _mpi_job(request),
         }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {
-            "backoffLimit": request.config.restarts,
-            # A download or its like needs no more than a launcher does.
-            "template": _pod(
-                request,
-                "main",
-                _program(request),
-                has_devices=request.device != "cpu" or request.command[0] == "train",
-            ),
-        },
-    }
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job(request)}
+
+
+def warnings(request: Request) -> tuple[str, ...]:
+    """What the cluster may miss in the manifest."""
+    labels = podspec.pairs("node_selector", request.kubernetes.node_selector)
+    if request.device == "xla" and (missing := [n for n in TPU_LABELS if n not in labels]):
+        words = "kubernetes.node_selector does not name"
+        return (f"{words} {' and '.join(missing)}: GKE starts no pod with TPUs without",)
+    return ()
 
 
 def is_mpi(request: Request) -> bool:
@@ -82,9 +90,32 @@ def is_mpi(request: Request) -> bool:
     return request.config.nodes > 1 or (request.device == "hpu" and request.count > 1)
 
 
+def _job(request: Request) -> Manifest:
+    # A download or its like needs no more than a launcher does.
+    has_devices = request.device != "cpu" or request.command[0] == "train"
+    template = _pod(request, "main", _program(request), has_devices=has_devices)
+    template["spec"]["restartPolicy"] = "Never"
+    restarts = request.config.restarts
+    if not restarts:
+        return {"backoffLimit": 0, "template": template}
+    codes = {"containerName": "main", "operator": "In", "values": list(WRONG_INPUT)}
+    drained = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [
+        {"action": "FailJob", "onExitCodes": codes},
+        {"action": "Ignore", "onPodConditions": drained},  # no crash: it does not count as one
+    ]
+    return {
+        "backoffLimit": restarts,
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+
+
 def _mpi_job(request: Request) -> Manifest:
     config = request.config
     launcher = _pod(request, "launcher", _program(request), has_devices=False)
+    for container in (*launcher["spec"]["containers"], *launcher["spec"].get("initContainers", ())):
+        podspec.request_little(container["resources"])
     worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
     (container,) = worker["spec"]["containers"]
     container["ports"] = [{"containerPort": 22, "name": "ssh"}]
@@ -96,7 +127,12 @@ def _mpi_job(request: Request) -> Manifest:
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-            "Worker": {"replicas": config.nodes, "template": worker},
+            # The launcher waits for all workers: one whose installation fails must try again.
+            "Worker": {
+                "replicas": config.nodes,
+                "restartPolicy": "OnFailure",
+                "template": worker,
+            },
         },
     }
 
@@ -145,7 +181,7 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
         "env": [{"name": key, "value": inert(value)} for key, value in environment.items()],
         "resources": podspec.resources(request, has_devices=has_devices),
     }
-    spec: Manifest = {"restartPolicy": "Never", "terminationGracePeriodSeconds": SAVE_S}
+    spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
     if has_devices and request.count > 1 and not config.host_ipc:
         # Container runtimes give 64 MB, less than the ranks' collectives ask for.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
@@ -164,6 +200,7 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
                 **image,
                 "command": [config.python, "-c", *map(inert, [program, *arguments])],
                 "env": container["env"],
+                "resources": podspec.without_devices(container["resources"]),
                 "volumeMounts": [*mounts, mount],
             }
         ]
@@ -177,7 +214,11 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
         spec["imagePullSecrets"] = [{"name": checked("pull_secret", config.pull_secret)}]
     if selector := podspec.pairs("node_selector", config.node_selector):
         spec["nodeSelector"] = selector
-    return {"metadata": {"labels": {"app": "ssdctl"}}, "spec": spec}
+    if has_devices and (device := podspec.DEVICES.get(request.device)):
+        # Clusters keep other pods off their devices by a taint of that name.
+        spec["tolerations"] = [{"key": device, "operator": "Exists"}]
+    labels = {"app": "ssdctl", **NO_SIDECAR}
+    return {"metadata": {"labels": labels, "annotations": dict(NO_SIDECAR)}, "spec": spec}
 
 
 def _check_written(request: Request) -> None:

@@ -94,6 +94,7 @@ class Plan:
         missing: What the user must still say before this can run; None where it is complete.
         text: What a batch engine reads from its input: a script or a manifest.
         manifest: The same as data, for Kubernetes.
+        warnings: What the user should look at.
     """
 
     argv: tuple[str, ...]
@@ -107,6 +108,7 @@ class Plan:
     missing: str | None = None
     text: str | None = None
     manifest: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
 
     def to_line(self) -> str:
         """The command as one can paste it into a shell."""
@@ -135,7 +137,16 @@ def make_plan(request: Request, node: Node) -> Plan:
     if launcher == "kubernetes":
         manifest = kubernetes.build(request)
         text = podspec.to_yaml(manifest)
-        return Plan(kubernetes.ARGV, {}, launcher, count, nodes, text=text, manifest=manifest)
+        return Plan(
+            kubernetes.ARGV,
+            {},
+            launcher,
+            count,
+            nodes,
+            text=text,
+            manifest=manifest,
+            warnings=kubernetes.warnings(request),
+        )
     if launcher == "torchrun":
         argv, environment, missing = torchrun.build(request, node)
         return Plan(

@@ -69,6 +69,28 @@ def resources(request: Request, *, has_devices: bool) -> dict[str, dict[str, str
     return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
 
 
+def without_devices(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """CPU and memory alone of a container's resources, for one that runs before it.
+
+    Quotas and the Guaranteed class ask for both of every container.
+    """
+    kept = {
+        part: {name: amount for name, amount in amounts.items() if name in ("cpu", "memory")}
+        for part, amounts in found.items()
+    }
+    return {part: amounts for part, amounts in kept.items() if amounts}
+
+
+def request_little(found: dict[str, dict[str, str]]) -> None:
+    """Ask for a quarter of a core; the limit stays.
+
+    mpirun waits for its ranks: cores kept for it may be more than workers leave on the nodes.
+    """
+    cpu = found.get("limits", {}).get("cpu", "")
+    if re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:
+        found["requests"]["cpu"] = "250m"
+
+
 def volumes(config: KubernetesConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The mounts and the volumes of `SOURCE:PATH[:ro]` entries.
 

@@ -76,17 +76,21 @@ def check(manifest: Any, crd: Any) -> None:
         return
     replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
-    assert set(manifest["spec"]) == {"backoffLimit", "template"}
+    assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
+    # Job controllers take a podFailurePolicy with pods that are never restarted alone.
+    assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
 
 
-def plan_for(device: str, count: int, *command: str, nodes: int = 1, **settings: Any) -> Plan:
+def plan_for(
+    device: str, count: int, *command: str, nodes: int = 1, restarts: int = 0, **settings: Any
+) -> Plan:
     settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
     request = Request(
         device=device,
         count=count,
         command=command or ("train",),
-        config=LaunchConfig(launcher="kubernetes", nodes=nodes),
+        config=LaunchConfig(launcher="kubernetes", nodes=nodes, restarts=restarts),
         python="/home/me/venv/bin/python",
         kubernetes=KubernetesConfig(**settings),
         run_folder="/runs/first",
@@ -94,12 +98,14 @@ def plan_for(device: str, count: int, *command: str, nodes: int = 1, **settings:
     return make_plan(request, Node(2, 1))
 
 
-def containers(manifest: Any) -> dict[str, Any]:
+def templates(manifest: Any) -> list[Any]:
     if manifest["kind"] == "Job":
-        templates = [manifest["spec"]["template"]]
-    else:
-        templates = [r["template"] for r in manifest["spec"]["mpiReplicaSpecs"].values()]
-    return {c["name"]: c for t in templates for c in t["spec"]["containers"]}
+        return [manifest["spec"]["template"]]
+    return [r["template"] for r in manifest["spec"]["mpiReplicaSpecs"].values()]
+
+
+def containers(manifest: Any) -> dict[str, Any]:
+    return {c["name"]: c for t in templates(manifest) for c in t["spec"]["containers"]}
 
 
 def planned(cli: Cli, *arguments: object) -> Any:
@@ -130,6 +136,15 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     pods = containers(manifest)
     assert pods["worker"]["resources"] == {"limits": amounts, "requests": amounts}
     assert worker["hostIPC"] is True
+    # Quotas, and the Guaranteed class, look at the container that installs too.
+    (install,) = worker["initContainers"]
+    kept = {"cpu": "95", "memory": "409Gi"}
+    assert install["resources"] == {"limits": kept, "requests": kept}
+    # Workers leave one core of a node, and mpirun only waits.
+    assert pods["launcher"]["resources"]["requests"] == {"cpu": "250m", "memory": "4Gi"}
+    assert pods["launcher"]["resources"]["limits"] == {"cpu": "2", "memory": "4Gi"}
+    (install,) = replicas["Launcher"]["template"]["spec"]["initContainers"]
+    assert install["resources"] == pods["launcher"]["resources"]
     for replica in replicas.values():
         pod = replica["template"]["spec"]
         selector = {"brightcomputing.com/node-category": "compute"}
@@ -148,7 +163,9 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
 
 
-def test_what_the_launcher_pod_runs_is_a_launch(cli: Cli, tmp_path: Path) -> None:
+def test_what_the_launcher_pod_runs_is_a_launch(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the operator's host file it becomes the mpirun line of two Gaudi nodes."""
     Path("ssdctl.toml").write_text(VOYAGER)
     manifest = planned(cli, "--hpus", 16, "--nodes", 2, "--bs", 128)["manifest"]
@@ -160,7 +177,15 @@ def test_what_the_launcher_pod_runs_is_a_launch(cli: Cli, tmp_path: Path) -> Non
     line = planned(cli, *words[1:])["command"]
     assert "--map-by ppr:8:node:PE=6 --rank-by slot" in line
     assert "-x MASTER_ADDR=job-worker-0.job.me.svc" in line
+    assert "StrictHostKeyChecking" not in line
     assert line.endswith("-m ssdctl train --bs=128 --device=hpu")
+    monkeypatch.setenv("K_MPI_JOB_ROLE", "launcher")  # the operator's word for "in its pod"
+    argv = planned(cli, *words[1:])["argv"]
+    ssh = argv[argv.index("--mca") : argv.index("--hostfile")]
+    assert ssh[:2] == ["--mca", "plm_rsh_args"]
+    assert ssh[2:] == [
+        "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
+    ]
 
 
 def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
@@ -194,6 +219,56 @@ def test_kinds(
     assert manifest["kind"] == kind
     limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
     assert limits == ({resource: str(count // nodes)} if resource else {})
+    with_devices = templates(manifest)[-1]
+    wanted = [{"key": resource, "operator": "Exists"}] if resource else None
+    assert with_devices["spec"].get("tolerations") == wanted
+    for template in templates(manifest):
+        for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
+            assert marks["sidecar.istio.io/inject"] == "false"
+
+
+def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
+    """The launcher waits for all workers: one must not be lost to one failed download."""
+    manifest = plan_for("hpu", 16, nodes=2, install="a.whl").manifest
+    assert manifest is not None
+    replicas = manifest["spec"]["mpiReplicaSpecs"]
+    policies = {name: replica["restartPolicy"] for name, replica in replicas.items()}
+    assert policies == {"Launcher": "Never", "Worker": "OnFailure"}
+    # The operator warns of a second policy in the template.
+    assert all("restartPolicy" not in template["spec"] for template in templates(manifest))
+    worker = containers(manifest)["worker"]
+    assert worker["command"][-1].endswith("sshd -De -o StrictModes=no")
+    asks, waits = worker["lifecycle"]["preStop"]["exec"]["command"][-1].split("; ", 1)
+    assert asks == "pkill -USR1 -f '[-]m ssdctl train'"
+    assert waits.startswith("while pgrep")
+
+
+def test_only_crashes_are_tried_again() -> None:
+    spec = plan_for("cuda", 4, install="a.whl", restarts=3).manifest["spec"]  # type: ignore[index]
+    assert spec["backoffLimit"] == 3
+    fails, ignores = spec["podFailurePolicy"]["rules"]
+    codes = fails.pop("onExitCodes")
+    assert fails == {"action": "FailJob"}
+    # pip's exit codes are not ssdctl's: the container that installs may try again.
+    assert codes == {"containerName": "main", "operator": "In", "values": [2, 3, 4, 5, 6, 7]}
+    condition = {"type": "DisruptionTarget", "status": "True"}
+    assert ignores == {"action": "Ignore", "onPodConditions": [condition]}
+    assert "podFailurePolicy" not in plan_for("cuda", 4).manifest["spec"]  # type: ignore[index]
+
+
+def test_tpus_take_one_host_and_labels(cli: Cli) -> None:
+    with pytest.raises(UsageError, match="headless Service"):
+        plan_for("xla", 8, nodes=2)
+    arguments = ["launch", "--tpus", 4, *IN_A_POD[2:], "--dry-run"]
+    result = cli(*arguments)
+    assert result.code == 0
+    assert "gke-tpu-accelerator and cloud.google.com/gke-tpu-topology" in " ".join(
+        result.err.split()
+    )
+    labels = "accelerator=tpu-v5-lite-podslice", "topology=2x2"
+    labels = [f"cloud.google.com/gke-tpu-{label}" for label in labels]
+    result = cli(*arguments, "--set", f"kubernetes.node_selector={','.join(labels)}")
+    assert (result.code, result.err) == (0, "")
 
 
 @pytest.mark.parametrize(
