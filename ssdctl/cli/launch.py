@@ -222,7 +222,7 @@ def _submit(call: Call, plan: Plan, answer: dict[str, object], wait: bool) -> No
         stream.flush()
 
     try:
-        code = batch.follow(job, plan, write)
+        code = batch.follow(job, plan, write, call.console.say)
     except KeyboardInterrupt:
         call.console.warn(f"{job} goes on without being followed; {end} ends it")
         raise

@@ -16,15 +16,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ssdctl.errors import DistributedError, UsageError
+from ssdctl.launch import podstatus
 from ssdctl.launch.exits import DISTRIBUTED, INTERRUPTED, PASSED_ON
 from ssdctl.launch.plan import Plan
 
 Write = Callable[[str], object]
 POLL_S = 2.0
 PATIENCE_S = 120.0  # how long the engine may be out of reach
+INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with the waits between
 REMEDIES = {
     "slurm": "run this on a login node of the cluster; --write FILE writes the script for there",
     "kubernetes": "install kubectl and log in to the cluster; --write FILE writes the manifest",
@@ -61,15 +62,22 @@ def how_to_end(job: str, plan: Plan) -> str:
     return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
 
 
-def follow(job: str, plan: Plan, write: Write) -> int:
+def follow(job: str, plan: Plan, write: Write, say: Write = print) -> int:
     """Pass on what the first rank says, to the job's end; return the job's exit code.
 
+    Args:
+        job: What `submit` returned.
+        plan: Of the job.
+        write: Takes the job's own words.
+        say: Takes a line on what the job waits for.
+
     Raises:
-        DistributedError: The engine does not answer any more, or has forgotten the job.
+        DistributedError: The engine does not answer any more, or has forgotten the job; or a pod
+            that the others wait for cannot start.
     """
     if plan.launcher == "slurm":
         return _follow_slurm(job, write)
-    return _follow_kubernetes(job, plan, write)
+    return _follow_kubernetes(job, plan, write, say)
 
 
 def _follow_slurm(job: str, write: Write) -> int:
@@ -108,27 +116,80 @@ def _pass_on(path: Path, told: int, write: Write) -> int:
     return told
 
 
-def _follow_kubernetes(job: str, plan: Plan, write: Write) -> int:
-    space = ["-n", n] if (n := _namespace(plan)) else []
-    name = job.rpartition("/")[2]
-    owner = f"{name}-launcher" if job.startswith("mpijob") else name  # the batch Job of the pods
-    followed: set[str] = set()
+class _Pods:
+    """The pods of a job, as often as they are asked after; what is told of each is told once."""
+
+    def __init__(self, job: str, plan: Plan, write: Write, say: Write) -> None:
+        self.write, self.say, self.end = write, say, how_to_end(job, plan)
+        self.space = ["-n", n] if (n := _namespace(plan)) else []
+        name = job.rpartition("/")[2]
+        is_mpi = job.startswith("mpijob")
+        self.first = f"job-name={name}-launcher" if is_mpi else f"job-name={name}"
+        role = "training.kubeflow.org/job-role=worker"
+        self.workers = f"training.kubeflow.org/job-name={name},{role}" if is_mpi else None
+        self.followed: set[str] = set()
+        self.told: dict[str, str | None] = {}
+
+    def labelled(self, label: str) -> list[podstatus.Pod]:
+        """Those with a label, the oldest first."""
+        answer = _ask("kubectl", "get", "pods", *self.space, "-l", label, "-o", "json")
+        pods: list[podstatus.Pod] = json.loads(answer)["items"]
+        return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
+
+    def pass_on(self) -> None:
+        """Pass on the logs of pods that run the command; tell what others wait for.
+
+        Raises:
+            DistributedError: A worker cannot be installed. The operator would wait for ever.
+        """
+        for pod in self.labelled(self.workers) if self.workers else []:
+            self._tell(pod)
+            failure = podstatus.installation_failure(pod)
+            if failure and failure.starts >= INSTALLATIONS:
+                raise DistributedError(
+                    f"{podstatus.name_of(pod)}: its container {failure.container} failed "
+                    f"{failure.starts} times, with exit code {failure.code}",
+                    hint=f"the job still holds its nodes: {self.end} ends it",
+                )
+        for pod in self.labelled(self.first):
+            self._tell(pod)
+            name = podstatus.name_of(pod)
+            has_begun = podstatus.phase_of(pod) in ("Running", "Succeeded", "Failed")
+            if has_begun and name not in self.followed and name not in self.told:
+                self.followed.add(name)
+                _pass_log_on(["kubectl", "logs", *self.space, "--follow", name], self.write)
+
+    def _tell(self, pod: podstatus.Pod) -> None:
+        name = podstatus.name_of(pod)
+        failure = podstatus.installation_failure(pod)
+        if failure is not None:
+            words = f"{failure.container} failed with exit code {failure.code}"
+        elif (waits_for := podstatus.waits_for(pod)) is not None:
+            words = f"waits: {waits_for}"
+        else:
+            self.told.pop(name, None)
+            return
+        if self.told.get(name) == words:
+            return
+        self.told[name] = words
+        self.say(f"{name}: {words}")
+        if failure is not None:
+            options = ["-c", failure.container, "--tail=20"]
+            _pass_log_on(["kubectl", "logs", *self.space, name, *options], self.write)
+
+
+def _follow_kubernetes(job: str, plan: Plan, write: Write, say: Write) -> int:
+    pods = _Pods(job, plan, write, say)
     while True:
-        answer = _ask("kubectl", "get", "pods", *space, "-l", f"job-name={owner}", "-o", "json")
-        pods = json.loads(answer)["items"]
-        pods.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
-        for pod in pods:
-            its_name = pod["metadata"]["name"]
-            phase = pod["status"].get("phase", "Pending")
-            if its_name not in followed and phase in ("Running", "Succeeded", "Failed"):
-                followed.add(its_name)
-                _pass_log_on(["kubectl", "logs", *space, "--follow", its_name], write)
-        status = json.loads(_ask("kubectl", "get", *space, job, "-o", "json")).get("status", {})
-        ends = {c["type"] for c in status.get("conditions", []) if c.get("status") == "True"}
+        pods.pass_on()
+        answer = _ask("kubectl", "get", *pods.space, job, "-o", "json")
+        conditions = json.loads(answer).get("status", {}).get("conditions", [])
+        ends = {c["type"] for c in conditions if c.get("status") == "True"}
         if ends & {"Succeeded", "Complete"}:
             return 0
         if "Failed" in ends:
-            return _pods_exit(pods)
+            # Asked anew: the ones known were fetched before their logs were followed.
+            return podstatus.exit_code(pods.labelled(pods.first))
         time.sleep(POLL_S)
 
 
@@ -137,16 +198,6 @@ def _pass_log_on(argv: list[str], write: Write) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             write(line)
-
-
-def _pods_exit(pods: list[dict[str, Any]]) -> int:
-    """The exit code of the last pod that ended."""
-    for pod in reversed(pods):
-        for container in pod["status"].get("containerStatuses", []):
-            code = container.get("state", {}).get("terminated", {}).get("exitCode")
-            if code is not None:
-                return code if code in PASSED_ON else DISTRIBUTED
-    return DISTRIBUTED
 
 
 def _namespace(plan: Plan) -> str | None:

@@ -178,18 +178,98 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
 ) -> None:
     """Kubernetes starts a launcher that failed again, in another pod: each is followed once."""
     first, second = codes
+    none = pods()  # of the workers
     says([
-        pods(("b", "Pending", None)), status("Running"),
-        pods(("b", "Failed", first)), (0, "step 1\n", ""), status("Running"),
-        pods(("c", "Failed", second), ("b", "Failed", first)), (0, "step 2\n", ""),
-        status("Failed"),
+        none, pods(("b", "Pending", None)), status("Running"),
+        none, pods(("b", "Running", None)), (0, "step 1\n", ""), status("Running"),
+        none, pods(("c", "Running", None), ("b", "Failed", first)), (0, "step 2\n", ""),
+        status("Failed"), pods(("c", "Failed", second), ("b", "Failed", first)),
     ])  # fmt: skip
     said: list[str] = []
     assert batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append) == expected
     assert said == ["step 1\n", "step 2\n"]
     calls = asked(tmp_path)
-    assert calls[0][:6] == ["get", "pods", "-n", "me", "-l", "job-name=mine-launcher"]
+    workers = "training.kubeflow.org/job-name=mine,training.kubeflow.org/job-role=worker"
+    assert calls[0][:6] == ["get", "pods", "-n", "me", "-l", workers]
+    assert calls[1][:6] == ["get", "pods", "-n", "me", "-l", "job-name=mine-launcher"]
     assert [call[-1] for call in calls if call[0] == "logs"] == ["b", "c"]
+
+
+def pending(name: str, **found: object) -> tuple[int, str, str]:
+    items = [{"metadata": {"name": name}, "status": {"phase": "Pending", **found}}]
+    return 0, json.dumps({"items": items}), ""
+
+
+def install(starts: int, **state: object) -> list[object]:
+    return [{"name": "install-ssdctl", "restartCount": starts - 1, **state}]
+
+
+def backing_off(starts: int) -> list[object]:
+    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+    return install(starts, state=waiting, lastState={"terminated": {"exitCode": 1}})
+
+
+UNSCHEDULED = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+               "message": "0/9 nodes are available:\n9 Insufficient habana.ai/gaudi."}  # fmt: skip
+INITIALIZING = [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]
+PULLING = [
+    {
+        "name": "install-ssdctl",
+        "state": {"waiting": {"reason": "ImagePullBackOff", "message": 'image "a:1"'}},
+    }
+]
+
+
+def test_what_workers_wait_for_is_told_once_per_change(says: Say) -> None:
+    """The launcher's pod is there only when all workers are: nothing else would be said."""
+    none = pods()
+    unscheduled = pending("w-0", conditions=[UNSCHEDULED])
+    waiting = {"initContainerStatuses": PULLING, "containerStatuses": INITIALIZING}
+    installing = install(1, state={"running": {}})
+    runs = {"initContainerStatuses": installing, "containerStatuses": INITIALIZING}
+    says([
+        unscheduled, none, status(), unscheduled, none, status(),
+        pending("w-0", **waiting), none, status(),
+        pending("w-0", **runs), none, status(),
+        pods(("w-0", "Running", None)), pods(("l", "Succeeded", 0)), (0, "step 1\n", ""),
+        status("Succeeded"),
+    ])  # fmt: skip
+    said: list[str] = []
+    code = batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
+    assert code == 0
+    assert said == [
+        "w-0: waits: Unschedulable: 0/9 nodes are available: 9 Insufficient habana.ai/gaudi.",
+        'w-0: waits: install-ssdctl: ImagePullBackOff: image "a:1"',
+        "step 1\n",
+    ]
+
+
+def test_a_worker_that_cannot_be_installed_ends_the_wait(says: Say, tmp_path: Path) -> None:
+    """It may heal at first; the operator itself would wait for ever, and hold the others' cards."""
+    none = pods()
+    ended = install(1, state={"terminated": {"exitCode": 1}})
+    says([
+        pending("w-0", initContainerStatuses=ended), (0, "no such wheel\n", ""), none, status(),
+        pending("w-0", initContainerStatuses=backing_off(1)), none, status(),
+        pending("w-0", initContainerStatuses=backing_off(batch.INSTALLATIONS)),
+    ])  # fmt: skip
+    said: list[str] = []
+    with pytest.raises(DistributedError, match="w-0: its container install-ssdctl failed") as end:
+        batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
+    assert "kubectl delete mpijob.kubeflow.org/mine -n me" in str(end.value.hint)
+    assert said == ["w-0: install-ssdctl failed with exit code 1", "no such wheel\n"]
+    (logs,) = [call for call in asked(tmp_path) if call[0] == "logs"]
+    assert logs == ["logs", "-n", "me", "w-0", "-c", "install-ssdctl", "--tail=20"]
+
+
+def test_a_job_whose_installation_fails_shows_why(says: Say, tmp_path: Path) -> None:
+    ended = install(1, state={"terminated": {"exitCode": 3}})
+    pod = pending("a-1", phase="Failed", initContainerStatuses=ended)
+    says([pod, (0, "no such wheel\n", ""), status("Failed"), pod])
+    said: list[str] = []
+    assert batch.follow("job.batch/a", KUBERNETES, said.append, said.append) == 8
+    assert said == ["a-1: install-ssdctl failed with exit code 3", "no such wheel\n"]
+    assert len([call for call in asked(tmp_path) if call[0] == "logs"]) == 1
 
 
 def test_an_absent_client_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
