@@ -196,7 +196,8 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
 
 
 def pending(name: str, **found: object) -> tuple[int, str, str]:
-    items = [{"metadata": {"name": name}, "status": {"phase": "Pending", **found}}]
+    metadata = {"name": name, "creationTimestamp": name}
+    items = [{"metadata": metadata, "status": {"phase": "Pending", **found}}]
     return 0, json.dumps({"items": items}), ""
 
 
@@ -265,7 +266,9 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(says: Say, tmp_path: Pa
 def test_a_job_whose_installation_fails_shows_why(says: Say, tmp_path: Path) -> None:
     ended = install(1, state={"terminated": {"exitCode": 3}})
     pod = pending("a-1", phase="Failed", initContainerStatuses=ended)
-    says([pod, (0, "no such wheel\n", ""), status("Failed"), pod])
+    earlier = json.loads(pods(("0", "Failed", 75))[1])["items"]  # drained, which is not the end
+    both = (0, json.dumps({"items": [*json.loads(pod[1])["items"], *earlier]}), "")
+    says([pod, (0, "no such wheel\n", ""), status("Failed"), both])
     said: list[str] = []
     assert batch.follow("job.batch/a", KUBERNETES, said.append, said.append) == 8
     assert said == ["a-1: install-ssdctl failed with exit code 3", "no such wheel\n"]
