@@ -110,11 +110,6 @@ def launch(
 
     request = make_request(call, *given[0], rest or [])
     plan = make_plan(request, read_node())
-    if plan.launcher == "slurm" and request.config.cores_per_node is None:
-        call.console.warn(
-            "--cpus-per-task counts the cores of this machine, which need not be those of the "
-            "nodes: say --cores-per-node N"
-        )
     for warning in plan.warnings:
         call.console.warn(warning)
 

@@ -133,7 +133,9 @@ def make_plan(request: Request, node: Node) -> Plan:
     _check(request)
     launcher, count, nodes = request.launcher, request.count, request.config.nodes
     if launcher == "slurm":
-        return Plan(slurm.ARGV, {}, launcher, count, nodes, text=slurm.build(request, node))
+        text = slurm.build(request, node)
+        warnings = slurm.warnings(request)
+        return Plan(slurm.ARGV, {}, launcher, count, nodes, text=text, warnings=warnings)
     if launcher == "kubernetes":
         manifest = kubernetes.build(request)
         text = podspec.to_yaml(manifest)

@@ -97,6 +97,14 @@ def build(request: Request, node: Node) -> str:
     return "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
 
 
+def warnings(request: Request) -> tuple[str, ...]:
+    """What the nodes may have otherwise than this machine."""
+    if request.config.cores_per_node is not None:
+        return ()
+    said = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
+    return (f"{said}: say --cores-per-node N",)
+
+
 def _options(request: Request, ranks: int, cores: int) -> list[str]:
     slurm = request.slurm
     gres = DEVICES.get(request.device, "none") if slurm.gres is None else slurm.gres

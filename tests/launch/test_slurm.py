@@ -261,6 +261,11 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: 
     assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
 
 
+def test_cores_that_are_only_guessed_are_told() -> None:
+    assert "--cores-per-node" in plan_for("cuda", 8).warnings[0]
+    assert plan_for("cuda", 8, cores_per_node=64).warnings == ()
+
+
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
     """The signal is the one that comes before the time limit, here by hand."""
