@@ -156,7 +156,7 @@ def test_open_mpi_5_spells_it_anew() -> None:
 
 
 def test_tpus_are_started_by_torchrun() -> None:
-    """torch_xla's `xla://` rendezvous takes chip and neighbours from torchrun's variables."""
+    """Each takes its chip by torchrun's variables (ssdctl/device/xla.py)."""
     plan = plan_for("xla", 4, "train", "--device=xla")
     assert shlex.join(plan.argv) == (
         "python -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node=4 "
