@@ -60,5 +60,5 @@ class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was asked to 
     exit_code = 75
 
 
-class Interrupted(SsdctlError):  # noqa: N818
+class Interrupted(SsdctlError):  # noqa: N818 - as above
     exit_code = 130

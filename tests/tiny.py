@@ -64,6 +64,14 @@ def made(
     return model, optimizer, TrainStep(model, optimizer, device, settings, precision, scale=scale)
 
 
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a step may move, on the host."""
+    found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
+    for key, entry in optimizer.state_dict()["state"].items():
+        found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
+    return found
+
+
 def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3, *, first: int = 0) -> list[float]:
     """The losses of some steps, each on other pictures, read at the end alone."""
     results = [step([batch(seed=n)], lr * n) for n in range(first, first + steps)]

@@ -106,6 +106,7 @@ def _opener(plan: TrainPlan, decoder: Decoder | None) -> Any:
     """What builds the pipeline."""
     from nvidia.dali import fn, pipeline_def, types
 
+    # DALI's decorator has no types.
     @pipeline_def(  # type: ignore[untyped-decorator]
         batch_size=plan.batch_size,
         num_threads=plan.threads,

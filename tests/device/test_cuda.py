@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import batch, losses, made
+from tiny import batch, everything, losses, made
 
 from ssdctl.data.prepare import open_dataset
 from ssdctl.device import open_device
@@ -90,15 +90,9 @@ def test_a_bad_step_moves_nothing(cuda: Device, optimizer: str) -> None:
     for number in range(3):
         step([batch(seed=number)], 1e-3)
 
-    def everything() -> dict[str, torch.Tensor]:
-        found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
-        for key, entry in state.state_dict()["state"].items():
-            found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
-        return found
-
-    before = everything()
+    before = everything(model, state)
     assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
-    after = everything()
+    after = everything(model, state)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import Tiny, batch, losses, made
+from tiny import Tiny, batch, everything, losses, made
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -87,18 +87,12 @@ def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
     step([batch()], 1e-3)
     xla.synchronize()
 
-    def everything() -> dict[str, torch.Tensor]:
-        found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
-        for key, entry in state.state_dict()["state"].items():
-            found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
-        return found
-
-    before = everything()
+    before = everything(model, state)
     assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
-    after = everything()
+    after = everything(model, state)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     step([batch(seed=1)], 1e-3)
-    assert not torch.equal(everything()["heads.weight"], before["heads.weight"])
+    assert not torch.equal(everything(model, state)["heads.weight"], before["heads.weight"])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
