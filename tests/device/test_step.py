@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Tiny, batch, losses, made
+from tiny import Tiny, batch, everything, losses, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdctl.device import open_device
@@ -251,6 +251,28 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
         *("batch 2", "wait", *one, "step"),
         *("wait", "step"),
     ]  # fmt: skip
+
+
+def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> None:
+    full = batch()
+    full.labels[0] = torch.tensor([0, 2, 0])  # padding before a box stays
+    empty = full._replace(labels=torch.zeros_like(full.labels))
+    given = [full, empty]
+    less = list(copied_ahead(given, open_device("cpu")))
+    assert [len(b.boxes[0]) for b in less] == [len(b.labels[0]) for b in less] == [2, 1]
+    ends = []
+    for batches in (given, less):
+        model, optimizer, step = made(CPU)
+        for one in batches:
+            step([one], 1e-2)
+        ends.append(everything(model, optimizer))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_compiled_steps_of_the_host_get_one_shape() -> None:
+    device = Cpu()
+    device.execution = "compile"
+    assert [b.boxes.shape[1] for b in copied_ahead([batch()], device)] == [3]
 
 
 def test_a_full_gpu_is_known_by_all_its_words() -> None:
