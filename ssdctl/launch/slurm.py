@@ -27,6 +27,7 @@ FORMS = {
     "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",
     "memory": r"\d+[KMGT]?",
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
+    "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
 }
 START_S = 60  # imports and first reads, before which no signal is of use
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
@@ -38,7 +39,7 @@ while :; do
   rm -rf -- "$exits" && mkdir -p -- "$exits"
   MASTER_PORT=$({python} -c "{free_port}")
   export MASTER_PORT
-  srun --export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
+  srun {options}--export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
   {python} -m ssdctl.launch.exits "$exits" $? {count}
   code=$?
   rm -rf -- "$exits"
@@ -85,10 +86,12 @@ def build(request: Request, node: Node) -> str:
     if is_train:
         lines.append(f'[ "${{SLURM_RESTART_COUNT:-0}}" -eq 0 ] || {resume}')
     lines.append(f"restarts={config.restarts}")
+    options = [_checked("srun_options", option) for option in request.slurm.srun_options]
     body = BODY.format(
         variable=EXITS_VARIABLE,
         python=shlex.quote(request.python),
         free_port=FREE_PORT,
+        options="".join(f"{shlex.quote(str(option))} " for option in options),
         cores=cores,
         count=request.count,
         resume=f"  {resume}\n" if is_train else "",

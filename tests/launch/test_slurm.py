@@ -99,11 +99,22 @@ def test_what_is_asked_of_slurm() -> None:
 
 
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(x)", "`x`", "a;b", "-x", ""])
-@pytest.mark.parametrize("name", ["job_name", "partition", "time", "memory", "gres", "options"])
+@pytest.mark.parametrize(
+    "name", ["job_name", "partition", "time", "memory", "gres", "options", "srun_options"]
+)
 def test_hostile_settings_are_refused(name: str, value: str) -> None:
-    given = (value,) if name == "options" else value
+    given = (value,) if "options" in name else value
     with pytest.raises(UsageError, match=f"slurm.{name}"):
         plan_for("cuda", 2, slurm={name: given})
+
+
+def test_options_of_srun_stand_quoted_before_ours() -> None:
+    mounts = "--container-mounts=/data:/data,$HOME:/home"
+    plan = plan_for("cuda", 2, slurm={"srun_options": ("--mpi=none", mounts)})
+    line = next(line for line in str(plan.text).splitlines() if line.startswith("  srun "))
+    assert shlex.split(line)[1:4] == ["--mpi=none", mounts, "--export=ALL"]
+    assert shlex.quote(mounts) in line
+    assert not any("container" in d for d in directives(plan))
 
 
 @settings(max_examples=25, deadline=None)

@@ -103,6 +103,10 @@ class SlurmConfig(Section, frozen=True):
     options: Annotated[
         tuple[str, ...], setting("More options of sbatch (--exclusive)", metavar="--OPTION,...")
     ] = ()
+    srun_options: Annotated[
+        tuple[str, ...],
+        setting("More options of srun (--mpi=none, --container-image=...)", metavar="--OPTION,..."),
+    ] = ()
 
 
 class KubernetesConfig(Section, frozen=True):
