@@ -7,9 +7,9 @@ Each pipeline has a process of its own and runs a few seconds a round, in turn, 
 minute of the machine meets all of them; figures are medians over the rounds, ratios are medians of
 the rounds' ratios. Ours keep freed memory, as `ssdctl train` does; DALI is slower with that.
 "host" is reading, crop, decoding, resizing and boxes; "full" adds colour, normalisation and
-targets. "peers" is our own re-implementation of MLPerf's PIL pipeline in worker processes. DALI
-needs the extra. Where other work shares the machine, the processor time an image tells more than
-the rate.
+targets, as eager and as compiled steps have them. "peers" is our own re-implementation of MLPerf's
+PIL pipeline in worker processes. DALI needs the extra. Where other work shares the machine, the
+processor time an image tells more than the rate.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_io
 from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.data.prepare import open_dataset, prepare
 from ssdctl.data.store import Split
+from ssdctl.device import open_device
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import TrainPlan
 from ssdctl.model.augment import MEAN, STD
@@ -233,13 +234,20 @@ def our_plan(split: Split, threads: int) -> TrainPlan:
     return TrainPlan(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
 
 
-def ours(root: Path, store: Path, threads: int, is_full: bool, pipeline: str = "native") -> Count:
+def ours(
+    root: Path,
+    store: Path,
+    threads: int,
+    is_full: bool,
+    pipeline: str = "native",
+    execution: str = "eager",
+) -> Count:
     if pipeline == "native":
         keep_freed_memory()
     split = open_dataset(root, store, say=print)["train"]
     batches = open_input(pipeline, split, our_plan(split, threads)).batches(0, 1 << 40)
     if is_full:
-        return full_chain(batches, threads)
+        return full_chain(batches, threads, open_device("cpu", execution=execution))
     return (len(batch.rows) for batch in batches)
 
 
@@ -313,6 +321,9 @@ def main() -> None:
             "ours, host, packed": partial(ours, root, stores["packed"], threads, False),
             "ours, host, shrunk to 300": partial(ours, root, stores["shrunk"], threads, False),
             "ours, full, packed": partial(ours, root, stores["packed"], threads, True),
+            "ours, full, compiled": partial(
+                ours, root, stores["packed"], threads, True, execution="compile"
+            ),
             "ours by --pipeline dali": partial(ours, root, stores["files"], threads, False, "dali"),
             "DALI, host": partial(dali, root, threads, False),
             "DALI, full": partial(dali, root, threads, True),

@@ -11,24 +11,25 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from ssdctl.benchmark import endless_batches, plan_alone
-from ssdctl.boxes.coder import encode
-from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
-from ssdctl.boxes.matcher import match
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.store import Split
+from ssdctl.device import inductor, open_device
+from ssdctl.device.base import Device
 from ssdctl.input.decode import decode, shrink_crop
 from ssdctl.input.loader import Batch
 from ssdctl.input.order import Order
 from ssdctl.input.samples import TrainPlan, draw_samples
 from ssdctl.model.augment import Normalise
+from ssdctl.model.loss import Targets
 
 Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
@@ -37,8 +38,20 @@ TIMED_IMAGES = 200
 PART = 8  # images of the full chain's last stages at a time
 
 
-def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
-    """Images per second of the host stage, of the full chain, and milliseconds of each stage."""
+def benchmark_data(
+    split: Split, config: Config, seconds: float, say: Callable[[str], None]
+) -> Figures:
+    """Images per second of the host stage, of the full chain, and milliseconds of each stage.
+
+    Args:
+        split: Of training images.
+        config: Of `ssdctl train`.
+        seconds: Of each measurement.
+        say: Told why steps are not compiled as wished.
+    """
+    device = open_device("cpu", execution=config.train.execution)
+    for remark in device.remarks:
+        say(remark)
     threads = config.train.workers or len(os.sched_getaffinity(0))
     plan = plan_alone(split, config, batch_size=BATCH_SIZE, threads=threads)
 
@@ -49,7 +62,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     torch.set_num_threads(1)  # the full chain's arithmetic runs in the threads that are counted
     try:
         host = _rate((len(batch.rows) for batch in batches()), seconds)
-        full = _rate(full_chain(batches(), threads), seconds)
+        full = _rate(full_chain(batches(), threads, device), seconds)
         stages = stage_times(split, plan, TIMED_IMAGES)
     finally:
         torch.set_num_threads(torch_threads)
@@ -57,34 +70,45 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
         "images_per_second": host,
         "images_per_second_full": full,
         "workers": threads,
+        "execution": device.execution,
         "pipeline": config.train.pipeline,
         **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
     }
 
 
-def full_chain(batches: Iterator[Batch], threads: int) -> Iterator[int]:
+def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterator[int]:
     """Colour, normalise and match batches on the CPU; yields how many images each held."""
-    defaults = default_boxes_cxcywh()
-    defaults_ltrb = box_cxcywh_to_ltrb(defaults)
-    normalise = Normalise()
+    last_stages = _LastStages()
+    if device.execution == "compile":
+        inductor.compile_in_place(last_stages, dynamic=None)  # numbers of boxes vary
 
     def finish(batch: Batch, part: slice) -> None:
         jitter = None if batch.jitter is None else batch.jitter[part]
-        normalise(batch.images[part], jitter)
         labels = batch.labels[part]
         num_boxes = max(int((labels > 0).sum(dim=1).max()), 1)  # shapes need not be static here
-        boxes, labels = batch.boxes[part, :num_boxes], labels[:, :num_boxes]
-        owner, _ = match(boxes, labels, defaults_ltrb)
-        centres = box_ltrb_to_cxcywh(boxes).transpose(1, 2)
-        matched = centres.gather(2, owner.unsqueeze(1).expand(-1, 4, -1))
-        encode(matched.transpose(1, 2), defaults)
+        boxes = batch.boxes[part, :num_boxes]
+        last_stages(batch.images[part], jitter, boxes, labels[:, :num_boxes])
 
-    with ThreadPoolExecutor(threads) as pool, torch.inference_mode():
+    with ThreadPoolExecutor(threads) as pool:
         for batch in batches:
             size = len(batch.rows)
             parts = [slice(start, start + PART) for start in range(0, size, PART)]
             list(pool.map(lambda part, batch=batch: finish(batch, part), parts))
             yield size
+
+
+class _LastStages(nn.Module):
+    """What the device does to a batch for the network and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalise = Normalise()
+        self.targets = Targets()
+
+    def forward(
+        self, images: Tensor, jitter: Tensor | None, boxes: Tensor, labels: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.normalise(images, jitter), self.targets(boxes, labels)
 
 
 def stage_times(split: Split, plan: TrainPlan, num_images: int) -> dict[str, float]:

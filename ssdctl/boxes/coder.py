@@ -17,7 +17,8 @@ def encode(boxes_cxcywh: Tensor, defaults_cxcywh: Tensor) -> Tensor:
     centre = (boxes_cxcywh[..., :2] - defaults_cxcywh[:, :2]) / defaults_cxcywh[:, 2:]
     ratio = boxes_cxcywh[..., 2:] / defaults_cxcywh[:, 2:]
     size = ratio.clamp(min=SMALLEST_RATIO).log()
-    return torch.cat([centre / CENTRE_VARIANCE, size / SIZE_VARIANCE], dim=-1)
+    # Joined as columns, which is how boxes lie in the network's output and its loss.
+    return torch.cat([centre.mT / CENTRE_VARIANCE, size.mT / SIZE_VARIANCE], dim=-2).mT
 
 
 def decode(offsets: Tensor, defaults_cxcywh: Tensor) -> Tensor:

@@ -29,8 +29,19 @@ Seconds = Annotated[
 @command(
     group,
     "data",
-    settings=["data.*", "train.workers", "train.augment", "train.seed", "train.pipeline"],
-    examples=["ssdctl benchmark data", "ssdctl benchmark data --data /data/coco --workers 8"],
+    settings=[
+        "data.*",
+        "train.workers",
+        "train.augment",
+        "train.seed",
+        "train.pipeline",
+        "train.execution",
+    ],
+    examples=[
+        "ssdctl benchmark data",
+        "ssdctl benchmark data --data /data/coco --workers 8",
+        "ssdctl benchmark data --execution compile   # the full chain as compiled steps have it",
+    ],
 )
 def data(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure the input: images per second of the host stage, and of the full chain on the CPU.
@@ -44,7 +55,7 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     from ssdctl.benchmark_data import benchmark_data
 
     with _splits(call) as splits:
-        _show(call, benchmark_data(splits["train"], call.config, seconds))
+        _show(call, benchmark_data(splits["train"], call.config, seconds, call.console.say))
 
 
 @command(

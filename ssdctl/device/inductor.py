@@ -45,6 +45,7 @@ def _what_is_missing(gpu: tuple[int, int] | None) -> str | None:
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile a module's calls as one graph of static shapes; graph breaks are errors."""
+    """Compile a module's calls as one graph, of static shapes unless the options say otherwise;
+    graph breaks are errors."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache("inductor")))
-    module.compile(fullgraph=True, dynamic=False, **options)
+    module.compile(**{"fullgraph": True, "dynamic": False, **options})

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, by_columns
 
 NEGATIVES_PER_POSITIVE = 3
 
@@ -32,11 +32,11 @@ class Losses(NamedTuple):
     classification: Tensor
 
 
-class MultiboxLoss(nn.Module):
-    """Matching, coding and loss of one batch.
+class Targets(nn.Module):
+    """What each default box should predict: matching and coding of one batch.
 
     Args:
-        dtype: Of the arithmetic, whatever the network computed in.
+        dtype: Of the arithmetic.
     """
 
     defaults_cxcywh: Tensor
@@ -45,8 +45,34 @@ class MultiboxLoss(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         defaults = default_boxes_cxcywh(dtype)
-        self.register_buffer("defaults_cxcywh", defaults, persistent=False)
-        self.register_buffer("defaults_ltrb", box_cxcywh_to_ltrb(defaults), persistent=False)
+        corners = box_cxcywh_to_ltrb(defaults)
+        self.register_buffer("defaults_cxcywh", by_columns(defaults), persistent=False)
+        self.register_buffer("defaults_ltrb", by_columns(corners), persistent=False)
+
+    def forward(self, boxes_BG4: Tensor, labels_BG: Tensor) -> tuple[Tensor, Tensor]:
+        """Offsets (B, 4, N) and labels (B, N), 0 for background, from padded ground truth.
+
+        Args:
+            boxes_BG4: Ground truth as ltrb fractions of the picture.
+            labels_BG: Their labels; 0 marks padding.
+        """
+        assigned_BN, label_BN = match(boxes_BG4, labels_BG, self.defaults_ltrb)
+        centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
+        matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
+        offsets_BN4 = encode(matched_B4N.transpose(1, 2), self.defaults_cxcywh)
+        return offsets_BN4.transpose(1, 2), label_BN
+
+
+class MultiboxLoss(nn.Module):
+    """Targets and loss of one batch.
+
+    Args:
+        dtype: Of the arithmetic, whatever the network computed in.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.targets = Targets(dtype)
 
     def forward(
         self,
@@ -64,16 +90,9 @@ class MultiboxLoss(nn.Module):
             labels_BG: Their labels; 0 marks padding.
         """
         with torch.autocast(offsets_B4N.device.type, enabled=False):
-            assigned_BN, label_BN = match(boxes_BG4, labels_BG, self.defaults_ltrb)
-            centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
-            matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
-            target_BN4 = encode(matched_B4N.transpose(1, 2), self.defaults_cxcywh)
-            return multibox_loss(
-                offsets_B4N.to(target_BN4.dtype),
-                logits_BCN.to(target_BN4.dtype),
-                target_BN4.transpose(1, 2),
-                label_BN,
-            )
+            target_B4N, label_BN = self.targets(boxes_BG4, labels_BG)
+            dtype = target_B4N.dtype
+            return multibox_loss(offsets_B4N.to(dtype), logits_BCN.to(dtype), target_B4N, label_BN)
 
 
 def multibox_loss(

@@ -68,8 +68,8 @@ def whole_loss_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tenso
 def exact_loss() -> MultiboxLoss:
     """In fp64, with default boxes that were never rounded to fp32: rounding decides ties."""
     loss = MultiboxLoss().double()
-    loss.defaults_cxcywh = torch.tensor(reference.default_boxes(), dtype=torch.float64)
-    loss.defaults_ltrb = box_cxcywh_to_ltrb(loss.defaults_cxcywh)
+    loss.targets.defaults_cxcywh = torch.tensor(reference.default_boxes(), dtype=torch.float64)
+    loss.targets.defaults_ltrb = box_cxcywh_to_ltrb(loss.targets.defaults_cxcywh)
     return loss
 
 
