@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import ssl
@@ -170,19 +171,35 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         "claimed",
-        ["bytes {0}-{1}/{2}", "bytes 0-99/*", "bytes 5-1/{2}", "garbage", "bytes */{2}", ""],
+        [
+            *("bytes {0}-{1}/{2}", "bytes {0}-{3}/{2}", "bytes 0-99/*", "bytes 5-1/{2}"),
+            *("garbage", "bytes */{2}", ""),
+        ],
     )
     def test_3_wrong_content_range(self, server: Server, tmp_path: Path, claimed: str) -> None:
         def shifted(request: Request, reply: Reply) -> None:
             assert request.range is not None
             first, last = request.range
-            reply.headers["Content-Range"] = claimed.format(first + 1, last + 1, len(CONTENT))
+            reply.headers["Content-Range"] = claimed.format(first + 1, last + 1, len(CONTENT), last)
 
         pin = pinned(server.route("/a.bin", changed(file(CONTENT), shifted)))
         leave_part(tmp_path, pin, 1000)
         with pytest.raises(IntegrityError, match="Content-Range"):
             fetch_quickly(pin, tmp_path)
         assert "a.bin" not in names(tmp_path)
+
+    def test_3_a_longer_range_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+        """Its end would be written over what another connection brings."""
+
+        def longer(request: Request, reply: Reply) -> None:
+            assert request.range is not None
+            first, last = request.range
+            reply.headers["Content-Range"] = f"bytes {first}-{last + 1}/{len(CONTENT)}"
+            reply.body = CONTENT[first : last + 2]
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), longer)))
+        with pytest.raises(IntegrityError, match="Content-Range"):
+            fetch_quickly(pin, tmp_path)
 
     def test_4_416_on_a_complete_part(self, server: Server, tmp_path: Path) -> None:
         refused = Reply(416, {"Content-Range": f"bytes */{len(CONTENT)}"})
@@ -204,6 +221,12 @@ class TestFaults:
         leave_part(tmp_path, pin, 1000)
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
+    def test_4_416_of_another_file(self, server: Server, tmp_path: Path) -> None:
+        refused = Reply(416, {"Content-Range": "bytes */999"})
+        pin = pinned(server.route("/a.bin", lambda _: refused))
+        with pytest.raises(IntegrityError, match=r"999 bytes, the pinned one 2,500,000"):
+            fetch_quickly(pin, tmp_path)
+
     @pytest.mark.parametrize("honours_if_range", [True, False])
     def test_5_etag_changed(self, server: Server, tmp_path: Path, honours_if_range: bool) -> None:
         def other(request: Request) -> Reply:
@@ -218,6 +241,8 @@ class TestFaults:
         part.close()
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
         assert server.body_bytes >= len(CONTENT)
+        if honours_if_range:
+            assert server.requests[0].headers["if-range"] == '"1"'
         if not honours_if_range:  # seen by the ETag, not after the hash of the mixture was wrong
             assert server.body_bytes < 1.3 * len(CONTENT)
 
@@ -248,12 +273,13 @@ class TestFaults:
             part.write(bytes(1000))
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
-    def test_7_a_page_with_status_200(self, server: Server, tmp_path: Path) -> None:
-        page = Reply(200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>log in</html>")
+    @pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "application/xhtml+xml"])
+    def test_7_a_page_with_status_200(self, server: Server, tmp_path: Path, kind: str) -> None:
+        page = Reply(200, {"Content-Type": kind}, b"<html>log in</html>")
         pin = pinned(server.route("/a.bin", lambda _: page))
-        with pytest.raises(IntegrityError, match="text/html"):
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
             fetch_quickly(pin, tmp_path)
-        with pytest.raises(IntegrityError, match="text/html"):
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
             fetch_quickly(pin._replace(bytes=None), tmp_path)
         assert names(tmp_path) == []
 

@@ -24,6 +24,7 @@ from ssdctl.data.dataset import find_splits
 from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
 from ssdctl.data.store import Split, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
+from ssdctl.files import lock
 
 
 @pytest.fixture
@@ -418,8 +419,49 @@ class TestKills:
             path = dataset / f"train2017/{row + 1:012d}.jpg"
             assert bytes(split.read(row)) == path.read_bytes()
 
+    def test_an_index_goes_before_its_parts_do(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would say of new images what was true of the old ones."""
+        monkeypatch.setattr(parts, "PART_BYTES", 60_000)
+        monkeypatch.setattr(parts, "TASK_IMAGES", 2)
+        store = tmp_path / "store"
+        prepare(dataset, store, pack=True)
+        (dataset / "train2017/000000000001.jpg").write_bytes(b"spoiled")
+        check = parts.check_image
+
+        def dies_late(path: Path, *more: Any) -> Any:
+            if path.name == "000000000020.jpg":
+                raise DataError("the power went")
+            return check(path, *more)
+
+        monkeypatch.setattr(parts, "check_image", dies_late)
+        with pytest.raises(DataError, match="power"):
+            prepare(dataset, store, pack=True, jobs=1)
+        assert not is_prepared(dataset, store)
+
+    def test_force_takes_nothing_over(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepare(dataset, tmp_path / "store", pack=True)
+        checked: list[str] = []
+        check = parts.check_image
+
+        def noted(path: Path, *more: Any) -> Any:
+            checked.append(path.name)
+            return check(path, *more)
+
+        monkeypatch.setattr(parts, "check_image", noted)
+        prepare(dataset, tmp_path / "store", pack=True, force=True)
+        assert len(checked) == 24 + 9
+
     def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
-        both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
+        """Both wait; whoever comes second finds it done."""
+        with lock(tmp_path / "store" / ".lock"):
+            both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
+            for process in both:
+                assert process.stdout is not None
+                assert "waiting for it" in process.stdout.readline()
         said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
         assert [process.returncode for process in both] == [0, 0]
         assert said == ["unchanged", "written"]
