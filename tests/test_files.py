@@ -150,7 +150,7 @@ def test_a_copy_that_does_not_fit_leaves_no_part_of_it(
 
     monkeypatch.setattr(os, "link", refuses)
     monkeypatch.setattr(shutil, "copyfileobj", fills)
-    with pytest.raises(DiskError, match="no space left while writing .*last"):
+    with pytest.raises(DiskError, match=r"no space left while writing .*last"):
         link_or_copy(tmp_path / "step", tmp_path / "last")
     assert (tmp_path / "last").read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step"]

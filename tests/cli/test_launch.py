@@ -63,7 +63,7 @@ def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[s
     plan = planned(
         capsys,
         *("--cpus", "2", "--config", "my.toml", "--set", "train.seed=7", "--set", "launch.nodes=1"),
-        *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q"),
+        *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q", "-v"),
     )
     command = ranks_command(plan)
     assert command[:3] == ["train", "--config=my.toml", "--set=train.seed=7"]
@@ -73,6 +73,7 @@ def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[s
         "--eval-every=3ep",
         "--quiet",
         "--resume-changed",
+        "--verbose",
     ]
     assert not Path("y").exists()
 

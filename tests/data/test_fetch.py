@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import random
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 from data.http_server import Reply, Request, Server, changed, file
 
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.part import Part
 from ssdctl.data.sources import PinnedFile
 from ssdctl.data.transfer import Patience
@@ -335,7 +336,8 @@ class TestFaults:
 
         pin = pinned(server.route("/a.bin", busy))
         begun = time.monotonic()
-        fetch_quickly(pin, tmp_path)
+        # A wait that the server asked for is no stall, however long.
+        fetch(pin, tmp_path, patience=QUICK._replace(stall_s=0.6))
         assert time.monotonic() - begun >= 1
 
     def test_9_the_wait_is_capped(self, server: Server, tmp_path: Path) -> None:
@@ -414,6 +416,29 @@ class TestFaults:
         assert names(tmp_path) == ["a.bin"]
         assert server.body_bytes == len(CONTENT)
 
+    def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
+        """Its file goes with each holder: who waited must not hold one that is gone."""
+        target = tmp_path / "a.bin"
+        has_it, may_go = threading.Event(), threading.Event()
+
+        def waits() -> None:
+            with claim(target):
+                has_it.set()
+                may_go.wait(30)
+
+        second = threading.Thread(target=waits)
+        with claim(target):
+            second.start()
+            time.sleep(0.2)
+        try:
+            assert has_it.wait(30)
+            with (tmp_path / "a.bin.lock").open() as seen, pytest.raises(BlockingIOError):
+                fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            may_go.set()
+            second.join()
+        assert names(tmp_path) == []
+
     def test_14_a_full_disk_is_seen_before_the_first_byte(
         self, server: Server, tmp_path: Path
     ) -> None:
@@ -439,7 +464,7 @@ class TestFaults:
         program = f"""
 import resource
 from pathlib import Path
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.sources import PinnedFile
 from ssdctl.errors import DiskError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -479,7 +504,7 @@ class TestKills:
         pin = pinned(server.route("/a.bin", slow), content)
         program = f"""
 from pathlib import Path
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.sources import PinnedFile
 fetch(PinnedFile(*{tuple(pin)!r}), Path({str(folder)!r}), connections=2)
 """

@@ -135,6 +135,15 @@ def test_changed_annotations_are_noticed(dataset: Path, tmp_path: Path) -> None:
     assert len(opened(dataset, store).labels) == len(document["annotations"])
 
 
+def test_annotations_of_the_same_size_are_told_apart(dataset: Path, tmp_path: Path) -> None:
+    prepare(dataset, tmp_path / "store", pack=False)
+    path = dataset / "annotations/instances_train2017.json"
+    size = path.stat().st_size
+    path.write_text(path.read_text().replace('"ball"', '"bell"'))
+    assert path.stat().st_size == size
+    assert not is_prepared(dataset, tmp_path / "store")
+
+
 def test_touched_annotations_are_the_same(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     prepare(dataset, store, pack=False)
@@ -210,6 +219,7 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
     ("text", "error", "words"),
     [
         ('[train]\nimages = "photos"\n', DataError, "lacks annotations"),
+        ('[train]\nimags = "photos"\n', DataError, "dataset.toml:2: unknown key 'train.imags'"),
         ('[test]\nimages = "photos"\n', DataError, "dataset.toml:2: unknown key 'test.images'"),
         ('[train]\nimages = "../x"\nannotations = "a"\n', DataError, "no plain path"),
         ('[train]\nimages = 3\nannotations = "a"\n', DataError, "must be a path"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from runs import assert_same_state, last, records, start, wait_for
+
+from ssdctl.train import setup
+from ssdctl.train.checkpoint import CheckpointFolder
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -185,6 +189,24 @@ def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, modul
     assert not (tmp_path / "run").exists()
 
 
+def test_a_signal_while_it_prepares_ends_it_there(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large dataset takes minutes, and there is nothing to save yet."""
+    went_on: list[bool] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        went_on.append(True)
+
+    monkeypatch.setattr(setup, "open_dataset", interrupted)
+    result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
+    assert result.code == 75, result.err
+    assert "before the first step" in result.err
+    assert not went_on
+    assert not (tmp_path / "run").exists()
+
+
 def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Two gloo ranks through torchrun; nine validation pictures do not divide by two."""
     run = tmp_path / "run"
@@ -237,6 +259,14 @@ def test_what_a_bad_step_leads_to(
 ) -> None:
     run = tmp_path / "run"
     spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
+    saved: list[tuple[int, int]] = []
+    write = CheckpointFolder.write
+
+    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
+        saved.append((payload["step"], payload["samples_seen"]))
+        write(folder, payload)
+
+    monkeypatch.setattr(CheckpointFolder, "write", noted)
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
     result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())
@@ -255,6 +285,8 @@ def test_what_a_bad_step_leads_to(
     assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
     kinds = [r["event"] for r in records(run, "event")]
     assert ("rolled_back" in kinds) == (policy == "rollback")
+    # Whoever goes on from there must not meet the offending images again.
+    assert saved[1] == ((4, 8) if policy == "skip" else (2, 8))
     assert all(
         r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"
     )
