@@ -152,6 +152,18 @@ def test_mistakes_get_one_message_and_their_code(
     assert result.out == ""
 
 
+def test_what_nobody_expected_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(**_: object) -> None:
+        raise ValueError("out of the blue")
+
+    monkeypatch.setattr("ssdctl.cli.command.resolve", breaks)
+    result = cli("config", "show", "--json")
+    assert result.code == 1
+    assert "ValueError: out of the blue" in result.err
+    assert "This is a bug in ssdctl" in result.err
+    assert result.out == ""
+
+
 def test_verbose_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("evaluate", "none.pt", "-v").err
 
@@ -249,10 +261,10 @@ def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
     Path("d.json").write_text(
         '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
     )
-    result = cli("evaluate", "d.json", "--data", shapes, "--json")
+    result = cli("evaluate", "d.json", "--data", shapes, "--json", "-q")
     assert result.code == 0, result.err
     assert json.loads(result.out)["AP"] == 0
-    assert "warning: 1 detections are of categories that" in result.err
+    assert result.err.startswith("warning: 1 detections are of categories that")
 
 
 def test_the_images_that_count_can_be_chosen(
@@ -304,6 +316,10 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
     answers = json.loads(result.out)["checkpoints"]
     assert [(c["step"], c["images"]) for c in answers] == [(3, 2)]
+    shutil.copytree(tiny_run, "run")  # here the best is no second name of the newest
+    result = cli("evaluate", "run", "--json", "--device", "cpu", "--limit", 1)
+    names = [Path(c["checkpoint"]).name for c in json.loads(result.out)["checkpoints"]]
+    assert names == ["best.pt", "step-00000003.pt"]
 
 
 def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:

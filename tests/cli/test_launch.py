@@ -178,6 +178,15 @@ def test_torch_is_never_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_stdout_is_launchs_own_where_it_answers_in_json() -> None:
+    """What the ranks print there goes to stderr."""
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "1", "--json"]
+    done = subprocess.run([*command, "--", "config", "presets"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    assert "mlperf-r34" in done.stderr
+
+
 def test_absent_mpirun_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

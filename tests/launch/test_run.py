@@ -225,6 +225,17 @@ def test_a_rank_that_failed_ends_those_that_hang(tmp_path: Path) -> None:
         assert launch.wait(20) == 3
 
 
+def test_nohup_is_meant(tmp_path: Path) -> None:
+    code = "import time; print('up', flush=True); time.sleep(1)"
+    plan = json.dumps(dataclasses.asdict(plan_of(sys.executable, "-c", code)))
+    argv = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", DRIVER, plan]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as launch:
+        assert launch.stdout is not None
+        assert launch.stdout.readline() == "up\n"
+        launch.send_signal(signal.SIGHUP)
+        assert launch.wait(20) == 0
+
+
 def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
     with started(plan_of("/nowhere/mpirun"), tmp_path) as launch:
         assert launch.wait(20) == 2

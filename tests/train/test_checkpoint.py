@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from ssdctl.data.coco import ClassName
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import (
@@ -287,6 +288,23 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> No
     saved = torch.load(tmp_path / "checkpoints/last.pt")
     assert not saved["model"]["w"].any()
     assert not saved["optimizer"]["state"][0][1].any()
+
+
+def test_a_save_that_failed_is_told_at_the_next_look(tmp_path: Path) -> None:
+    class Full(CheckpointFolder):
+        def write(self, payload: dict[str, Any]) -> None:
+            raise DiskError("no space left")
+
+    def look() -> None:
+        for _ in range(3000):  # at the ends of steps, which never wait for a save
+            saver.check()
+            time.sleep(0.01)
+
+    saver = Saver(Full(tmp_path, keep=1))
+    saver.save({"step": 1})
+    with pytest.raises(DiskError):
+        look()
+    saver.close()
 
 
 def test_stale_temporaries_go(tmp_path: Path) -> None:
