@@ -575,6 +575,15 @@ def test_a_folder_named_twice_is_seen(dataset: Path, tmp_path: Path) -> None:
     assert "take train2017/ out of each file_name" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -> None:
+    (dataset / "train2017").rename(tmp_path / "elsewhere")
+    (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
+    prepare(dataset, tmp_path / "store", pack=pack)
+    split = open_dataset(dataset, tmp_path / "store", say=lambda _: None)["train"]
+    assert bytes(split.read(0)) == (tmp_path / "elsewhere/000000000001.jpg").read_bytes()
+
+
 def test_a_folder_in_a_dataset_names_the_dataset(dataset: Path) -> None:
     with pytest.raises(DataError, match="holds no dataset") as caught:
         find_splits(dataset / "train2017")
