@@ -18,6 +18,7 @@ from typing import IO
 from ssdctl.errors import DiskError, IntegrityError
 
 TEMPORARY_SUFFIX = ".tmp"
+COPY_BYTES = 1024 * 1024
 
 
 @contextlib.contextmanager
@@ -107,8 +108,11 @@ def link_or_copy(source: Path, target: Path) -> None:
         try:
             os.link(source, temporary)
         except OSError:
-            shutil.copyfile(source, temporary)
+            with source.open("rb") as file, atomic_write(target) as copy:
+                shutil.copyfileobj(file, copy, COPY_BYTES)
+            return
         temporary.replace(target)
+        temporary.unlink(missing_ok=True)  # a rename onto the same file does nothing
         sync_dir(target.parent)
 
 

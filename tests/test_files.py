@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import given
@@ -93,6 +95,65 @@ def test_second_name_replaces_the_first(tmp_path: Path) -> None:
         link_or_copy(tmp_path / content, tmp_path / "last")
         assert (tmp_path / "last").read_text() == content
     assert (tmp_path / "one").read_text() == "one"
+    link_or_copy(tmp_path / "two", tmp_path / "last")  # it is that file already
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "one", "two"]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of the disk from here on, in order."""
+    asked: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def note_fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").resolve()
+        asked.append(f"fsync {'folder' if path.is_dir() else path.stat().st_size}")
+        fsync(descriptor)
+
+    def note_replace(self: Path, target: Path) -> Path:
+        asked.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    return asked
+
+
+def test_a_power_cut_finds_the_old_file_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes reach the disk before the name, and the name before anybody goes on."""
+    asked = noted(monkeypatch)
+    write_text(tmp_path / "file", "12345")
+    assert asked == ["fsync 5", "rename", "fsync folder"]
+    asked.clear()
+    link_or_copy(tmp_path / "file", tmp_path / "linked")
+    assert asked == ["rename", "fsync folder"]
+    asked.clear()
+    monkeypatch.setattr(os, "link", refuses)
+    link_or_copy(tmp_path / "file", tmp_path / "copied")
+    assert asked == ["fsync 5", "rename", "fsync folder"]
+
+
+def refuses(*_: object) -> None:
+    raise OSError(errno.EPERM, "no hard links here")
+
+
+def test_a_copy_that_does_not_fit_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path / "step", "new")
+    write_text(tmp_path / "last", "old")
+
+    def fills(_: IO[bytes], target: IO[bytes], *more: object) -> None:
+        target.write(b"n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", refuses)
+    monkeypatch.setattr(shutil, "copyfileobj", fills)
+    with pytest.raises(DiskError, match=r"no space left while writing .*last"):
+        link_or_copy(tmp_path / "step", tmp_path / "last")
+    assert (tmp_path / "last").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step"]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second disk")

@@ -149,6 +149,7 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
     import numpy as np
 
+    from ssdctl.data import coco
     from ssdctl.data.dataset import dataset_folders, find_splits, require_split
     from ssdctl.evaluate.analysis import About, analyse
     from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
@@ -157,6 +158,7 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     wishes = call.config.evaluate
     splits = find_splits(root)
     annotations = require_split(splits, wishes.split, root).annotations
+    coco.check_ids(annotations)
     found = read_detections(path)
     chosen = None
     if wishes.limit is not None or wishes.annotated_only:

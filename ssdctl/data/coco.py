@@ -13,7 +13,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from ssdctl.files import is_plain_name
 SHOWN = 5  # offenders named in a message
 LONGEST_SIDE = 65535  # what a JPEG can have
 
+T = TypeVar("T")
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -63,6 +64,22 @@ class Annotations(msgspec.Struct):
     images: list[ImageEntry]
     annotations: list[Annotation]
     categories: list[Category]
+
+
+class _Id(msgspec.Struct, gc=False):
+    id: Int64
+
+
+class _Link(msgspec.Struct, gc=False):
+    id: Int64
+    image_id: Int64
+    category_id: Int64
+
+
+class _Links(msgspec.Struct):
+    images: list[_Id]
+    annotations: list[_Link]
+    categories: list[_Id]
 
 
 class ClassName(msgspec.Struct, frozen=True):
@@ -116,9 +133,13 @@ def read_bytes(path: Path) -> bytes:
 
 def parse(content: bytes, path: Path) -> Annotations:
     """The content of an annotation file, typed; see `read`."""
+    return _decoded(content, path, Annotations)
+
+
+def _decoded(content: bytes, path: Path, kind: type[T]) -> T:
     try:
         with _without_gc():
-            return msgspec.json.decode(content, type=Annotations)
+            return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
         raise DataError(
             f"{path}: not in COCO's format: {error}".replace("`", ""),
@@ -157,31 +178,44 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     Raises:
         DataError: Duplicate ids, ids that point nowhere, unsafe file names, absurd sizes.
     """
-    entries = annotations.annotations
-    image_ids = _column(annotations.images, "id")
-    category_ids = _column(annotations.categories, "id")
-    ids = _column(entries, "id")
-    _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "annotation ids", ids)
-    _refuse_duplicates(path, "category ids", category_ids)
+    row, label = _linked(annotations, path)
     if not annotations.categories:
         raise DataError(f"{path}: no categories")
     sizes = _sizes(path, annotations.images)
-    row = _places(image_ids, _column(entries, "image_id"))
-    _refuse_strangers(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
-    label = 1 + _places(category_ids, _column(entries, "category_id"))
-    _refuse_strangers(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
-
+    entries = annotations.annotations
     sides = (_column(entries, f"bbox.{s}", np.float64) for s in Bbox.__struct_fields__)
     bbox = np.stack(list(sides), axis=1)
     ltrb, kind = _mended(bbox, sizes[row])
     findings = [_finding(annotations, int(i), int(row[i]), kind[i]) for i in np.nonzero(kind)[0]]
     kept = np.nonzero(kind <= CLIPPED)[0]
     kept = kept[np.argsort(row[kept], kind="stable")]  # image by image, in the file's order
-    starts = np.zeros(len(image_ids) + 1, np.int64)
-    np.cumsum(np.bincount(row[kept], minlength=len(image_ids)), out=starts[1:])
+    starts = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(np.bincount(row[kept], minlength=len(sizes)), out=starts[1:])
     is_crowd = _column(entries, "iscrowd") != 0
     return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
+
+
+def check_ids(path: Path) -> None:
+    """Refuse what nothing can be scored against; asks no more of the file than its ids.
+
+    Raises:
+        DataError: Duplicate ids, ids that point nowhere.
+    """
+    _linked(_decoded(read_bytes(path), path, _Links), path)
+
+
+def _linked(read: Annotations | _Links, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The place of each annotation's image, and its label."""
+    image_ids, category_ids = _column(read.images, "id"), _column(read.categories, "id")
+    entries = read.annotations
+    _refuse_duplicates(path, "image ids", image_ids)
+    _refuse_duplicates(path, "annotation ids", _column(entries, "id"))
+    _refuse_duplicates(path, "category ids", category_ids)
+    row = _places(image_ids, _column(entries, "image_id"))
+    _refuse_strangers(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
+    label = 1 + _places(category_ids, _column(entries, "category_id"))
+    _refuse_strangers(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
+    return row, label
 
 
 SPECK_PX = 1.5  # a fraction is 1 at most
@@ -299,7 +333,7 @@ def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must be there once")
 
 
-def _refuse_strangers(path: Path, kind: str, found: list[Annotation]) -> None:
+def _refuse_strangers(path: Path, kind: str, found: Sequence[Annotation | _Link]) -> None:
     """Refuse annotations of images or categories that the file does not list."""
     many = {"image": "images", "category": "categories"}[kind]
     named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]

@@ -95,8 +95,8 @@ class Scoring(NamedTuple):
 
 
 class _Result(msgspec.Struct, gc=False):
-    image_id: int
-    category_id: int
+    image_id: coco.Int64
+    category_id: coco.Int64
     bbox: tuple[float, float, float, float]
     score: float
 
@@ -111,7 +111,7 @@ def read_detections(path: Path) -> Detections:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: no COCO results: {error}".replace("`", ""),
             hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',

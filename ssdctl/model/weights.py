@@ -11,8 +11,9 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +37,35 @@ class Architecture(NamedTuple):
 
     def build(self) -> SSD300:
         return SSD300(self.backbone, self.num_classes, self.extra_norm)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Built(msgspec.Struct, forbid_unknown_fields=True):
+    backbone: str
+    extra_norm: Literal["none", "batch"]
+    num_classes: AtLeastOne
+
+
+class _Optimizer(msgspec.Struct):
+    state: dict[int, Any]
+    param_groups: list[dict[str, Any]]
+
+
+class _Facts(msgspec.Struct):
+    """What a checkpoint of ours says besides its weights, by type."""
+
+    architecture: _Built
+    classes: list[ClassName]
+    config: dict[str, Any]
+    step: Count
+    samples_seen: Count
+    images: AtLeastOne
+    global_batch: AtLeastOne
+    best_ap: float | None
+    optimizer: _Optimizer
 
 
 class Checkpoint(NamedTuple):
@@ -73,28 +103,28 @@ def read_checkpoint(path: Path) -> Checkpoint:
             hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
         )
     try:
-        architecture = Architecture(**payload["architecture"])
+        facts = msgspec.convert(payload, _Facts)
         trained = payload.get("trained")
         states = [payload["model"]] if trained is None else [payload["model"], trained]
-        if not all(map(_is_state, states)) or architecture.backbone not in BUILDERS:
+        if not all(map(_is_state, states)) or facts.architecture.backbone not in BUILDERS:
             raise TypeError("model")
-        return Checkpoint(
-            path=path,
-            model=payload["model"],
-            architecture=architecture,
-            classes=[ClassName(**c) for c in payload["classes"]],
-            config=payload["config"],
-            step=payload["step"],
-            epoch=payload["samples_seen"] / payload["images"],
-            samples_seen=payload["samples_seen"],
-            images=payload["images"],
-            global_batch=payload["global_batch"],
-            best_ap=payload["best_ap"],
-            optimizer=payload["optimizer"],
-            trained=trained,
-        )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
+    return Checkpoint(
+        path=path,
+        model=payload["model"],
+        architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
+        classes=facts.classes,
+        config=facts.config,
+        step=facts.step,
+        epoch=facts.samples_seen / facts.images,
+        samples_seen=facts.samples_seen,
+        images=facts.images,
+        global_batch=facts.global_batch,
+        best_ap=facts.best_ap,
+        optimizer=payload["optimizer"],
+        trained=trained,
+    )
 
 
 def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
@@ -112,6 +142,10 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )
+    try:
+        step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IntegrityError(f"{path}: its iteration or epoch is no number: {error}") from None
     return Checkpoint(
         path=path,
         model=state,
@@ -120,8 +154,8 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
         ),
         classes=[ClassName(None, str(names[label])) for label in range(1, len(names))],
         config={},
-        step=int(payload.get("iteration", 0)),
-        epoch=float(payload.get("epoch", 0)),
+        step=step,
+        epoch=epoch,
         samples_seen=0,
         images=0,
         global_batch=0,

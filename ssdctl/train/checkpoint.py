@@ -32,7 +32,6 @@ class CheckpointFolder:
     def __init__(self, run: Path, keep: int) -> None:
         self.path = run / "checkpoints"
         self._keep = keep
-        self._held: set[Path] = set()
 
     def write(self, payload: dict[str, Any]) -> None:
         """Write a checkpoint (of `payload`) and drop the oldest.
@@ -48,16 +47,11 @@ class CheckpointFolder:
                 raise _disks_own(error) from error
         link_or_copy(target, self.path / "last.pt")
         for old in self.steps()[: -self._keep]:
-            if old not in self._held:
-                old.unlink()
+            old.unlink()
 
     def of_step(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return self.path / f"step-{step:08d}.pt"
-
-    def hold(self, step: int) -> None:
-        """Keep the checkpoint of a step, whose score is still being worked out."""
-        self._held = {self.of_step(step)}
 
     def mark_best(self, step: int) -> None:
         """Publish the checkpoint of a step as the best."""

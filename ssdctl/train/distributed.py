@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from ssdctl.device.base import Device
 from ssdctl.errors import DistributedError, SsdctlError, UsageError
 from ssdctl.evaluate.together import Together
 from ssdctl.train.addresses import interface_for_peers
+from ssdctl.train.meeting import meet
 from ssdctl.train.ranks import Ranks
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -97,7 +97,7 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     device.register_backend()
-    store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world_size))
+    store = meet(ranks, timeout.total_seconds())
     # The hosts notice a rank that hangs before the device's own backend does, which may abort.
     dist.init_process_group(
         device.backend,

@@ -304,7 +304,6 @@ class _Run:
             self._settle()  # stops here: not all images were seen, the resumed run evaluates
             return
         self.evaluated_step = self.step
-        self.checkpoints.hold(self.step)
         self._save()
         if found is not None:
             self.recorder.pictures(found, self.step)
@@ -315,11 +314,12 @@ class _Run:
         evaluation: Evaluation | None = self.validator.scored(wait=wait)
         if evaluation is None:
             return
-        self.recorder.evaluation(evaluation)
         if self.best.take(evaluation.figures["AP"]):
             assert evaluation.about.step is not None
             self.saver.mark_best(evaluation.about.step)
             self.recorder.best(evaluation)
+        # The line comes last: an evaluation without one is made again by the next start.
+        self.recorder.evaluation(evaluation)
 
     def _save(self) -> None:
         if self.saved_step == self.step:

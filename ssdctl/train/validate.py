@@ -1,7 +1,7 @@
 """Evaluate in the middle of a run: the ranks detect, a process beside training scores.
 
 Training waits for the detections alone. The score comes some steps later and belongs to the step
-that was detected; the checkpoint of that step is kept until it is known whether it is the best.
+that was detected; no other checkpoint is saved until it is known whether that one is the best.
 """
 
 from __future__ import annotations

@@ -152,6 +152,18 @@ def test_mistakes_get_one_message_and_their_code(
     assert result.out == ""
 
 
+def test_what_nobody_expected_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(**_: object) -> None:
+        raise ValueError("out of the blue")
+
+    monkeypatch.setattr("ssdctl.cli.command.resolve", breaks)
+    result = cli("config", "show", "--json")
+    assert result.code == 1
+    assert "ValueError: out of the blue" in result.err
+    assert "This is a bug in ssdctl" in result.err
+    assert result.out == ""
+
+
 def test_verbose_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("evaluate", "none.pt", "-v").err
 
@@ -230,19 +242,84 @@ def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -
     assert "not found at all" in human.out  # what the errors cost
 
 
+def test_data_that_moved_away_is_said(
+    cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    import torch
+
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["config"]["data.root"] = "/nowhere/coco"
+    torch.save(payload, "moved.pt")
+    Path("data").mkdir()
+    Path("data/coco").symlink_to(shapes)
+    result = cli("evaluate", "moved.pt", "--json", "--device", "cpu", "--limit", 2)
+    assert result.code == 0, result.err
+    assert "(/nowhere/coco) is gone: using data/coco" in result.err
+
+
 def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
     Path("d.json").write_text(
         '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
     )
-    result = cli("evaluate", "d.json", "--data", shapes, "--json")
+    result = cli("evaluate", "d.json", "--data", shapes, "--json", "-q")
     assert result.code == 0, result.err
     assert json.loads(result.out)["AP"] == 0
-    assert "warning: 1 detections are of categories that" in result.err
+    assert result.err.startswith("warning: 1 detections are of categories that")
+
+
+def test_the_images_that_count_can_be_chosen(
+    cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    path = root / "annotations/instances_val2017.json"
+    document = json.loads(path.read_text())
+    first, second = (image["id"] for image in document["images"][:2])
+    kept = [a for a in document["annotations"] if a["image_id"] not in (first, second)]
+    path.write_text(json.dumps({**document, "annotations": kept}))
+    Path("d.json").write_text("[]")
+    for what in (["d.json"], [checkpoint, "--device", "cpu"]):
+        counted = []
+        for more in ([], ["--annotated-only"], ["--annotated-only", "--limit", 3]):
+            result = cli("evaluate", *what, "--data", root, "--json", *more)
+            assert result.code == 0, result.err
+            counted.append(json.loads(result.out)["images"])
+        assert counted == [9, 7, 3]
+    assert "2 without annotations left out, as the peers do" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"images": [{"id": 1}, {"id": 1}]}, "duplicate image ids: 1"),
+        (
+            {"annotations": [{"id": 5, "image_id": 9, "category_id": 2}]},
+            "does not list: 5 (image 9)",
+        ),
+        ({"annotations": [{"id": 5, "image_id": 1, "category_id": 3}]}, "not list: 5 (category 3)"),
+    ],
+)
+def test_annotations_that_nothing_can_be_scored_against(
+    cli: Cli, change: dict[str, object], words: str
+) -> None:
+    sound = {"images": [{"id": 1}], "annotations": [], "categories": [{"id": 2, "name": "cat"}]}
+    Path("annotations").mkdir()
+    Path("annotations/instances_val2017.json").write_text(json.dumps({**sound, **change}))
+    Path("d.json").write_text("[]")
+    result = cli("evaluate", "d.json", "--data", ".")
+    assert result.code == 3
+    assert words in " ".join(result.err.split())
+    assert result.out == ""
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
-    assert [c["step"] for c in json.loads(result.out)["checkpoints"]] == [3]
+    answers = json.loads(result.out)["checkpoints"]
+    assert [(c["step"], c["images"]) for c in answers] == [(3, 2)]
+    shutil.copytree(tiny_run, "run")  # here the best is no second name of the newest
+    result = cli("evaluate", "run", "--json", "--device", "cpu", "--limit", 1)
+    names = [Path(c["checkpoint"]).name for c in json.loads(result.out)["checkpoints"]]
+    assert names == ["best.pt", "step-00000003.pt"]
 
 
 def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:

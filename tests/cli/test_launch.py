@@ -63,7 +63,7 @@ def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[s
     plan = planned(
         capsys,
         *("--cpus", "2", "--config", "my.toml", "--set", "train.seed=7", "--set", "launch.nodes=1"),
-        *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q"),
+        *("--resume-changed", "--data=-x; $(touch y)\nz", "--eval-every", "3ep", "-q", "-v"),
     )
     command = ranks_command(plan)
     assert command[:3] == ["train", "--config=my.toml", "--set=train.seed=7"]
@@ -73,6 +73,7 @@ def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[s
         "--eval-every=3ep",
         "--quiet",
         "--resume-changed",
+        "--verbose",
     ]
     assert not Path("y").exists()
 
@@ -175,6 +176,15 @@ def test_torch_is_never_imported() -> None:
         "finally: assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_stdout_is_launchs_own_where_it_answers_in_json() -> None:
+    """What the ranks print there goes to stderr."""
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "1", "--json"]
+    done = subprocess.run([*command, "--", "config", "presets"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 0
+    assert "mlperf-r34" in done.stderr
 
 
 def test_absent_mpirun_is_a_usage_error(

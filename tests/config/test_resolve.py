@@ -41,6 +41,14 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     assert top.config.model.backbone == "resnet50"  # of the preset that the file names
 
 
+def test_scores_are_comparable_unless_told_otherwise() -> None:
+    """In fp32, on all images of the validation split, whatever the preset trains in."""
+    for preset in PRESETS:
+        wishes = resolved(("train.preset", preset)).config.evaluate
+        assert (wishes.precision, wishes.split, wishes.limit) == ("fp32", "val", None)
+        assert not wishes.annotated_only
+
+
 def test_every_value_knows_its_source(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("# comment\n[train]\nseed = 3\n\n[data]\nroot = 'x'\n")

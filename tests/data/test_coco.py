@@ -70,10 +70,12 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> Non
         ({"annotations": [{"id": 5, "image_id": 3, "category_id": 12, "bbox": [0, 0, 5, 5]}] * 2}, "duplicate annotation ids: 5"),
         ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5 .image 4."),
         ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5 .category 1."),
+        ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
         ({"categories": [], "annotations": []}, "no categories"),
         ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "no plain path"),
         ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "no plain path"),
         ({"images": [{"id": 3, "file_name": "x.jpg", "width": 0, "height": 9}]}, "size 0 x 9"),
+        ({"images": [{"id": 3, "file_name": "x.jpg", "width": 9, "height": 65536}]}, "size 9 x 65536"),
     ],
 )  # fmt: skip
 def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -191,10 +193,10 @@ def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> Non
 
 def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
     entries = [
-        {"id": 10 - i, "image_id": image, "category_id": 12, "bbox": [i, 0, 5, 5]}
-        for i, image in enumerate([3, 7, 3, 7, 3])
+        {"id": 100 - i, "image_id": image, "category_id": 12, "bbox": [i, 0, 5, 5]}
+        for i, image in enumerate([3, 7, 3, 7] * 10)
     ]
     path = written(tmp_path, document(annotations=entries))
     boxes, _ = check(read(path), path)
-    assert boxes.starts.tolist() == [0, 2, 5]
-    assert boxes.ltrb[:, 0].tolist() == [1, 3, 0, 2, 4]
+    assert boxes.starts.tolist() == [0, 20, 40]
+    assert boxes.ltrb[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from data.http_server import Reply, Request, Server, changed, file
 from data.zips import tree, zipped
 
 from ssdctl.data.download import download, needed_bytes, plan, verify
+from ssdctl.data.fetch import SPARE_BYTES
 from ssdctl.data.sources import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 
@@ -82,6 +84,46 @@ def test_a_lost_image_is_fetched_again(
     lost.unlink()
     assert states(download(files, tmp_path)) == ["fetched", "present", "present"]
     assert content(tmp_path) == WANTED
+
+
+def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path) -> None:
+    download([pinned(server, "notes.zip", zipped(NOTES), unpack=True)], tmp_path)
+    changed_notes = {name: content + b"more" for name, content in NOTES.items()}
+    newer = pinned(server, "notes.zip", zipped(changed_notes), unpack=True)
+    assert states(plan([newer], tmp_path, None)) == ["missing"]
+    assert states(download([newer], tmp_path)) == ["fetched"]
+    assert content(tmp_path) == changed_notes
+
+
+def test_an_archive_counts_as_unpacked_once_its_content_is_on_the_disk(
+    files: list[PinnedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, a record of files that are not there would keep them from coming back."""
+    seen: list[set[str]] = []
+    monkeypatch.setattr(os, "sync", lambda: seen.append(set(tree(tmp_path))))
+    download(files[:1], tmp_path)
+    ((before),) = seen
+    assert set(IMAGES) <= before
+    assert not any(name.startswith(".ssdctl/images.zip.json") for name in before - {LOCK})
+    assert (tmp_path / ".ssdctl/images.zip.json").is_file()
+
+
+LOCK = ".ssdctl/images.zip.json.lock"
+
+
+def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest need not say how large an archive's content is; the archive itself does."""
+    archive = pinned(server, "zeros.zip", zipped({"a": bytes(1000) + IMAGES_BYTES}), unpack=True)
+    free = SPARE_BYTES + 3 * (archive.bytes or 0)
+    monkeypatch.setattr("ssdctl.data.fetch.free_bytes", lambda _: free)
+    with pytest.raises(DiskError, match=r"unpacking zeros\.zip needs"):
+        download([archive], tmp_path)
+    assert list(content(tmp_path)) == ["zeros.zip"]
+
+
+IMAGES_BYTES = random.Random(0).randbytes(3000) * 20  # packs to a twentieth
 
 
 def test_verify_finds_one_bit_and_the_next_download_mends_it(
@@ -161,6 +203,7 @@ class TestKills:
         archive = pinned(server, "many.zip", zipped(many), unpack=True, pause_s=0.04)
         program = f"""
 from pathlib import Path
+from ssdctl.data.fetch import SPARE_BYTES
 from ssdctl.data.download import download
 from ssdctl.data.sources import PinnedFile
 print("go", flush=True)
@@ -188,6 +231,7 @@ def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
     pin = pinned(server, "images.zip", archive, unpack=True, pause_s=0.2)
     program = f"""
 from pathlib import Path
+from ssdctl.data.fetch import SPARE_BYTES
 from ssdctl.data.download import download
 from ssdctl.data.sources import PinnedFile
 print(download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}))[0]["state"])
@@ -229,6 +273,7 @@ def test_a_resume_fetches_at_most_a_twentieth_twice(
     pin = pinned(server, "a.bin", data, pause_s=0.01)
     program = f"""
 from pathlib import Path
+from ssdctl.data.fetch import SPARE_BYTES
 from ssdctl.data.download import download
 from ssdctl.data.sources import PinnedFile
 download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}), connections=4)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import ssl
@@ -17,7 +19,7 @@ from pathlib import Path
 import pytest
 from data.http_server import Reply, Request, Server, changed, file
 
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.part import Part
 from ssdctl.data.sources import PinnedFile
 from ssdctl.data.transfer import Patience
@@ -170,19 +172,35 @@ class TestFaults:
 
     @pytest.mark.parametrize(
         "claimed",
-        ["bytes {0}-{1}/{2}", "bytes 0-99/*", "bytes 5-1/{2}", "garbage", "bytes */{2}", ""],
+        [
+            *("bytes {0}-{1}/{2}", "bytes {0}-{3}/{2}", "bytes 0-99/*", "bytes 5-1/{2}"),
+            *("garbage", "bytes */{2}", ""),
+        ],
     )
     def test_3_wrong_content_range(self, server: Server, tmp_path: Path, claimed: str) -> None:
         def shifted(request: Request, reply: Reply) -> None:
             assert request.range is not None
             first, last = request.range
-            reply.headers["Content-Range"] = claimed.format(first + 1, last + 1, len(CONTENT))
+            reply.headers["Content-Range"] = claimed.format(first + 1, last + 1, len(CONTENT), last)
 
         pin = pinned(server.route("/a.bin", changed(file(CONTENT), shifted)))
         leave_part(tmp_path, pin, 1000)
         with pytest.raises(IntegrityError, match="Content-Range"):
             fetch_quickly(pin, tmp_path)
         assert "a.bin" not in names(tmp_path)
+
+    def test_3_a_longer_range_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+        """Its end would be written over what another connection brings."""
+
+        def longer(request: Request, reply: Reply) -> None:
+            assert request.range is not None
+            first, last = request.range
+            reply.headers["Content-Range"] = f"bytes {first}-{last + 1}/{len(CONTENT)}"
+            reply.body = CONTENT[first : last + 2]
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), longer)))
+        with pytest.raises(IntegrityError, match="Content-Range"):
+            fetch_quickly(pin, tmp_path)
 
     def test_4_416_on_a_complete_part(self, server: Server, tmp_path: Path) -> None:
         refused = Reply(416, {"Content-Range": f"bytes */{len(CONTENT)}"})
@@ -204,6 +222,12 @@ class TestFaults:
         leave_part(tmp_path, pin, 1000)
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
+    def test_4_416_of_another_file(self, server: Server, tmp_path: Path) -> None:
+        refused = Reply(416, {"Content-Range": "bytes */999"})
+        pin = pinned(server.route("/a.bin", lambda _: refused))
+        with pytest.raises(IntegrityError, match=r"999 bytes, the pinned one 2,500,000"):
+            fetch_quickly(pin, tmp_path)
+
     @pytest.mark.parametrize("honours_if_range", [True, False])
     def test_5_etag_changed(self, server: Server, tmp_path: Path, honours_if_range: bool) -> None:
         def other(request: Request) -> Reply:
@@ -218,6 +242,8 @@ class TestFaults:
         part.close()
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
         assert server.body_bytes >= len(CONTENT)
+        if honours_if_range:
+            assert server.requests[0].headers["if-range"] == '"1"'
         if not honours_if_range:  # seen by the ETag, not after the hash of the mixture was wrong
             assert server.body_bytes < 1.3 * len(CONTENT)
 
@@ -248,12 +274,13 @@ class TestFaults:
             part.write(bytes(1000))
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
-    def test_7_a_page_with_status_200(self, server: Server, tmp_path: Path) -> None:
-        page = Reply(200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>log in</html>")
+    @pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "application/xhtml+xml"])
+    def test_7_a_page_with_status_200(self, server: Server, tmp_path: Path, kind: str) -> None:
+        page = Reply(200, {"Content-Type": kind}, b"<html>log in</html>")
         pin = pinned(server.route("/a.bin", lambda _: page))
-        with pytest.raises(IntegrityError, match="text/html"):
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
             fetch_quickly(pin, tmp_path)
-        with pytest.raises(IntegrityError, match="text/html"):
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
             fetch_quickly(pin._replace(bytes=None), tmp_path)
         assert names(tmp_path) == []
 
@@ -309,7 +336,8 @@ class TestFaults:
 
         pin = pinned(server.route("/a.bin", busy))
         begun = time.monotonic()
-        fetch_quickly(pin, tmp_path)
+        # A wait that the server asked for is no stall, however long.
+        fetch(pin, tmp_path, patience=QUICK._replace(stall_s=0.6))
         assert time.monotonic() - begun >= 1
 
     def test_9_the_wait_is_capped(self, server: Server, tmp_path: Path) -> None:
@@ -388,6 +416,29 @@ class TestFaults:
         assert names(tmp_path) == ["a.bin"]
         assert server.body_bytes == len(CONTENT)
 
+    def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
+        """Its file goes with each holder: who waited must not hold one that is gone."""
+        target = tmp_path / "a.bin"
+        has_it, may_go = threading.Event(), threading.Event()
+
+        def waits() -> None:
+            with claim(target):
+                has_it.set()
+                may_go.wait(30)
+
+        second = threading.Thread(target=waits)
+        with claim(target):
+            second.start()
+            time.sleep(0.2)
+        try:
+            assert has_it.wait(30)
+            with (tmp_path / "a.bin.lock").open() as seen, pytest.raises(BlockingIOError):
+                fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            may_go.set()
+            second.join()
+        assert names(tmp_path) == []
+
     def test_14_a_full_disk_is_seen_before_the_first_byte(
         self, server: Server, tmp_path: Path
     ) -> None:
@@ -413,7 +464,7 @@ class TestFaults:
         program = f"""
 import resource
 from pathlib import Path
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.sources import PinnedFile
 from ssdctl.errors import DiskError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
@@ -453,7 +504,7 @@ class TestKills:
         pin = pinned(server.route("/a.bin", slow), content)
         program = f"""
 from pathlib import Path
-from ssdctl.data.fetch import fetch
+from ssdctl.data.fetch import claim, fetch
 from ssdctl.data.sources import PinnedFile
 fetch(PinnedFile(*{tuple(pin)!r}), Path({str(folder)!r}), connections=2)
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from pathlib import Path
 
@@ -189,5 +190,8 @@ def test_versions_of_a_file_are_told_apart(tmp_path: Path) -> None:
     ):
         path.write_bytes(change)
         assert changed_images(tmp_path, ["a.jpg"], [mark]) == ["a.jpg"]
+    path.write_bytes(content[:-1])
+    os.utime(path, ns=(mark.modified_ns, mark.modified_ns))
+    assert not is_same_image(str(path), mark)
     path.unlink()
     assert not is_same_image(str(path), mark)

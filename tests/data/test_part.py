@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +64,74 @@ def test_what_counts_after_a_death(
     part.close()
     assert target.read_bytes() == CONTENT
     assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies between the two has claimed nothing that is not there."""
+    part = opened(tmp_path / "a.bin")
+    pwrite, left = os.pwrite, [1]
+
+    def dies(*given: Any) -> int:
+        if not left.pop():
+            raise OSError(errno.EIO, "died")
+        left.append(0)
+        return pwrite(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", dies)
+        with pytest.raises(DiskError):
+            part.write(0, CONTENT[:1000])
+    part.close()
+    part = opened(tmp_path / "a.bin")
+    assert part.inherited == 0
+    part.close()
+
+
+def test_a_part_has_its_length_after_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of full length without a state would pass for whole."""
+
+    def dies(*_: Any) -> None:
+        raise OSError(errno.EIO, "died")
+
+    monkeypatch.setattr(os, "ftruncate", dies)
+    with pytest.raises(DiskError):
+        opened(tmp_path / "a.bin")
+    path, state = part_paths(tmp_path / "a.bin")
+    assert path.stat().st_size == 0
+    assert state.is_file()
+
+
+def test_a_file_is_published_once_its_bytes_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.bin"
+    part = opened(target)
+    part.write(0, CONTENT)
+    asked: list[str] = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def note_fsync(descriptor: int) -> None:
+        asked.append("fsync " + Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def note_replace(self: Path, name: Path) -> Path:
+        asked.append("rename")
+        return replace(self, name)
+
+    def note_unlink(self: Path, missing_ok: bool = False) -> None:
+        asked.append("unlink " + self.name)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    monkeypatch.setattr(Path, "unlink", note_unlink)
+    part.publish(target)
+    part.close()
+    assert asked == [
+        *("fsync a.bin.part", "rename", f"fsync {tmp_path.name}", "unlink a.bin.part.state")
+    ]
 
 
 def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> None:

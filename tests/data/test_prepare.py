@@ -24,6 +24,7 @@ from ssdctl.data.dataset import find_splits
 from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
 from ssdctl.data.store import Split, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
+from ssdctl.files import lock
 
 
 @pytest.fixture
@@ -134,6 +135,15 @@ def test_changed_annotations_are_noticed(dataset: Path, tmp_path: Path) -> None:
     assert len(opened(dataset, store).labels) == len(document["annotations"])
 
 
+def test_annotations_of_the_same_size_are_told_apart(dataset: Path, tmp_path: Path) -> None:
+    prepare(dataset, tmp_path / "store", pack=False)
+    path = dataset / "annotations/instances_train2017.json"
+    size = path.stat().st_size
+    path.write_text(path.read_text().replace('"ball"', '"bell"'))
+    assert path.stat().st_size == size
+    assert not is_prepared(dataset, tmp_path / "store")
+
+
 def test_touched_annotations_are_the_same(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     prepare(dataset, store, pack=False)
@@ -209,6 +219,7 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
     ("text", "error", "words"),
     [
         ('[train]\nimages = "photos"\n', DataError, "lacks annotations"),
+        ('[train]\nimags = "photos"\n', DataError, "dataset.toml:2: unknown key 'train.imags'"),
         ('[test]\nimages = "photos"\n', DataError, "dataset.toml:2: unknown key 'test.images'"),
         ('[train]\nimages = "../x"\nannotations = "a"\n', DataError, "no plain path"),
         ('[train]\nimages = 3\nannotations = "a"\n', DataError, "must be a path"),
@@ -418,8 +429,49 @@ class TestKills:
             path = dataset / f"train2017/{row + 1:012d}.jpg"
             assert bytes(split.read(row)) == path.read_bytes()
 
+    def test_an_index_goes_before_its_parts_do(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would say of new images what was true of the old ones."""
+        monkeypatch.setattr(parts, "PART_BYTES", 60_000)
+        monkeypatch.setattr(parts, "TASK_IMAGES", 2)
+        store = tmp_path / "store"
+        prepare(dataset, store, pack=True)
+        (dataset / "train2017/000000000001.jpg").write_bytes(b"spoiled")
+        check = parts.check_image
+
+        def dies_late(path: Path, *more: Any) -> Any:
+            if path.name == "000000000020.jpg":
+                raise DataError("the power went")
+            return check(path, *more)
+
+        monkeypatch.setattr(parts, "check_image", dies_late)
+        with pytest.raises(DataError, match="power"):
+            prepare(dataset, store, pack=True, jobs=1)
+        assert not is_prepared(dataset, store)
+
+    def test_force_takes_nothing_over(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepare(dataset, tmp_path / "store", pack=True)
+        checked: list[str] = []
+        check = parts.check_image
+
+        def noted(path: Path, *more: Any) -> Any:
+            checked.append(path.name)
+            return check(path, *more)
+
+        monkeypatch.setattr(parts, "check_image", noted)
+        prepare(dataset, tmp_path / "store", pack=True, force=True)
+        assert len(checked) == 24 + 9
+
     def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
-        both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
+        """Both wait; whoever comes second finds it done."""
+        with lock(tmp_path / "store" / ".lock"):
+            both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
+            for process in both:
+                assert process.stdout is not None
+                assert "waiting for it" in process.stdout.readline()
         said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
         assert [process.returncode for process in both] == [0, 0]
         assert said == ["unchanged", "written"]
@@ -521,6 +573,15 @@ def test_a_folder_named_twice_is_seen(dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="images are missing") as caught:
         prepare(dataset, tmp_path / "store", pack=False)
     assert "take train2017/ out of each file_name" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -> None:
+    (dataset / "train2017").rename(tmp_path / "elsewhere")
+    (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
+    prepare(dataset, tmp_path / "store", pack=pack)
+    split = open_dataset(dataset, tmp_path / "store", say=lambda _: None)["train"]
+    assert bytes(split.read(0)) == (tmp_path / "elsewhere/000000000001.jpg").read_bytes()
 
 
 def test_a_folder_in_a_dataset_names_the_dataset(dataset: Path) -> None:

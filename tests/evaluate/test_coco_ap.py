@@ -106,9 +106,20 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
     assert np.array_equal(after.table(), before.table())
 
 
-@pytest.mark.parametrize("text", ["", "{}", '[{"image_id": 1}]', '[{"image_id": "x"}]'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '[{"image_id": 1}]',
+        '[{"image_id": "x"}]',
+        '[{"image_id": 9223372036854775808, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
+        '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 1e999], "score": 1}]',
+        '[{"\xe9": 1}]',  # Latin-1
+    ],
+)
 def test_no_results_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "detections.json"
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match="no COCO results"):
         read_detections(path)

@@ -228,6 +228,10 @@ def test_mpiruns_own_separator_is_refused() -> None:
 def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
     plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
     assert tuple(shlex.split(plan.to_line())) == plan.argv
+    variables = {f"V{number}": argument for number, argument in enumerate(arguments)}
+    assigned = [f"{name}={value}" for name, value in variables.items()]
+    plan = dataclasses.replace(plan, environment=variables)
+    assert shlex.split(plan.to_line()) == [*assigned, *plan.argv]
 
 
 @given(ARGUMENTS)

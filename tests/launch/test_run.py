@@ -31,12 +31,13 @@ from ssdctl.launch.run import free_port
 
 # Reads a plan from its argument and runs it, as `ssdctl launch` does.
 DRIVER = """
-import json, signal, sys
+import json, os, signal, sys
+import ssdctl.launch.run as module
 from ssdctl.launch.plan import Plan
-from ssdctl.launch.run import run
+module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 given = json.loads(sys.argv[1])
 given["stop_signal"] = signal.Signals(given["stop_signal"])
-sys.exit(run(Plan(**given)).code)
+sys.exit(module.run(Plan(**given)).code)
 """
 
 # A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
@@ -66,6 +67,14 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for _ in range(2):
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(os.getpid(), os.getppid(), flush=True)
+time.sleep(60)
+"""
+
+# A launcher that does not notice that its first rank has failed.
+DEAF = """
+import os, time
+from pathlib import Path
+Path(os.environ["_SSDCTL_RANK_EXITS"], "0").write_text("3")
 time.sleep(60)
 """
 
@@ -104,6 +113,7 @@ def started(plan: Plan, folder: Path, **environment: str) -> Iterator[subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
+        start_new_session=True,
     )
     with process:
         try:
@@ -198,13 +208,32 @@ def test_children_of_the_shell_that_became_launch_are_spared(tmp_path: Path) -> 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with started(plan_of(sys.executable, "-c", STUBBORN), tmp_path) as launch:
         assert launch.stdout is not None
-        launcher, _ = map(int, launch.stdout.readline().split())
-        launch.send_signal(signal.SIGINT)
+        launcher, guardian = map(int, launch.stdout.readline().split())
+        ranks = wait_for(lambda: children(launcher)[1:] and children(launcher))
+        # A terminal's Ctrl-C goes to all of a session: it must count once.
+        assert {os.getsid(launch.pid), os.getsid(guardian)} == {launch.pid, guardian}
+        os.killpg(launch.pid, signal.SIGINT)
         time.sleep(0.5)
-        assert is_alive(launcher)
+        assert all(is_alive(pid) for pid in [launcher, *ranks])
         launch.send_signal(signal.SIGINT)
         assert launch.wait(5) == 130
         assert not is_alive(launcher)
+
+
+def test_a_rank_that_failed_ends_those_that_hang(tmp_path: Path) -> None:
+    with started(plan_of(sys.executable, "-c", DEAF), tmp_path, HANG_S="0.3") as launch:
+        assert launch.wait(20) == 3
+
+
+def test_nohup_is_meant(tmp_path: Path) -> None:
+    code = "import time; print('up', flush=True); time.sleep(1)"
+    plan = json.dumps(dataclasses.asdict(plan_of(sys.executable, "-c", code)))
+    argv = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", DRIVER, plan]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as launch:
+        assert launch.stdout is not None
+        assert launch.stdout.readline() == "up\n"
+        launch.send_signal(signal.SIGHUP)
+        assert launch.wait(20) == 0
 
 
 def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
@@ -213,14 +242,14 @@ def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
 
 
 def test_two_torchruns_at_once_save_and_stop(tmp_path: Path) -> None:
-    """Arguments arrive as typed, ports do not clash, SIGTERM ends both jobs with 75."""
+    """Arguments arrive as typed, ports do not clash; SIGTERM, or a terminal that goes, is a stop."""
     one, two = tmp_path / "one", tmp_path / "two"
     with started(probe_plan("cpu"), one) as first, started(probe_plan("cpu"), two) as second:
         ranks = [*wait_for(lambda: ranks_of(one)), *wait_for(lambda: ranks_of(two))]
         assert all(rank["arguments"] == list(ARGUMENTS) for rank in ranks)
         assert len({rank["port"] for rank in ranks}) == 2
-        for launch in (first, second):
-            launch.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGTERM)
+        second.send_signal(signal.SIGHUP)
         assert [first.wait(30), second.wait(30)] == [75, 75]
     assert not (one / "x").exists()
     assert not any(is_alive(rank["pid"]) for rank in ranks)

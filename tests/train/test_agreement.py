@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import torch
 import torchvision
 from conftest import TINY_RUN, Result
 from data.http_server import Server, file
+from processes import wait_for
+
+from ssdctl.launch.run import free_port
 
 SCRIPT = """
 import json, sys
@@ -90,6 +94,37 @@ def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all() -> None:
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
     assert weights[3] != weights[2]  # and training goes on
+
+
+def test_a_signal_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> None:
+    """The other one may have been ended by the same signal before it had begun."""
+    rank = "1"
+    script = (
+        "import sys\n"
+        "from ssdctl.train import meeting\n"
+        "rendezvous = meeting.rendezvous\n"
+        "def told(*given):\n"
+        "    sys.stderr.write('waiting\\n')\n"
+        "    yield from rendezvous(*given)\n"
+        "meeting.rendezvous = told\n"
+        "from ssdctl.cli.main import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    command = ["train", "--data", "none", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+        stderr=subprocess.PIPE,
+    )
+    try:
+        log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
+        wait_for(lambda: log.exists() and "waiting" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 75
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_one_rank_fetches_the_weights_for_all(shapes: Path, tmp_path: Path) -> None:

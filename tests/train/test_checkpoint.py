@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from ssdctl.data.coco import ClassName
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import (
@@ -23,6 +25,7 @@ from ssdctl.model.weights import (
     same_classes,
 )
 from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.train.saver import Saver
 
 
 class Malice:
@@ -79,6 +82,14 @@ def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
         _with(classes=7),
         _with(architecture={"backbone": "vgg16", "extra_norm": "none", "num_classes": 6}),
         _with(architecture={"backbone": "resnet18"}),
+        _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
+        _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),
+        _with(step="x"),
+        _with(samples_seen=-1),
+        _with(global_batch=0),
+        _with(best_ap="x"),
+        _with(config=[1]),
+        _with(optimizer={"state": {}}),
     ],
 )
 def test_a_payload_with_a_part_amiss_is_an_integrity_error(
@@ -113,6 +124,15 @@ def test_what_only_looks_like_a_peers_file(
     path = tmp_path / "peer.pt"
     torch.save({"model": state}, path)
     with pytest.raises(IntegrityError, match=f"looks like mlperf's, but .*{words}"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
+def test_a_peers_file_with_nonsense_for_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "peer.pt"
+    state = to_peer(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    torch.save({"model": state, **changes}, path)
+    with pytest.raises(IntegrityError, match="no number"):
         read_checkpoint(path)
 
 
@@ -236,6 +256,55 @@ def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
     assert read.path == good
     assert len(warnings) == 1
     assert later.name in warnings[0]
+
+
+def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in range(1, 6):
+        folder.write({"step": step})
+        if step == 2:
+            folder.mark_best(step)
+    assert [p.name for p in folder.steps()] == ["step-00000004.pt", "step-00000005.pt"]
+    assert folder.steps()[-1].samefile(folder.path / "last.pt")
+    assert torch.load(folder.path / "best.pt") == {"step": 2}
+
+
+def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    """Training goes on with the same tensors while they are written."""
+    moved = threading.Event()
+
+    class Slow(CheckpointFolder):
+        def write(self, payload: dict[str, Any]) -> None:
+            assert moved.wait(30)
+            super().write(payload)
+
+    weights, momentum = torch.zeros(3), torch.zeros(2)
+    saver = Saver(Slow(tmp_path, keep=1))
+    saver.save({"step": 1, "model": {"w": weights}, "optimizer": {"state": [(0, momentum)]}})
+    weights += 1
+    momentum += 1
+    moved.set()
+    saver.close()
+    saved = torch.load(tmp_path / "checkpoints/last.pt")
+    assert not saved["model"]["w"].any()
+    assert not saved["optimizer"]["state"][0][1].any()
+
+
+def test_a_save_that_failed_is_told_at_the_next_look(tmp_path: Path) -> None:
+    class Full(CheckpointFolder):
+        def write(self, payload: dict[str, Any]) -> None:
+            raise DiskError("no space left")
+
+    def look() -> None:
+        for _ in range(3000):  # at the ends of steps, which never wait for a save
+            saver.check()
+            time.sleep(0.01)
+
+    saver = Saver(Full(tmp_path, keep=1))
+    saver.save({"step": 1})
+    with pytest.raises(DiskError):
+        look()
+    saver.close()
 
 
 def test_stale_temporaries_go(tmp_path: Path) -> None:

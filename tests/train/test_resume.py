@@ -16,6 +16,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import read_checkpoint
+from ssdctl.train.checkpoint import CheckpointFolder
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -83,8 +84,11 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 ) -> None:
     good = run / "checkpoints/step-00000003.pt"
     (run / "checkpoints/step-00000009.pt").write_bytes(good.read_bytes()[:-1000])
+    for folder in (run, run / "checkpoints"):  # of a writer that was killed
+        (folder / ".file.999999999.tmp").touch()
     result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
     assert result.code == 0, result.err
+    assert not list(run.rglob("*.tmp"))
     assert "step-00000009.pt: no checkpoint, or a damaged one" in " ".join(result.err.split())
     assert (run / "checkpoints/step-00000009.pt.retired").is_file()
     assert steps(run) == [1, 2, 3, 4]
@@ -159,6 +163,28 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up(run: Path, shapes: Path,
     assert steps(run, "eval") == [3, 4]
     assert cli(*train, "--steps", 4).code == 0
     assert steps(run, "eval") == [3, 4]
+
+
+def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1]
+
+    def dies(*_: object) -> None:
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "mark_best", dies)
+        assert cli(*train).code == 9
+    assert not (run / "checkpoints/best.pt").exists()
+    result = cli(*train)
+    assert result.code == 0, result.err
+    assert read_checkpoint(run / "checkpoints/best.pt").step == 1
+    assert steps(run, "eval") == [1]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "best.pt", "last.pt", "step-00000001.pt",
+    ]  # fmt: skip
 
 
 def test_splits_of_other_classes_are_refused_before_training(

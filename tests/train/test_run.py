@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from runs import assert_same_state, catches, last, records, start, wait_for
+from runs import assert_same_state, last, records, start, wait_for
+
+from ssdctl.train import setup
+from ssdctl.train.checkpoint import CheckpointFolder
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -117,44 +122,89 @@ def test_damaged_newest_checkpoint_costs_one_interval(
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("moment", ["start", "steps"])
-def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli, moment: str) -> None:
+def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS]
     process = start(*options, "--steps", 1000)
-    if moment == "start":  # as early as the handler is there: imports are under way
-        wait_for(lambda: catches(process.pid, signal.SIGTERM), process)
-    else:
-        wait_for(
-            lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process
-        )
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 75, words
     assert "SIGTERM" in words
     assert "run the same command again" in words
     assert "Traceback" not in words
-    if moment == "start":  # nothing was trained, nothing is left to save
-        assert "before the first step" in words
-        assert not (run / "checkpoints").exists()
-    stopped = 0 if moment == "start" else last(run).step
+    stopped = last(run).step
+    assert stopped == records(run, "train")[-1]["step"]
     result = cli(*options, "--steps", stopped + 1)
     assert result.code == 0, result.err
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
 
 
-def test_second_interrupt_ends_at_once(shapes: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000)
-    wait_for(lambda: (run / "metrics.jsonl").exists(), process)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
-    # 75 where the step ended between the two; the signal itself (130 to a shell) where the run had.
-    assert process.returncode in (130, 75, -signal.SIGINT), words
+SLOW_STEP = """
+import sys, time
+from ssdctl.cli.main import main
+from ssdctl.train.step import TrainStep
+
+def slow(*given):
+    print("stepping", flush=True)
+    time.sleep(60)
+
+TrainStep.__call__ = slow
+main(sys.argv[1:])
+"""
+
+
+def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> None:
+    """The first one would wait for the step's end, and a step may hang."""
+    options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 2]
+    command = [sys.executable, "-c", SLOW_STEP, *map(str, options)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stepping\n"
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGINT)
+        _, words = process.communicate(timeout=30)
+    assert process.returncode == 130, words
+    assert "interrupted" in words
     assert "Traceback" not in words
+
+
+@pytest.mark.parametrize("module", ["typer", "torch.version"])
+def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
+    """Python tells of each import when it is through: the package's own comes after its parts."""
+    options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
+    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", *map(str, options)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.rpartition("|")[2].strip() == module:
+            break
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 75, rest[-2000:]
+    assert "before the first step" in rest
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_signal_while_it_prepares_ends_it_there(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large dataset takes minutes, and there is nothing to save yet."""
+    went_on: list[bool] = []
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        went_on.append(True)
+
+    monkeypatch.setattr(setup, "open_dataset", interrupted)
+    result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
+    assert result.code == 75, result.err
+    assert "before the first step" in result.err
+    assert not went_on
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -209,6 +259,14 @@ def test_what_a_bad_step_leads_to(
 ) -> None:
     run = tmp_path / "run"
     spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
+    saved: list[tuple[int, int]] = []
+    write = CheckpointFolder.write
+
+    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
+        saved.append((payload["step"], payload["samples_seen"]))
+        write(folder, payload)
+
+    monkeypatch.setattr(CheckpointFolder, "write", noted)
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
     result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())
@@ -227,6 +285,8 @@ def test_what_a_bad_step_leads_to(
     assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
     kinds = [r["event"] for r in records(run, "event")]
     assert ("rolled_back" in kinds) == (policy == "rollback")
+    # Whoever goes on from there must not meet the offending images again.
+    assert saved[1] == ((4, 8) if policy == "skip" else (2, 8))
     assert all(
         r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"
     )

@@ -18,8 +18,12 @@ import pytest
 from conftest import TINY_RUN, Result
 from runs import assert_same_state, last, records, start, wait_for
 
+from ssdctl.errors import DiskError
+from ssdctl.evaluate.detector import Detector
 from ssdctl.launch.run import free_port
 from ssdctl.train import validate
+from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.train.step import TrainStep
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -78,11 +82,15 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     detect = validate.detect_split
 
     def interrupted(*given: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
         return detect(*given)
+
+    def looks_on(*_: Any) -> Any:
+        raise AssertionError("the other images are left out")
 
     with monkeypatch.context() as patch:
         patch.setattr(validate, "detect_split", interrupted)
+        patch.setattr(Detector, "forward", looks_on)
         result = cli(*command, "--out", tmp_path / "run")
     assert result.code == 75, result.err
     assert last(tmp_path / "run").step == 2  # not a step further
@@ -205,6 +213,27 @@ def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     assert "step-00000002.pt" in files
     assert "last.pt" in files
     assert not [name for name in files if name.endswith(".tmp")]
+
+
+def test_what_a_signal_could_not_save_is_not_called_saved(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = TrainStep.__call__
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*given)
+
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(TrainStep, "__call__", interrupted)
+    monkeypatch.setattr(CheckpointFolder, "write", full)
+    command = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 3]
+    result = cli(*command)
+    assert result.code == 6, result.err
+    assert "no space left" in result.err
+    assert "saved" not in result.err
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
