@@ -16,6 +16,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
+from ssdctl.report.draw import letters
 from ssdctl.report.predict import Predictor
 
 Cli = Callable[..., Result]
@@ -104,6 +105,14 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         ssdctl.load("none.pt", device="cpu")
     with pytest.raises(UsageError, match="does not compute in fp8"):
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
+
+
+def test_letters_of_other_languages_are_drawn() -> None:
+    """Not the empty box that stands for a letter which the font lacks."""
+    font = letters(16)
+    missing = bytes(font.getmask("\U0010ffff"))
+    for letter in "aäßñøřżжщλ":
+        assert bytes(font.getmask(letter)) != missing, letter
 
 
 def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path) -> None:
