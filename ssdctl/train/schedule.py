@@ -135,17 +135,24 @@ def every(text: str, plan: Plan) -> Every:
     return Every(max(steps, Fraction(1)), None)
 
 
-# At 81 classes, without batch norm in the extra blocks.
+# Without classes, and for each class (the background is one); no batch norm in the extra blocks.
 PARAMETERS = {
-    "resnet18": 14_045_750,
-    "resnet34": 19_972_534,
-    "resnet50": 22_892_214,
-    "resnet101": 41_884_342,
-    "resnet152": 57_527_990,
+    "resnet18": (6_578_360, 92_190),
+    "resnet34": (12_131_896, 96_798),
+    "resnet50": (12_812_088, 124_446),
+    "resnet101": (31_804_216, 124_446),
+    "resnet152": (47_447_864, 124_446),
 }
 
 
-def checkpoint_bytes(backbone: str, config: TrainConfig) -> int:
-    """The size of a run's checkpoint, about: weights, their average, the optimizer's state."""
+def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> int:
+    """The size of a run's checkpoint, about: weights, their average, the optimizer's state.
+
+    Args:
+        backbone: Its name.
+        num_classes: With the background.
+        config: The run.
+    """
     copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
-    return 4 * copies * PARAMETERS[backbone]
+    shared, per_class = PARAMETERS[backbone]
+    return 4 * copies * (shared + num_classes * per_class)

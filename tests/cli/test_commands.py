@@ -261,6 +261,7 @@ def test_tables_of_several_checkpoints_say_whose_they_are(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
+    (run / "checkpoints/best.pt").unlink()  # a copy is no link any more: another checkpoint
     newest = run / "checkpoints/step-00000003.pt"
     shutil.copy(newest, run / "checkpoints/step-00000002.pt")
     result = cli("evaluate", run, "-q", "--device", "cpu", "--limit", 1)

@@ -142,7 +142,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "without pictures")],
+    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "empty/**/*.jpg")],
 )
 def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()

@@ -120,10 +120,12 @@ def due(text: str, plan: Plan, last: int) -> list[int]:
 
 
 def test_size_of_a_checkpoint(checkpoint: Path) -> None:
-    """An upper bound: this one knows five classes, not eighty."""
     config = resolve(environment={"HOME": "/"}).config.train
-    guess = checkpoint_bytes("resnet18", config)
-    assert 0.4 * guess < checkpoint.stat().st_size < guess
-    for backbone, number in PARAMETERS.items():
-        with torch.device("meta"):
-            assert number == sum(p.numel() for p in SSD300(backbone, 81, "none").parameters())
+    guess = checkpoint_bytes("resnet18", 6, config)
+    assert 0.99 * guess < checkpoint.stat().st_size < 1.05 * guess
+    for backbone, (shared, per_class) in PARAMETERS.items():
+        for num_classes in (2, 81):
+            with torch.device("meta"):
+                network = SSD300(backbone, num_classes, "none")
+            number = sum(p.numel() for p in network.parameters())
+            assert number == shared + num_classes * per_class
