@@ -100,6 +100,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     keep_freed_memory()
     ranks = find_ranks()
+    given = {p for p, source in call.resolved.sources.items() if source != "default"}
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
     with distributed.group(ranks, device):
@@ -108,7 +109,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 file,
                 call.config,
                 device,
-                typed=call.resolved.typed(),
+                given=given,
                 talk=_talk(call, ranks),
                 together=distributed.together(ranks, one_voice=True),
                 detections_file=detections,

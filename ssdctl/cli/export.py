@@ -81,8 +81,8 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.report.export import export_onnx
 
     wishes = call.config.evaluate
-    typed = call.resolved.typed()
-    data = dataset_folders(choose_data(checkpoint, call.config.data, typed, call.console.say))
+    given = {p for p, source in call.resolved.sources.items() if source != "default"}
+    data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
     check, pictures = export_onnx(
         checkpoint,
         out,

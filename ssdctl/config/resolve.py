@@ -55,10 +55,6 @@ class Resolved(NamedTuple):
         table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
         return self._replace(config=msgspec.structs.replace(self.config, **{section: table}))
 
-    def typed(self) -> set[str]:
-        """The settings that the command line itself names: no file's and no variable's."""
-        return {path for path, source in self.sources.items() if source.startswith("--")}
-
 
 def resolve(
     *,

@@ -40,7 +40,7 @@ def evaluate_checkpoint(
     config: Config,
     device: Device,
     *,
-    typed: set[str],
+    given: set[str],
     talk: Talk,
     together: Together | None = None,
     detections_file: Path | None = None,
@@ -49,9 +49,9 @@ def evaluate_checkpoint(
 
     Args:
         path: The checkpoint.
-        config: The call's config; its data gives way to the checkpoint's unless `typed`.
+        config: The call's config; its data gives way to the checkpoint's unless `given`.
         device: To detect on.
-        typed: The settings that the command line names.
+        given: The settings that the user named.
         talk: Ways to talk.
         together: The ranks; None where this process is alone.
         detections_file: Where to write the detections in COCO's results format.
@@ -66,7 +66,7 @@ def evaluate_checkpoint(
     together = together or Together()
     wishes = config.evaluate
     checkpoint = read_checkpoint(path)
-    data = choose_data(checkpoint, config.data, typed, talk.say)
+    data = choose_data(checkpoint, config.data, given, talk.say)
     root, folder = dataset_folders(data)
     splits = _open_together(root, folder, talk, together)
     split = require_split(splits, wishes.split, root)
@@ -166,16 +166,12 @@ def _remembered(checkpoint: Checkpoint) -> DataConfig:
 
 
 def choose_data(
-    checkpoint: Checkpoint, data: DataConfig, typed: set[str], say: Speak
+    checkpoint: Checkpoint, data: DataConfig, given: set[str], say: Speak
 ) -> DataConfig:
-    """The dataset to score on: the command line's, the checkpoint's, or where it is gone the
-    config's.
-
-    A config file speaks of the runs that it starts, not of a checkpoint from elsewhere.
-    """
-    if "data.root" in typed or checkpoint.peer is not None:
+    """The dataset to score on: the one the user names, else the one the checkpoint remembers."""
+    if "data.root" in given or checkpoint.peer is not None:
         return data
-    if "data.store" in typed:
+    if "data.store" in given:
         return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
     root, _ = data_of(checkpoint)
     if root.is_dir():

@@ -230,17 +230,6 @@ def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -
     assert "not found at all" in human.out  # what the errors cost
 
 
-def test_a_checkpoints_data_goes_before_a_config_files(cli: Cli, tiny_run: Path) -> None:
-    Path("other").mkdir()
-    Path("ssdctl.toml").write_text('[data]\nroot = "other"\n')
-    checkpoint = tiny_run / "checkpoints/last.pt"
-    few = ["--limit", 1, "--device", "cpu", "--json"]
-    assert cli("evaluate", checkpoint, *few).code == 0
-    named = cli("evaluate", checkpoint, *few, "--data", "other")
-    assert named.code == 3
-    assert "other: holds no dataset" in named.err
-
-
 def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
     Path("d.json").write_text(
         '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
