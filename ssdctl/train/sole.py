@@ -50,8 +50,9 @@ def sole_run(out: Path, say: Callable[[str], None], warn: Callable[[str], None])
         yield
         return
     try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
+        with contextlib.suppress(OSError):  # a full disk is for the first save to tell
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
         path.unlink(missing_ok=True)
