@@ -6,7 +6,11 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+from ssdctl.errors import DiskError
+from ssdctl.files import disk_errors
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from ssdctl.errors import SsdctlError
 
 T = TypeVar("T")
+STDOUT = Path("standard output")  # in messages
 STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
 
 
@@ -60,7 +65,8 @@ class Console:
         elif isinstance(human, str):
             self._write(human, sys.stdout)
         elif human is not None:
-            _rich(sys.stdout).print(human())
+            with disk_errors(STDOUT, "writing"):
+                _rich(sys.stdout).print(human())
 
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
@@ -84,7 +90,12 @@ class Console:
     def _write(self, text: str, stream: IO[str], label: str = "", style: str = "") -> None:
         if label:
             label = self.painted(f"{label}:", style, stream) + " "
-        print(label + text, file=stream, flush=True)
+        try:
+            with disk_errors(STDOUT, "writing"):
+                print(label + text, file=stream, flush=True)
+        except DiskError:
+            if stream is sys.stdout:
+                raise  # a log that is full is no reason to end a run; a lost answer is
 
 
 def _rich(stream: IO[str]) -> RichConsole:

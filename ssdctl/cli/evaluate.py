@@ -117,6 +117,8 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
             if answer is not None:
                 answers.append(answer)
                 if not call.console.as_json:
+                    if len(files) > 1:  # the tables below do not say whose they are
+                        call.console.result(None, f"{file}")
                     call.console.result(None, functools.partial(tables, answer))
         distributed.barrier(ranks)
     return answers

@@ -80,13 +80,13 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.report.export import export_onnx
 
-    given = {p for p, source in call.resolved.sources.items() if source != "default"}
     wishes = call.config.evaluate
-    root, _ = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
+    given = {p for p, source in call.resolved.sources.items() if source != "default"}
+    data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
     check, pictures = export_onnx(
         checkpoint,
         out,
-        root,
+        data,
         has_nms=not raw,
         score_threshold=wishes.score_threshold,
         nms_iou=wishes.nms_iou,

@@ -131,7 +131,10 @@ def _picture_files(names: list[str]) -> list[Path]:
         if path.is_dir():
             inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
             if not inside:
-                raise UsageError(f"{path}: a folder without pictures ({', '.join(SUFFIXES)})")
+                raise UsageError(
+                    f"{path}: a folder without pictures ({', '.join(SUFFIXES)})",
+                    hint=f"for those of all folders below: '{path}/**/*.jpg'",
+                )
             files += inside
         elif path.exists():
             files.append(path)

@@ -33,9 +33,9 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: curves, AP, sample detections, config, environment."""
     from ssdctl.report.page import write_report
-    from ssdctl.report.rundata import read_run
+    from ssdctl.report.rundata import read_runs
 
-    read = [read_run(Path(run)) for run in runs]
+    read = read_runs([Path(run) for run in runs])
     target = Path(out) if out else Path(runs[0]) / "report.html"
     write_report(read, target)
     call.console.result({"file": str(target)}, f"report: {target}")

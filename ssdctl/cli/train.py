@@ -102,29 +102,29 @@ def _show_plan(call: Call) -> None:
 
     root, folder = dataset_folders(call.config.data)
     if call.config.train.fake_data and not root.is_dir():
-        from ssdctl.input.fake import COCO_IMAGES
+        from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
 
-        images = COCO_IMAGES
+        images, classes = COCO_IMAGES, COCO_CLASSES
     else:
-        images = count_trainable(root, folder)
+        images, classes = count_trainable(root, folder)
     if not images:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     limit = call.config.train.limit_train
     plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
-    needs = "" if call.console.as_json else _disk_needed(call.config)
+    needs = "" if call.console.as_json else _disk_needed(call.config, classes)
     call.console.result(plan.as_json(), _described(plan) + needs)
 
 
-def _disk_needed(config: Config) -> str:
+def _disk_needed(config: Config, classes: int) -> str:
     """What the checkpoints will take, for people."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes
 
-    each = checkpoint_bytes(config.model.backbone, config.train)
+    each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
     out = Path(config.train.out or f"runs/{config.train.preset}")
     return (
-        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each with 80 classes, "
+        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
         f"{kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
         f"{free_bytes(out.absolute()) / 1e9:,.0f} GB are free"

@@ -368,8 +368,8 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
         )
 
 
-def count_trainable(root: Path, folder: Path) -> int:
-    """How many images a run would train on; nothing is written.
+def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
+    """How many images a run would train on, and of how many classes; nothing is written.
 
     Raises:
         DataError: The annotations cannot be trusted, or there is no training split.
@@ -377,6 +377,8 @@ def count_trainable(root: Path, folder: Path) -> int:
     splits = find_splits(root)
     files = require_split(splits, "train", root)
     if is_prepared(root, folder):
-        return len(store.open_split(folder, "train", files).trainable)
-    boxes, _ = coco.check(coco.read(files.annotations), files.annotations)
-    return int((np.diff(boxes.starts) > 0).sum())
+        split = store.open_split(folder, "train", files)
+        return len(split.trainable), len(split.classes)
+    annotations = coco.read(files.annotations)
+    boxes, _ = coco.check(annotations, files.annotations)
+    return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)

@@ -142,14 +142,15 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path}: cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--hostfile {path}: cannot be read: {reason}") from None
     hosts: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
         if not HOST.fullmatch(words[0]):
-            raise UsageError(f"{path}:{number}: {words[0]!r} is no host name")
+            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is no host name")
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: no host in it")

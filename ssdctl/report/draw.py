@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
@@ -20,12 +22,24 @@ class Mark(NamedTuple):
     number: int  # chooses the colour: the same class, the same colour
 
 
+@functools.cache
+def letters(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """A font for class names: matplotlib's own knows more than Pillow's plain Latin (Greek,
+    Cyrillic, every accent; not Chinese or Japanese)."""
+    import matplotlib as mpl
+
+    try:
+        return ImageFont.truetype(Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", size)
+    except OSError:  # a distribution's matplotlib may leave it out
+        return ImageFont.load_default(size)
+
+
 def draw(picture: Image.Image, marks: Sequence[Mark]) -> Image.Image:
     """A copy of the picture with its boxes, in its own resolution; the first mark lies on top."""
     result = picture.convert("RGB")
     pen = ImageDraw.Draw(result)
     size = max(12, min(picture.size) // 30)
-    font = ImageFont.load_default(size)
+    font = letters(size)
     for mark in reversed(marks):
         colour = PALETTE[mark.number % len(PALETTE)]
         pen.rectangle(mark.box, outline=colour, width=max(2, size // 6))

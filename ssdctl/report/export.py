@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data import shapes
 from ssdctl.data.dataset import find_splits
+from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.model.peers import label_map, to_peer
@@ -22,6 +26,7 @@ from ssdctl.report.onnx_export import Check, onnx_model
 from ssdctl.report.predict import open_picture, resized
 
 NUM_PICTURES = 5  # that an ONNX file is compared on
+MOST_TRIED = 50  # of the dataset, to find as many that open
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
@@ -76,7 +81,7 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
 def export_onnx(
     checkpoint: Checkpoint,
     target: Path,
-    root: Path,
+    data: tuple[Path, Path],
     *,
     has_nms: bool,
     score_threshold: float,
@@ -85,7 +90,7 @@ def export_onnx(
     """Write an ONNX file, once onnxruntime gives PyTorch's answers on pictures of the dataset.
 
     Args:
-        root: The dataset; where it is gone, pictures are generated.
+        data: The dataset's and its store's folder; where both are gone, pictures are generated.
 
     Returns:
         How near the answers are, and where the pictures came from.
@@ -94,7 +99,7 @@ def export_onnx(
         UsageError, IntegrityError: See `onnx_model`.
         DiskError: The file cannot be written.
     """
-    pictures, source = _pictures(root)
+    pictures, source = pictures_of(*data)
     content, check = onnx_model(
         checkpoint,
         pictures,
@@ -106,26 +111,39 @@ def export_onnx(
     return check, source
 
 
-def _pictures(root: Path) -> tuple[NDArray[np.uint8], str]:
+def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
     """Some pictures to compare two programs on, and where they come from."""
+    found = _of_dataset(root, store)
+    if len(found) == NUM_PICTURES:
+        return np.stack(found), str(root)
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        made = Path(folder)
+        shapes.generate(made, num_train=1, num_val=NUM_PICTURES)
+        return np.stack(_opened(sorted((made / "val2017").iterdir()))), "generated shapes"
+
+
+def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
+    """The first pictures of the dataset that open: the store's, which knows where they lie, or, in
+    one that was not prepared, those of the image folder."""
     try:
         splits = find_splits(root)
-        found = _some_of(splits["val" if "val" in splits else "train"].images)
-        if len(found) == NUM_PICTURES:
-            return np.stack(found), str(root)
-    except DataError:
-        pass
-    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        shapes.generate(Path(folder), num_train=1, num_val=NUM_PICTURES)
-        return np.stack(_some_of(Path(folder) / "val2017")), "generated shapes"
-
-
-def _some_of(folder: Path) -> list[NDArray[np.uint8]]:
-    """The first pictures of a folder that open."""
-    found = []
-    for path in itertools.islice(sorted(folder.iterdir()), 10 * NUM_PICTURES):
+        name = "val" if "val" in splits else "train"
+        files = splits[name]
         try:
-            found.append(resized(open_picture(path)))
+            split = open_split(store, name, files)
+        except DataError:
+            return _opened(sorted(files.images.iterdir()))
+        rows = range(min(len(split.image_ids), MOST_TRIED))
+        return _opened(io.BytesIO(split.read(row)) for row in rows)
+    except (DataError, OSError):
+        return []
+
+
+def _opened(sources: Iterable[Path | IO[bytes]]) -> list[NDArray[np.uint8]]:
+    found = []
+    for source in itertools.islice(sources, MOST_TRIED):
+        try:
+            found.append(resized(open_picture(source)))
         except DataError:
             continue
         if len(found) == NUM_PICTURES:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -213,7 +213,7 @@ def as_image(picture: Picture) -> Image.Image:
     return open_picture(Path(picture))
 
 
-def open_picture(path: Path) -> Image.Image:
+def open_picture(path: Path | IO[bytes]) -> Image.Image:
     """A user's picture, upright, in RGB.
 
     Raises:

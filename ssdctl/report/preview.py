@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
@@ -27,7 +27,7 @@ from ssdctl.input.loader import TrainLoader
 from ssdctl.input.order import Order
 from ssdctl.input.samples import TrainPlan
 from ssdctl.model.augment import MEAN, STD, normalise
-from ssdctl.report.draw import PALETTE
+from ssdctl.report.draw import PALETTE, letters
 
 ROWS = 4
 EPOCHS = 3
@@ -68,7 +68,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
     size = (GAP + (1 + EPOCHS) * step, LINE + GAP + count * (step + LINE))
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
-    font = ImageFont.load_default(14)
+    font = letters(14)
     headings = ["as annotated", *(f"to the network, epoch {n + 1}" for n in range(EPOCHS))]
     for column, text in enumerate(headings):
         pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
@@ -132,7 +132,7 @@ def _names(split: Split) -> list[str]:
 def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> None:
     """Boxes with the names of their classes; a dark edge tells them from a bright picture."""
     pen = ImageDraw.Draw(picture)
-    font = ImageFont.load_default(11)
+    font = letters(10)
     scale = np.array([picture.width - 1, picture.height - 1] * 2)
     for box, label in zip(boxes, labels, strict=True):
         left, top, right, bottom = (float(v) for v in box * scale)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def read_run(path: Path) -> RunData:
         if evaluation is None:
             raise UsageError(
                 f"{path}: no run folder (it has no metrics.jsonl)",
-                hint="name the folder that train's --out named: runs/PRESET, if none",
+                hint=_runs_below(path),
             )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
@@ -147,3 +148,22 @@ def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
         ]
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Several runs; those whose folders have the same name go by their whole paths.
+
+    Raises:
+        UsageError, DataError: See `read_run`.
+    """
+    runs = [read_run(path) for path in paths]
+    times = Counter(run.name for run in runs)
+    return [run if times[run.name] == 1 else run._replace(name=str(run.path)) for run in runs]
+
+
+def _runs_below(path: Path) -> str:
+    """What to name instead of a folder that is no run."""
+    if path.is_dir() and (inside := sorted(p.parent for p in path.glob("*/metrics.jsonl"))):
+        more = ", ..." if len(inside) > 3 else ""
+        return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
+    return "name the folder that train's --out named: runs/PRESET, if none"

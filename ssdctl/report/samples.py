@@ -25,6 +25,7 @@ class SamplePicture(NamedTuple):
     """One pair of the grid."""
 
     image_id: int
+    file_name: str
     truth_url: str
     found_url: str
     num_truth: int
@@ -80,7 +81,12 @@ def _pair(evaluation: Evaluation, sample: Sample, content: bytes | memoryview) -
     truth = [mark(t.category_id, t.box) for t in sample.truth]
     found = [mark(f.category_id, f.box, f.score) for f in sample.found]
     return SamplePicture(
-        sample.image_id, _url(draw(small, truth)), _url(draw(small, found)), len(truth), len(found)
+        image_id=sample.image_id,
+        file_name=sample.file_name,
+        truth_url=_url(draw(small, truth)),
+        found_url=_url(draw(small, found)),
+        num_truth=len(truth),
+        num_found=len(found),
     )
 
 

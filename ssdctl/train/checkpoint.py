@@ -80,18 +80,18 @@ class CheckpointFolder:
         Raises:
             IntegrityError: There are checkpoints, and none is whole.
         """
-        warnings: list[str] = []
+        damaged: list[str] = []
         for path in reversed(self.steps()):
             try:
-                return read_checkpoint(path), warnings
+                return read_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:
-                warnings.append(f"{error}; trying the one before")
-        if warnings:
+                damaged.append(str(error))
+        if damaged:
             raise IntegrityError(
-                f"none of the {len(warnings)} checkpoints in {self.path} is whole: {warnings[-1]}",
+                f"none of the {len(damaged)} checkpoints in {self.path} is whole: {damaged[0]}",
                 hint="start anew with another --out, or name a good one with --resume FILE",
             )
-        return None, warnings
+        return None, []
 
 
 def payload(

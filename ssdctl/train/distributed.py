@@ -11,6 +11,7 @@ import datetime
 import functools
 import inspect
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ def group(ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S) ->
         if not _is_from_a_peer(error):
             raise
         raise DistributedError(
-            f"rank {ranks.rank} lost {_roll_call(ranks)}: {str(error).splitlines()[0]}",
+            f"rank {ranks.rank} lost {_roll_call(ranks)}: {_said(error)}",
             hint="the first failure is in the log of the rank that was lost; --rank-timeout says "
             f"how long a rank is waited for (now {timeout_s:g} s)",
         ) from error
@@ -114,6 +115,12 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
 def _is_from_a_peer(error: Exception) -> bool:
     words = ("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer")
     return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+
+
+def _said(error: Exception) -> str:
+    """A library's complaint without its place in the source and its advice to programmers."""
+    line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
+    return line.partition(". This is typically")[0]
 
 
 def _roll_call(ranks: Ranks) -> str:

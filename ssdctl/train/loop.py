@@ -8,6 +8,7 @@ what a user should read.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ from ssdctl.train.saver import Saver
 from ssdctl.train.scaling import loss_scale
 from ssdctl.train.schedule import every
 from ssdctl.train.setup import Progress, Say, Setup, prepare_run
+from ssdctl.train.sole import sole_run
 from ssdctl.train.step import TrainStep, copied_ahead
 from ssdctl.train.validate import Validator
 
@@ -68,6 +70,7 @@ def run_training(
     """Train to the end of the plan, or to the target AP, going on where an earlier run stopped.
 
     Raises:
+        UsageError: Another process trains in the run folder; see also `prepare_run` and `begin`.
         Stopped: A signal came; everything is saved.
         NonFiniteError: Too many steps went bad.
         DistributedError: Another rank was lost.
@@ -82,15 +85,16 @@ def run_training(
     with distributed.group(ranks, device, wishes.rank_timeout):
         for remark in device.remarks:
             warn(remark)
-        with signals.ending_at_once():
-            setup = prepare_run(
-                resolved.config, device, ranks, say, progress if not quiet else _plain
-            )
-            run = _Run(setup, resolved, say, warn, emit)
-        try:
+        with contextlib.ExitStack() as held:
+            with signals.ending_at_once():
+                setup = prepare_run(
+                    resolved.config, device, ranks, say, progress if not quiet else _plain
+                )
+                if ranks.is_first:
+                    held.enter_context(sole_run(setup.out, say, warn))
+                run = _Run(setup, resolved, say, warn, emit)
+            held.callback(run.saver.close)
             return run.train()
-        finally:
-            run.saver.close()
 
 
 class _Run:
@@ -200,10 +204,9 @@ class _Run:
         self._take_score(wait=False)
         asked = signals.stop_requested()
         period = self.save_every
-        if period.steps is not None:
-            is_time = self.step % period.steps == 0
-        else:
-            is_time = time.monotonic() - self.saved_at >= (period.seconds or 0.0)
+        is_time = period.is_due(self.step)
+        if period.seconds is not None:
+            is_time = time.monotonic() - self.saved_at >= period.seconds
         flags = (asked is not None, is_time, self.best.reason_to_end() is not None)
         stop, save, is_over = distributed.agree(flags, self.setup.ranks)
         if stop:

@@ -16,6 +16,7 @@ from ssdctl.train import distributed
 from ssdctl.train.checkpoint import CheckpointFolder
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.setup import Say, Setup, load_first_weights
+from ssdctl.train.sole import LOCK
 
 
 class Start(NamedTuple):
@@ -64,8 +65,8 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
     """The checkpoint to go on from, once it has been found to belong to this run."""
     wanted = setup.config.train.resume
     if wanted == "never":
-        # The other ranks write their logs there already.
-        if setup.out.is_dir() and any(p.name != "logs" for p in setup.out.iterdir()):
+        # The lock is this process's; the other ranks write their logs there already.
+        if any(p.name not in ("logs", LOCK) for p in setup.out.iterdir()):
             raise UsageError(
                 f"{setup.out} is not empty, and --resume never would mix a new run into it",
                 hint="choose another --out, or leave --resume out to go on with it",
@@ -84,8 +85,13 @@ def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | Non
             f"{checkpoint.path} is {checkpoint.peer}'s: it lacks what a resume needs",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
-    if not setup.config.train.resume_changed:
-        _refuse_changes(setup, checkpoint)
+    if changes := _changes(setup, checkpoint):
+        if not setup.config.train.resume_changed:
+            raise UsageError(
+                f"{checkpoint.path} was trained with other settings: {changes}",
+                hint="--resume-changed goes on all the same; another --out starts anew",
+            )
+        warn(f"changed since {checkpoint.path}: {changes}")
     _tell_of_other_data(setup, checkpoint, warn)
     if not same_classes(checkpoint, setup.train.classes):
         raise IntegrityError(
@@ -103,7 +109,8 @@ def _tell_of_other_data(setup: Setup, checkpoint: Checkpoint, warn: Say) -> None
         warn(f"{checkpoint.path} was trained on {known}, this goes on with {now}")
 
 
-def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
+def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
+    """What changes the maths and differs from the checkpoint's run; empty where nothing does."""
     now = values(setup.config)
     differing = [
         f"{path} was {known!r}, is {now[path]!r}"
@@ -119,11 +126,7 @@ def _refuse_changes(setup: Setup, checkpoint: Checkpoint) -> None:
         )
     if checkpoint.images != plan.images:
         differing.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
-    if differing:
-        raise UsageError(
-            f"{checkpoint.path} was trained with other settings: {'; '.join(differing)}",
-            hint="--resume-changed goes on all the same; another --out starts anew",
-        )
+    return "; ".join(differing)
 
 
 def restore(

@@ -7,6 +7,7 @@ down: samples form one endless stream (docs/recipes.md), so an epoch need not en
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 from ssdctl.config import TrainConfig
@@ -17,10 +18,21 @@ DECAY_FACTOR = 0.1
 
 
 class Every(NamedTuple):
-    """A duration between two actions: optimizer steps, or seconds."""
+    """A duration between two actions: optimizer steps, or seconds.
 
-    steps: int | None
+    Epochs are fractions of steps, so that the n-th action comes with the end of the n-th period and
+    does not drift away: 95 images in batches of 4 end their epochs at steps 23, 47, 71.
+    """
+
+    steps: Fraction | None
     seconds: float | None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a period ends with this step, rounded down; never where seconds count."""
+        if self.steps is None:
+            return False
+        periods = math.ceil(step / self.steps)  # the first number of them that reaches the step
+        return step == math.floor(periods * self.steps)
 
 
 class Plan(NamedTuple):
@@ -117,21 +129,30 @@ def every(text: str, plan: Plan) -> Every:
     value, unit = split_duration(text)
     if unit == "min":
         return Every(None, value * 60)
-    steps = int(value) if unit == "st" else int(value * plan.images / plan.global_batch_size)
-    return Every(max(steps, 1), None)
+    steps = Fraction(int(value))
+    if unit == "ep":
+        steps = Fraction(str(value)) * plan.images / plan.global_batch_size
+    return Every(max(steps, Fraction(1)), None)
 
 
-# At 81 classes, without batch norm in the extra blocks.
+# Without classes, and for each class (the background is one); no batch norm in the extra blocks.
 PARAMETERS = {
-    "resnet18": 14_045_750,
-    "resnet34": 19_972_534,
-    "resnet50": 22_892_214,
-    "resnet101": 41_884_342,
-    "resnet152": 57_527_990,
+    "resnet18": (6_578_360, 92_190),
+    "resnet34": (12_131_896, 96_798),
+    "resnet50": (12_812_088, 124_446),
+    "resnet101": (31_804_216, 124_446),
+    "resnet152": (47_447_864, 124_446),
 }
 
 
-def checkpoint_bytes(backbone: str, config: TrainConfig) -> int:
-    """The size of a run's checkpoint, about: weights, their average, the optimizer's state."""
+def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> int:
+    """The size of a run's checkpoint, about: weights, their average, the optimizer's state.
+
+    Args:
+        backbone: Its name.
+        num_classes: With the background.
+        config: The run.
+    """
     copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
-    return 4 * copies * PARAMETERS[backbone]
+    shared, per_class = PARAMETERS[backbone]
+    return 4 * copies * (shared + num_classes * per_class)

@@ -20,7 +20,7 @@ from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.weights import fetch_weights, weights_of
 from ssdctl.device.base import Device
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.evaluate.together import share_of_cores
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
@@ -28,6 +28,7 @@ from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.model.weights import (
     Architecture,
+    Checkpoint,
     load_backbone,
     load_state,
     read_checkpoint,
@@ -200,14 +201,15 @@ def load_first_weights(setup: Setup, say: Say) -> None:
     config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
         checkpoint = read_checkpoint(Path(config.train.init))
+        _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
+            but = f", but for {', '.join(kept)} that both know by name" if kept else ""
             say(
                 f"it knows {checkpoint.architecture.num_classes - 1} classes, the dataset has "
-                f"{len(classes)}: the class heads start anew, but for "
-                f"{', '.join(kept) or 'none'} that both know by name"
+                f"{len(classes)}: the class heads start anew{but}"
             )
         load_state(model, state, checkpoint.path)
         return
@@ -224,3 +226,13 @@ def load_first_weights(setup: Setup, say: Say) -> None:
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
     say(f"backbone weights: {path}")
+
+
+def _refuse_another_network(checkpoint: Checkpoint, wanted: Architecture) -> None:
+    known = checkpoint.architecture
+    if (known.backbone, known.extra_norm) != (wanted.backbone, wanted.extra_norm):
+        raise IntegrityError(
+            f"{checkpoint.path}: does not fit the network: it is {known.backbone} with extra_norm "
+            f"{known.extra_norm}, the run has {wanted.backbone} with {wanted.extra_norm}",
+            hint=f"--backbone {known.backbone} --extra-norm {known.extra_norm}",
+        )

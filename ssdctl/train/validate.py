@@ -39,8 +39,7 @@ class Validator:
         """Whether the plan has an evaluation after this step."""
         if self._setup.val is None:
             return False
-        every = self._every is not None and step % (self._every.steps or 1) == 0
-        return every or step in self._at
+        return step in self._at or (self._every is not None and self._every.is_due(step))
 
     def detect(self) -> Detections | None:
         """The detections on the validation split; None on every rank but the first.

@@ -322,6 +322,20 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     assert names == ["best.pt", "step-00000003.pt"]
 
 
+def test_tables_of_several_checkpoints_say_whose_they_are(
+    cli: Cli, tiny_run: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    (run / "checkpoints/best.pt").unlink()  # a copy is no link any more: another checkpoint
+    newest = run / "checkpoints/step-00000003.pt"
+    shutil.copy(newest, run / "checkpoints/step-00000002.pt")
+    result = cli("evaluate", run, "-q", "--device", "cpu", "--limit", 1)
+    assert result.code == 0, result.err
+    words = result.out.index("step-00000002.pt"), result.out.index(str(newest))
+    assert words[0] < result.out.index("AP50") < words[1] < result.out.rindex("AP50")
+
+
 def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:
     result = cli("evaluate", checkpoint, "--score-threshold", 1, "--json", "--device", "cpu")
     assert result.code == 0
@@ -385,6 +399,21 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     assert figures["latency_p50_ms"] <= figures["latency_p90_ms"] <= figures["latency_p99_ms"]
     assert figures["forward_images_per_second"] > 0
     assert figures["score_detections"] == 2216
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_output_to_a_full_disk() -> None:
+    """A lost answer is an error of the disk; lost remarks are none."""
+    command = [sys.executable, "-m", "ssdctl", "config"]
+    with Path("/dev/full").open("w") as full:
+        for options in (["show"], ["show", "--json"]):
+            done = subprocess.run(
+                [*command, *options], stdout=full, stderr=subprocess.PIPE, text=True
+            )
+            assert done.returncode == 6
+            assert "no space left while writing standard output" in done.stderr
+            assert "Traceback" not in done.stderr
+        assert subprocess.run([*command, "show", "nothing"], stderr=full).returncode == 2
 
 
 def test_closed_stdout_is_no_traceback() -> None:

@@ -4,6 +4,7 @@ published."""
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 
 from ssdctl.report import onnx_export  # noqa: E402 - after the skips
+from ssdctl.report.export import pictures_of  # noqa: E402
 from ssdctl.report.predict import open_picture, resized  # noqa: E402
 
 Cli = Callable[..., Result]
@@ -35,7 +37,7 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
         "--score-threshold", THRESHOLD,
     )  # fmt: skip
     assert result.code == 0, result.err
-    assert "onnxruntime agrees with PyTorch on 5 pictures" in result.err
+    assert f"onnxruntime agrees with PyTorch on 5 pictures ({shapes})" in result.err
     deployed = session(Path("ssd.onnx"))
     facts = deployed.get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
@@ -57,6 +59,27 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
             }
             ours = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in found}
             assert len(ours & theirs) > 0.9 * len(ours)  # the rest: rounded to the other side
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
+    """The dataset's, wherever they lie in it, its store's where only that is left; else generated."""
+    root = tmp_path / "root"
+    (root / "photos").mkdir(parents=True)
+    shutil.copytree(shapes / "val2017", root / "photos/deep")
+    document = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    for image in document["images"]:
+        image["file_name"] = f"deep/{image['file_name']}"
+    (root / "val.json").write_text(json.dumps(document))
+    (root / "dataset.toml").write_text('[val]\nimages = "photos"\nannotations = "val.json"\n')
+    if is_prepared:
+        result = cli("prepare", "--data", root)
+        assert result.code == 0, result.err
+        assert pictures_of(root, root / "prepared")[1] == str(root)
+    shutil.rmtree(root / "photos")
+    pixels, source = pictures_of(root, root / "prepared")
+    assert pixels.shape == (5, 300, 300, 3)
+    assert source == (str(root) if is_prepared else "generated shapes")
 
 
 def test_a_file_that_differs_is_not_published(

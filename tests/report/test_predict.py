@@ -16,6 +16,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
+from ssdctl.report.draw import letters
 from ssdctl.report.predict import Predictor
 
 Cli = Callable[..., Result]
@@ -106,6 +107,14 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
 
+def test_letters_of_other_languages_are_drawn() -> None:
+    """Not the empty box that stands for a letter which the font lacks."""
+    font = letters(16)
+    missing = bytes(font.getmask("\U0010ffff"))
+    for letter in "aäßñøřżжщλ":
+        assert bytes(font.getmask(letter)) != missing, letter
+
+
 def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path) -> None:
     pictures = sorted((shapes / "val2017").iterdir())[:5]
     Path("photos/deep").mkdir(parents=True)
@@ -133,7 +142,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "without pictures")],
+    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "empty/**/*.jpg")],
 )
 def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()

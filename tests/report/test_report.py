@@ -58,6 +58,7 @@ def test_page_tells_the_run(page: str, tiny_run: Path) -> None:
     ):  # fmt: skip
         assert words in page, words
     assert page.count("<figure>") == 9  # the validation pictures
+    assert len(re.findall(r"<figcaption>0+\d\.jpg: \d+ there, \d+ found<", page)) == 9
     assert page.count("<img") == 18  # what is there beside what was found
     assert page.count('<svg class="spark"') == 5  # a curve for each class
     assert page.count("<svg") - 5 >= 5
@@ -78,6 +79,20 @@ def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     row = '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>'
     assert row in page
     assert page.count("<td>train.") == 1
+
+
+def test_runs_of_one_name_go_by_their_paths(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+    other = tmp_path / "later" / tiny_run.name
+    shutil.copytree(tiny_run, other)
+    assert cli("report", tiny_run, other, "--out", "both.html").code == 0
+    page = Path("both.html").read_text()
+    assert f'<th class="number">{tiny_run}</th><th class="number">{other}</th>' in page
+
+
+def test_a_folder_of_runs_names_them(tiny_run: Path, cli: Cli) -> None:
+    result = cli("report", tiny_run.parent)
+    assert result.code == 2
+    assert f"there are runs in it: {tiny_run}" in result.err
 
 
 def test_names_are_escaped(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:

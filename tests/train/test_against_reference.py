@@ -271,7 +271,8 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
     other = options.replace("resnet18", "resnet34").split()
     refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
     assert refused.code == 5
-    assert "does not fit the network" in refused.err
+    assert "does not fit the network: it is resnet18" in refused.err
+    assert "--backbone resnet18 --extra-norm none" in refused.err
     refused = cli(
         "train", "--data", shapes, "--out", tmp_path / "other", "--init", run, *TINY_RUN.split()
     )

@@ -85,7 +85,7 @@ def test_going_on_with_another_folder_is_told(
     [
         (["--lr", "0.1"], 2, "train.lr was 0.0025, is 0.1"),
         (["--seed", "5"], 2, "train.seed was 0, is 5"),
-        (["--lr", "0.1", "--resume-changed"], 0, "going on"),
+        (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0025, is 0.1"),
         (["--resume", "never"], 2, "--resume never"),
         (["--keep", "5", "--save-every", "1st"], 0, "going on"),
     ],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
@@ -14,6 +17,7 @@ from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.schedule import (
     PARAMETERS,
     Every,
+    Plan,
     checkpoint_bytes,
     every,
     make_plan,
@@ -89,18 +93,39 @@ def test_warmup_longer_than_the_run_is_refused() -> None:
 def test_durations() -> None:
     plan = make_plan(config(batch_size=32), COCO, 1)
     assert split_duration("3") == split_duration("3ep") == (3.0, "ep")
-    assert every("2", plan) == Every(int(2 * COCO / 32), None)
-    assert every("0.5ep", plan) == Every(1832, None)
-    assert every("300st", plan) == Every(300, None)
+    assert due("2", plan, 15_000) == [int(2 * COCO / 32), int(4 * COCO / 32)]
+    assert due("0.5ep", plan, 2000) == [1832]
+    assert due("300st", plan, 700) == [300, 600]
+    assert due("0.00001ep", plan, 3) == [1, 2, 3]
     assert every("10min", plan) == Every(None, 600.0)
-    assert every("0.00001ep", plan) == Every(1, None)
+    assert due("10min", plan, 1000) == []
+
+
+@given(
+    images=st.integers(1, 500),
+    batch_size=st.integers(1, 64),
+    epochs=st.sampled_from(["1", "0.3ep", "7", "1.1"]),
+)
+def test_what_comes_every_epoch_comes_with_its_end(
+    images: int, batch_size: int, epochs: str
+) -> None:
+    plan = make_plan(config(batch_size=batch_size, warmup="0st"), images, 1)
+    period = Fraction(epochs.removesuffix("ep")) * images / batch_size
+    ends = {int(n * period) for n in range(1, 202)} if period >= 1 else set(range(1, 201))
+    assert due(epochs, plan, 200) == sorted(step for step in ends if step <= 200)
+
+
+def due(text: str, plan: Plan, last: int) -> list[int]:
+    return [step for step in range(1, last + 1) if every(text, plan).is_due(step)]
 
 
 def test_size_of_a_checkpoint(checkpoint: Path) -> None:
-    """An upper bound: this one knows five classes, not eighty."""
     config = resolve(environment={"HOME": "/"}).config.train
-    guess = checkpoint_bytes("resnet18", config)
-    assert 0.4 * guess < checkpoint.stat().st_size < guess
-    for backbone, number in PARAMETERS.items():
-        with torch.device("meta"):
-            assert number == sum(p.numel() for p in SSD300(backbone, 81, "none").parameters())
+    guess = checkpoint_bytes("resnet18", 6, config)
+    assert 0.99 * guess < checkpoint.stat().st_size < 1.05 * guess
+    for backbone, (shared, per_class) in PARAMETERS.items():
+        for num_classes in (2, 81):
+            with torch.device("meta"):
+                network = SSD300(backbone, num_classes, "none")
+            number = sum(p.numel() for p in network.parameters())
+            assert number == shared + num_classes * per_class
