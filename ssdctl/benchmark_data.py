@@ -80,14 +80,19 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     """Colour, normalise and match batches on the CPU; yields how many images each held."""
     last_stages = _LastStages()
     if device.execution == "compile":
-        inductor.compile_in_place(last_stages, dynamic=None)  # numbers of boxes vary
+        # Numbers of boxes vary; and only what is C++ throughout lets the other threads run.
+        inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 
     def finish(batch: Batch, part: slice) -> None:
         jitter = None if batch.jitter is None else batch.jitter[part]
         labels = batch.labels[part]
-        num_boxes = max(int((labels > 0).sum(dim=1).max()), 1)  # shapes need not be static here
-        boxes = batch.boxes[part, :num_boxes]
-        last_stages(batch.images[part], jitter, boxes, labels[:, :num_boxes])
+        # Shapes need not be static here; but a compiler makes a graph of its own for a size of 1.
+        num_boxes = max(int((labels > 0).sum(dim=1).max()), 2)
+        boxes, labels = batch.boxes[part, :num_boxes], labels[:, :num_boxes]
+        if device.execution == "compile":
+            torch._dynamo.mark_dynamic(boxes, 1)
+            torch._dynamo.mark_dynamic(labels, 1)
+        last_stages(batch.images[part], jitter, boxes, labels)
 
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches:

@@ -100,7 +100,6 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     keep_freed_memory()
     ranks = find_ranks()
-    given = {p for p, source in call.resolved.sources.items() if source != "default"}
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
     with distributed.group(ranks, device):
@@ -109,7 +108,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 file,
                 call.config,
                 device,
-                given=given,
+                given=call.resolved.called_for(),
                 talk=_talk(call, ranks),
                 together=distributed.together(ranks, one_voice=True),
                 detections_file=detections,

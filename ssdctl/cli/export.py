@@ -81,7 +81,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.report.export import export_onnx
 
     wishes = call.config.evaluate
-    given = {p for p, source in call.resolved.sources.items() if source != "default"}
+    given = call.resolved.called_for()
     data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
     check, pictures = export_onnx(
         checkpoint,

@@ -49,6 +49,10 @@ class Resolved(NamedTuple):
     config: Config
     sources: dict[str, str]
 
+    def called_for(self) -> set[str]:
+        """The settings that this call names itself, by options or variables: no file's."""
+        return {p for p, source in self.sources.items() if source.startswith(("--", PREFIX))}
+
     def with_value(self, path: str, value: Any) -> Resolved:
         """The same with one value replaced by what it came down to; its source stays."""
         section, _, name = path.partition(".")

@@ -51,7 +51,7 @@ def evaluate_checkpoint(
         path: The checkpoint.
         config: The call's config; its data gives way to the checkpoint's unless `given`.
         device: To detect on.
-        given: The settings that the user named.
+        given: The settings that the call itself names, by options or variables.
         talk: Ways to talk.
         together: The ranks; None where this process is alone.
         detections_file: Where to write the detections in COCO's results format.

@@ -226,10 +226,13 @@ def test_weights_of_another_backbone_are_refused_at_once(cli: Cli) -> None:
     assert "resnet34-333f7ec4 do not fit resnet50" in result.err
 
 
-def test_data_of_a_file_or_a_variable_beat_the_checkpoints(
+def test_data_of_an_option_or_a_variable_beat_the_checkpoints_and_those_of_a_file_do_not(
     tiny_run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny_run / "checkpoints/last.pt"
+    Path("ssdctl.toml").write_text('[data]\nroot = "elsewhere"\n')
+    result = cli("evaluate", checkpoint, "--device", "cpu", "--json")
+    assert result.code == 0, result.err
     for given in (["--set", "data.root=nowhere"], []):
         if not given:
             monkeypatch.setenv("SSDCTL_DATA__ROOT", "nowhere")
