@@ -21,6 +21,7 @@ from ssdctl.train.ranks import Ranks
 
 COME = "come"  # the key of the store that counts the ranks
 POLL_S = 0.05
+RANKS_PER_POLL = 64  # more of them ask less often: one process answers them all
 GRACE_S = 1.0
 LEAST_WAIT_S = 300.0  # for ranks that still import, or wait for a node
 T = TypeVar("T")
@@ -74,7 +75,7 @@ def _await_all(store: Any, world_size: int, timeout_s: float) -> None:
             return
         if time.monotonic() > deadline:
             raise RuntimeError(f"timed out: {come} of {world_size} ranks have come")
-        time.sleep(POLL_S)
+        time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
 
 
 def _has_left(store: Any, world_size: int) -> bool:
