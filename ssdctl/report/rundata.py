@@ -151,14 +151,22 @@ def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Several runs; those whose folders have the same name go by their whole paths.
+    """Several runs; those whose folders have the same name go by as much of their paths as tells
+    them apart.
 
     Raises:
         UsageError, DataError: See `read_run`.
     """
     runs = [read_run(path) for path in paths]
-    times = Counter(run.name for run in runs)
-    return [run if times[run.name] == 1 else run._replace(name=str(run.path)) for run in runs]
+    whole = [run.path.absolute().parts for run in runs]
+    names = [run.name for run in runs]
+    for length in range(2, max(map(len, whole)) + 1):
+        times = Counter(names)
+        names = [
+            name if times[name] == 1 else str(Path(*parts[-length:]))
+            for name, parts in zip(names, whole, strict=True)
+        ]
+    return [run._replace(name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _runs_below(path: Path) -> str:

@@ -14,7 +14,7 @@ from tiny import batch, losses, made
 
 from ssdctl.device import hpu, open_device
 from ssdctl.errors import UsageError
-from ssdctl.train import distributed
+from ssdctl.train import distributed, meeting
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.ranks import Ranks
 
@@ -130,9 +130,11 @@ def test_ranks_get_their_card_and_the_backend(
         "init_process_group",
         lambda backend, **_: joined.append((backend, [*calls])),
     )
-    # The other rank is not there to be met: its store is one in memory, its group none.
-    met = iter([(torch.distributed.HashStore(), 0, 2)])
-    monkeypatch.setattr(distributed, "rendezvous", lambda *_: met)
+    # The other rank has come, to a store in memory; the group is none.
+    store = torch.distributed.HashStore()
+    store.add(meeting.COME, 1)
+    met = iter([(store, 0, 2)])
+    monkeypatch.setattr(meeting, "rendezvous", lambda *_: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
     with distributed.group(Ranks(0, 2, 0), device):
         pass

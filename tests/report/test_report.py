@@ -86,7 +86,8 @@ def test_runs_of_one_name_go_by_their_paths(tiny_run: Path, tmp_path: Path, cli:
     shutil.copytree(tiny_run, other)
     assert cli("report", tiny_run, other, "--out", "both.html").code == 0
     page = Path("both.html").read_text()
-    assert f'<th class="number">{tiny_run}</th><th class="number">{other}</th>' in page
+    first = f"{tiny_run.parent.name}/{tiny_run.name}"
+    assert f'<th class="number">{first}</th><th class="number">later/{other.name}</th>' in page
 
 
 def test_a_folder_of_runs_names_them(tiny_run: Path, cli: Cli) -> None:
