@@ -92,9 +92,9 @@ def least_iou(rect: np.ndarray, boxes: list[reference.Box]) -> np.ndarray:
 class Replayed(random.Random):
     """The numbers that ssdctl draws for one sample, for the loop to use in its own order."""
 
-    def __init__(self, seed: int, epoch: int, row: int) -> None:
+    def __init__(self, sample: tuple[int, int, int]) -> None:  # seed, epoch, row
         super().__init__(0)
-        self.key = (CROP_STREAM, seed, epoch, row)
+        self.key = (CROP_STREAM, *sample)
         self.attempt, self.index = -1, 0
 
     def choice(self, seq: Sequence[Any]) -> Any:  # a mode: a new attempt begins
@@ -115,7 +115,7 @@ def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
     rows, epochs = np.arange(count), np.arange(count) % 3
     crops = sample_crops(4, epochs, rows, *padded(boxes, count))
     for i in range(count):
-        expected = reference.sample_crop(boxes, Replayed(4, int(epochs[i]), i))
+        expected = reference.sample_crop(boxes, Replayed((4, int(epochs[i]), i)))
         np.testing.assert_allclose(crops.rect[i], expected.rect, rtol=1e-14)
         kept = len(expected.kept)
         assert crops.labels[i, :kept].tolist() == [g + 1 for g in expected.kept]
