@@ -25,7 +25,7 @@ from ssdctl.data.store import Split
 from ssdctl.device import inductor, open_device
 from ssdctl.device.base import Device
 from ssdctl.input.decode import decode, shrink_crop
-from ssdctl.input.loader import Batch
+from ssdctl.input.loader import Batch, without_padding
 from ssdctl.input.order import Order
 from ssdctl.input.samples import TrainPlan, draw_samples
 from ssdctl.model.augment import Normalise
@@ -84,15 +84,13 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
         inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 
     def finish(batch: Batch, part: slice) -> None:
+        images, boxes, labels = batch.images[part], batch.boxes[part], batch.labels[part]
         jitter = None if batch.jitter is None else batch.jitter[part]
-        labels = batch.labels[part]
-        # Shapes need not be static here; but a compiler makes a graph of its own for a size of 1.
-        num_boxes = max(int((labels > 0).sum(dim=1).max()), 2)
-        boxes, labels = batch.boxes[part, :num_boxes], labels[:, :num_boxes]
+        piece = without_padding(batch._replace(boxes=boxes, labels=labels))
         if device.execution == "compile":
-            torch._dynamo.mark_dynamic(boxes, 1)
-            torch._dynamo.mark_dynamic(labels, 1)
-        last_stages(batch.images[part], jitter, boxes, labels)
+            for tensor in (piece.boxes, piece.labels):
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        last_stages(images, jitter, piece.boxes, piece.labels)
 
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches:

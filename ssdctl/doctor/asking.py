@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -120,20 +119,6 @@ class Asker:
             running = list(self._running)
         for process in running:
             _signal(process)
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """Do something beside. A thread that hangs (a dead file system) keeps nobody from exiting."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def _signal(process: subprocess.Popen[str]) -> None:

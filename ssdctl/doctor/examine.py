@@ -6,8 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as Late
 from functools import partial
 
+from ssdctl.background import in_background
 from ssdctl.config import Config
-from ssdctl.doctor.asking import IMPORT_S, Asker, in_background
+from ssdctl.doctor.asking import IMPORT_S, Asker
 from ssdctl.doctor.check import WARN, Check, redacted
 from ssdctl.doctor.data import check_data
 from ssdctl.doctor.devices import check_cpu, check_gpus, check_tpus

@@ -7,8 +7,9 @@ import shutil
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from ssdctl.background import in_background
 from ssdctl.config import Config
-from ssdctl.doctor.asking import Answer, Asker, in_background
+from ssdctl.doctor.asking import Answer, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
 from ssdctl.doctor.hardware import Hardware
 

@@ -11,13 +11,13 @@ import time
 from functools import partial
 from urllib.parse import urlsplit
 
+from ssdctl.background import in_background
 from ssdctl.config import Config
 from ssdctl.data.fetch import open_session
 from ssdctl.data.replies import NotThere
 from ssdctl.data.sources import COCO2017, PinnedFile, weights_named
 from ssdctl.data.transfer import Patience, length_of
 from ssdctl.data.weights import weights_of
-from ssdctl.doctor.asking import in_background
 from ssdctl.doctor.check import FAIL, OK, Check
 from ssdctl.errors import SsdctlError, UsageError
 

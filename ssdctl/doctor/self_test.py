@@ -12,9 +12,10 @@ from concurrent.futures import Future
 
 import msgspec
 
+from ssdctl.background import in_background
 from ssdctl.config import Config
 from ssdctl.data.dataset import dataset_folders
-from ssdctl.doctor.asking import Answer, Asker, in_background
+from ssdctl.doctor.asking import Answer, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
 from ssdctl.doctor.data import nearest_folder
 from ssdctl.files import free_bytes

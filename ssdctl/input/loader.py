@@ -235,3 +235,13 @@ def _put(source: Samples, target: Samples, slot: int) -> None:
         getattr(target.crops, name)[slot] = getattr(source.crops, name)[0]
     if target.jitter is not None and source.jitter is not None:
         target.jitter[slot] = source.jitter[0]
+
+
+def without_padding(batch: Batch) -> Batch:
+    """Less the boxes that are padding in every picture: matching them costs as much as others.
+
+    The shapes change from batch to batch then, which only eager steps of the host can take.
+    """
+    used = (batch.labels > 0).any(dim=0).nonzero()
+    num_used = int(used.max()) + 1 if len(used) else 1
+    return batch._replace(boxes=batch.boxes[:, :num_used], labels=batch.labels[:, :num_used])

@@ -7,14 +7,12 @@ begun never comes: the others would wait for it until they time out.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed.rendezvous import rendezvous
 
+from ssdctl.background import in_background
 from ssdctl.errors import Stopped
 from ssdctl.train import signals
 from ssdctl.train.ranks import Ranks
@@ -24,7 +22,6 @@ POLL_S = 0.05
 RANKS_PER_POLL = 64  # more of them ask less often: one process answers them all
 GRACE_S = 1.0
 LEAST_WAIT_S = 300.0  # for ranks that still import, or wait for a node
-T = TypeVar("T")
 
 
 def meet(ranks: Ranks, timeout_s: float) -> Any:
@@ -35,7 +32,7 @@ def meet(ranks: Ranks, timeout_s: float) -> Any:
         RuntimeError: Some did not come in time, or the first one is gone.
     """
     with signals.ending_at_once():
-        store = _in_thread(lambda: next(rendezvous("env://", ranks.rank, ranks.world_size))[0])
+        store = _first_store(ranks)
     store.add(COME, 1)
     try:
         with signals.ending_at_once():
@@ -47,20 +44,12 @@ def meet(ranks: Ranks, timeout_s: float) -> Any:
     return store
 
 
-def _in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises; meanwhile this thread hears of signals."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="rendezvous", daemon=True).start()
-    while not done.done():
+def _first_store(ranks: Ranks) -> Any:
+    """The store that all ranks reach; this thread hears of signals meanwhile."""
+    found = in_background(lambda: next(rendezvous("env://", ranks.rank, ranks.world_size))[0])
+    while not found.done():
         time.sleep(POLL_S)
-    return done.result()
+    return found.result()
 
 
 def _await_all(store: Any, world_size: int, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
-from ssdctl.input.loader import Batch
+from ssdctl.input.loader import Batch, without_padding
 from ssdctl.model.loss import Losses
 from ssdctl.train import distributed
 from ssdctl.train.objective import Objective
@@ -165,7 +165,7 @@ class TrainStep:
 def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     """The batches on the device, each copied while the device works on the one before."""
     if device.is_host:
-        yield from map(_without_padding, batches) if device.execution == "eager" else batches
+        yield from map(without_padding, batches) if device.execution == "eager" else batches
         return
     waiting: Batch | None = None
     for batch in batches:
@@ -183,16 +183,6 @@ def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     if waiting is not None:
         device.await_copies()
         yield waiting
-
-
-def _without_padding(batch: Batch) -> Batch:
-    """Less the boxes that are padding in every picture: matching them costs as much as others.
-
-    The shapes change from batch to batch then, which only eager steps of the host can take.
-    """
-    used = (batch.labels > 0).any(dim=0).nonzero()
-    num_used = int(used.max()) + 1 if len(used) else 1
-    return batch._replace(boxes=batch.boxes[:, :num_used], labels=batch.labels[:, :num_used])
 
 
 def _moved(batch: Batch, place: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

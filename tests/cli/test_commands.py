@@ -385,6 +385,14 @@ def test_benchmark_commands(cli: Cli) -> None:
         assert figures[stage] > 0
 
 
+@pytest.mark.slow
+def test_benchmark_of_compiled_data(cli: Cli) -> None:
+    done = cli("benchmark", "data", "--execution", "compile", "--seconds", 0.3, "--json")
+    figures = json.loads(done.out)
+    assert figures["images_per_second_full"] > 0
+    assert figures["execution"] == ("eager" if "not compiled" in done.err else "compile")
+
+
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.config.resolve import Override, resolve
     from ssdctl.data.prepare import open_dataset
