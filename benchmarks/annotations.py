@@ -23,7 +23,7 @@ POINTS = (9, 44)  # of a polygon; on average they give COCO's 458 MB
 
 OURS = """
 from pathlib import Path
-from ssdctl.data import coco
+from ssdctl.data.formats import coco
 begun = time.perf_counter()
 annotations = coco.read(Path(sys.argv[1]))
 read = time.perf_counter() - begun

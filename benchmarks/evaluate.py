@@ -89,8 +89,8 @@ def timed(command: list[str]) -> tuple[float, str]:
 
 
 def detect(seconds: float) -> None:
+    from ssdctl.benchmark.evaluate import detect_rate
     from ssdctl.device import open_device
-    from ssdctl.evaluate.benchmark import detect_rate
 
     print(f"detection, network excluded: {detect_rate(open_device('cpu'), 81, seconds):.0f} img/s")
 

@@ -33,18 +33,18 @@ import numpy as np
 import torch
 from PIL import Image, ImageEnhance
 
-from ssdctl.benchmark_data import full_chain, stage_times
+from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.data.prepare import open_dataset, prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.samples import LoaderConfig
 from ssdctl.model.augment import MEAN, STD
+from ssdctl.runtime.malloc import keep_freed_memory
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480
 MIN_IOUS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, 0.0)
@@ -229,9 +229,9 @@ def dali(root: Path, threads: int, is_full: bool) -> Count:
         yield len(pipeline.run()[0])
 
 
-def our_plan(split: Split, threads: int) -> TrainPlan:
+def our_plan(split: Split, threads: int) -> LoaderConfig:
     """One rank's, augmented."""
-    return TrainPlan(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
+    return LoaderConfig(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
 
 
 def ours(
@@ -287,7 +287,7 @@ class Measured:
 
 
 def _serve(make: Callable[[], Count], questions: Connection) -> None:
-    warnings.simplefilter("ignore")  # DALI's and PIL's remarks
+    warnings.simplefilter("ignore")  # DALI's and PIL's notices
     torch.set_num_threads(1)  # the pipelines have threads of their own
     count = None
     with contextlib.suppress(EOFError):
@@ -371,5 +371,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # DALI's and PIL's remarks
+    warnings.simplefilter("ignore")  # DALI's and PIL's notices
     main()

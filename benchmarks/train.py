@@ -28,8 +28,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.reader import Architecture
     from ssdctl.device.base import Device
-    from ssdctl.model.weights import Architecture
 
 COLUMNS = (
     ("who", 7), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
@@ -153,10 +153,10 @@ def measure_peer(
     device_name: str, backbone: str, precision: str, batch_size: int, seconds: float
 ) -> dict[str, Any]:
     """The peers' step, timed."""
-    from ssdctl.benchmark_train import matmul_flops, train_flops
+    from ssdctl.benchmark.train import matmul_flops, train_flops
+    from ssdctl.checkpoint.reader import Architecture
     from ssdctl.device import open_device
     from ssdctl.input.fake import COCO_IMAGES
-    from ssdctl.model.weights import Architecture
 
     device = open_device(device_name, execution="eager")
     device.set_tf32(True)
@@ -200,7 +200,7 @@ def peer_step(
     import torch
     from boxes import peer_loss
 
-    from ssdctl.benchmark_train import DTYPES
+    from ssdctl.benchmark.train import DTYPES
     from ssdctl.boxes.default_boxes import default_boxes_cxcywh
     from ssdctl.train.memory import random_batch
 

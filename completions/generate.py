@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ssdctl.cli.completing import TABLE
 from ssdctl.cli.main import click_tree
+from ssdctl.cli.shell_completion import TABLE
 from ssdctl.config.settings import all_settings
 
 FILES = {

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ssdctl.report.predict import Predictor
+    from ssdctl.inference.predict import Predictor
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
@@ -40,7 +40,7 @@ def load(
         ssdctl.errors.UsageError: No such file, device or precision.
         ssdctl.errors.IntegrityError: The file is damaged, no checkpoint, or would run code.
     """
-    from ssdctl.report import predict  # late: torch takes seconds
+    from ssdctl.inference import predict  # late: torch takes seconds
 
     return predict.load(
         checkpoint, device=device, score=score, nms_iou=nms_iou, precision=precision

@@ -21,12 +21,12 @@ def run() -> None:
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if can_be_interrupted:  # not below nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ssdctl.cli import completing
-    from ssdctl.launch.exits import recorded_exit
-    from ssdctl.train import signals
+    from ssdctl.cli import shell_completion
+    from ssdctl.launch.exit_codes import recorded_exit
+    from ssdctl.runtime import signals
 
-    if completing.is_asked():
-        raise SystemExit(completing.answer())
+    if shell_completion.is_asked():
+        raise SystemExit(shell_completion.answer())
     if is_training:
         signals.install()
     with recorded_exit():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from data.http_server import Server
+from download.http_server import Server
 from hypothesis import HealthCheck, settings
 
 from ssdctl.data.shapes import generate

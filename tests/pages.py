@@ -64,7 +64,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """The table rows of `docs/migrating.md` that say "theirs, ours, remark"."""
+    """The table rows of `docs/migrating.md` that say "theirs, ours, notice"."""
     inside = False
     for line in prose(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

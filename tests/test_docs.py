@@ -94,7 +94,7 @@ def test_commands_are_what_the_command_line_takes(
 
 
 def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) -> None:
-    assert not complaint(words_of("ssdctl train --bs 4 # a remark"))
+    assert not complaint(words_of("ssdctl train --bs 4 # a notice"))
     for text in (
         "train --batch 4",
         "train --bs four",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
+from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
-    from ssdctl.benchmark import Figures
+    from ssdctl.benchmark.common import Figures
     from ssdctl.data.store import Split
 
 group = typer.Typer(no_args_is_help=True, help="Measure this machine: input, training, evaluation.")
@@ -52,7 +52,7 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
-    from ssdctl.benchmark_data import benchmark_data
+    from ssdctl.benchmark.data import benchmark_data
 
     with _splits(call) as splits:
         _show(call, benchmark_data(splits["train"], call.config, seconds, call.console.say))
@@ -92,7 +92,7 @@ def train(
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
-    from ssdctl.benchmark_train import benchmark_train
+    from ssdctl.benchmark.train import benchmark_train
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
@@ -125,8 +125,8 @@ def train(
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure evaluation: network, detection, latency of one picture, scoring of COCO's size."""
     keep_freed_memory()
+    from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.data.dataset import dataset_folders, require_split
-    from ssdctl.evaluate.benchmark import benchmark_evaluate
 
     with _splits(call) as splits:
         root, _ = dataset_folders(call.config.data)
@@ -137,7 +137,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """The dataset that the config names, else one that is generated for the occasion."""
-    from ssdctl.benchmark import make_shapes
+    from ssdctl.benchmark.common import make_shapes
     from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import open_dataset
 

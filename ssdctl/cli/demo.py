@@ -59,7 +59,7 @@ def demo(
 
 
 def _conclude(call: Call, run: Path, commands: list[list[str]], spent_s: float) -> None:
-    from ssdctl.report.rundata import read_run
+    from ssdctl.runs.reader import read_run
 
     best = read_run(run).best
     assert best is not None  # the run above evaluated

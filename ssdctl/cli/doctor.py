@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.interrupts import stoppable
 from ssdctl.cli.main import app
-from ssdctl.cli.stopping import stoppable
 from ssdctl.errors import UsageError
 
 WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file, an issue
@@ -46,8 +46,8 @@ def doctor(
     name for some seconds. Passwords and your name are left out, so paste it into an issue.
     """
     from ssdctl.doctor.check import FAIL
-    from ssdctl.doctor.examine import examine
-    from ssdctl.doctor.text import to_text
+    from ssdctl.doctor.render import to_text
+    from ssdctl.doctor.run_checks import examine
 
     with stoppable("nothing was changed"):
         checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.fetching import fetching, patience
+from ssdctl.cli.download_progress import fetching, patience
 from ssdctl.cli.main import app
 from ssdctl.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ssdctl.data.sources import PinnedFile
+    from ssdctl.download.sources import PinnedFile
 
 COCO_DIR = "data/coco"
 SHAPES_DIR = "data/shapes"
@@ -78,7 +78,7 @@ def download(
 
 
 def _chosen(manifest: str | None, part: str | None) -> list[PinnedFile]:
-    from ssdctl.data.sources import COCO2017, read_manifest
+    from ssdctl.download.sources import COCO2017, read_manifest
 
     if manifest is not None:
         return read_manifest(Path(manifest))
@@ -88,7 +88,7 @@ def _chosen(manifest: str | None, part: str | None) -> list[PinnedFile]:
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
-    from ssdctl.data.download import download, plan
+    from ssdctl.download.dataset import download, plan
 
     config = call.config.download
     planned = plan(files, dest, config.mirror)
@@ -113,7 +113,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
 
 
 def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
-    from ssdctl.data.download import needed_bytes, plan
+    from ssdctl.download.dataset import needed_bytes, plan
     from ssdctl.files import free_bytes
 
     config = call.config.download
@@ -137,7 +137,7 @@ def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
 
 def _verify(call: Call, files: list[PinnedFile], dest: Path, *, chosen: bool) -> None:
     """Check; a part of COCO that was never asked for may be missing, nothing else."""
-    from ssdctl.data.download import verify
+    from ssdctl.download.dataset import verify
 
     with fetching(call.console) as progress:
         checked = verify(files, dest, report=progress)

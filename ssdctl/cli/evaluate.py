@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
+from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import UsageError
-from ssdctl.train.ranks import Ranks, find_ranks
+from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -68,7 +68,7 @@ def evaluate(
             hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
         )
     if path.suffix == ".json":
-        if find_ranks().is_first:  # one process is plenty
+        if find_ranks().is_main:  # one process is plenty
             _score_file(call, path, report)
         return
     files = _checkpoints(path) if path.is_dir() else [path]
@@ -95,14 +95,14 @@ def evaluate(
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score checkpoints on all ranks; the answers on the first one."""
     from ssdctl.device import open_device
+    from ssdctl.distributed import collectives
     from ssdctl.evaluate.checkpoint import evaluate_checkpoint
-    from ssdctl.train import distributed
 
     keep_freed_memory()
     ranks = find_ranks()
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
-    with distributed.group(ranks, device):
+    with collectives.process_group(ranks, device):
         for file in files:
             answer = evaluate_checkpoint(
                 file,
@@ -110,7 +110,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 device,
                 given=call.resolved.called_for(),
                 talk=_talk(call, ranks),
-                together=distributed.together(ranks, one_voice=True),
+                together=collectives.together(ranks, one_voice=True),
                 detections_file=detections,
             )
             if answer is not None:
@@ -119,14 +119,14 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                     if len(files) > 1:  # the tables below do not say whose they are
                         call.console.result(None, f"{file}")
                     call.console.result(None, functools.partial(tables, answer))
-        distributed.barrier(ranks)
+        collectives.barrier(ranks)
     return answers
 
 
 def _talk(call: Call, ranks: Ranks) -> Talk:
     from ssdctl.evaluate.checkpoint import Talk
 
-    if ranks.is_first:
+    if ranks.is_main:
         return Talk(call.console.say, call.console.warn, call.console.progress)
     return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
 
@@ -150,8 +150,8 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
     import numpy as np
 
-    from ssdctl.data import coco
     from ssdctl.data.dataset import dataset_folders, find_splits, require_split
+    from ssdctl.data.formats import coco
     from ssdctl.evaluate.analysis import About, analyse
     from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
 
@@ -192,7 +192,7 @@ def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
     from ssdctl.evaluate.analysis import FILE, write_evaluation
     from ssdctl.files import make_dir
     from ssdctl.report.page import write_report
-    from ssdctl.report.rundata import read_run
+    from ssdctl.runs.reader import read_run
 
     write_evaluation(make_dir(folder) / FILE, evaluation)
     write_report([read_run(folder)], folder / "report.html")

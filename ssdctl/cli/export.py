@@ -12,7 +12,7 @@ from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from ssdctl.model.weights import Checkpoint
+    from ssdctl.checkpoint.reader import Checkpoint
 
 FORMATS = ("onnx", "safetensors", "mlperf", "nvidia")
 
@@ -59,9 +59,9 @@ def export(
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
     if raw and kind != "onnx":
         raise UsageError(f"--raw belongs to --format onnx, not to {kind}")
-    from ssdctl.model.weights import read_checkpoint
-    from ssdctl.report.export import export as write
-    from ssdctl.report.rundata import checkpoint_of
+    from ssdctl.checkpoint.reader import read_checkpoint
+    from ssdctl.export.formats import export as write
+    from ssdctl.runs.reader import checkpoint_of
 
     source = checkpoint_of(Path(checkpoint))
     if Path(out).exists() and Path(out).samefile(source):
@@ -78,7 +78,7 @@ def export(
 def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> dict[str, Any]:
     from ssdctl.data.dataset import dataset_folders
     from ssdctl.evaluate.checkpoint import choose_data
-    from ssdctl.report.export import export_onnx
+    from ssdctl.export.formats import export_onnx
 
     wishes = call.config.evaluate
     given = call.resolved.called_for()

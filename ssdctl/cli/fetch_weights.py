@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.fetching import fetching, patience
+from ssdctl.cli.download_progress import fetching, patience
 from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _names() -> list[str]:
-    from ssdctl.data.sources import WEIGHTS
+    from ssdctl.download.sources import WEIGHTS
 
     return [name for weights in WEIGHTS for name in (weights.alias, weights.name) if name]
 
@@ -67,8 +67,8 @@ def fetch_weights(
             raise UsageError("--list takes no NAME")
         _list(call, dest)
         return
-    from ssdctl.data.sources import weights_named
-    from ssdctl.data.weights import fetch_weights, weights_of
+    from ssdctl.download.backbone_weights import fetch_weights, weights_of
+    from ssdctl.download.sources import weights_named
 
     chosen = name or weights_of(call.config.model)
     if chosen is None or "/" in chosen:
@@ -98,8 +98,8 @@ def fetch_weights(
 
 
 def _list(call: Call, dest: Path | None) -> None:
-    from ssdctl.data.sources import WEIGHTS
-    from ssdctl.data.weights import find_weights
+    from ssdctl.download.backbone_weights import find_weights
+    from ssdctl.download.sources import WEIGHTS
 
     rows: list[dict[str, Any]] = []
     for weights in WEIGHTS:

@@ -104,7 +104,7 @@ def launch(
             "give exactly one of --hpus, --gpus, --tpus and --cpus",
             hint="for example: ssdctl launch --cpus 2",
         )
-    from ssdctl.cli.forwarding import make_request
+    from ssdctl.cli.launch_request import make_request
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
 
@@ -151,7 +151,7 @@ def _write_script(path: Path, plan: Plan) -> None:
 
 def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) -> None:
     """Run the job on this machine (or from it), again where it crashes and may."""
-    from ssdctl.cli.forwarding import resumed
+    from ssdctl.cli.launch_request import resumed
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
     from ssdctl.launch.run import require_launcher, run
@@ -179,7 +179,7 @@ def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) ->
 
 def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) -> None:
     """Say which rank a failed job owes to, and what it said last."""
-    from ssdctl.launch.exits import first_failure
+    from ssdctl.launch.exit_codes import first_failure
     from ssdctl.launch.logs import last_lines, log_path
 
     if outcome.code in (0, 75, 130):

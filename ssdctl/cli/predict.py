@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, write_text
+from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
-    from ssdctl.report.predict import Prediction
+    from ssdctl.inference.predict import Prediction
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
@@ -59,7 +59,7 @@ def predict(
     """
     files = _picture_files(images)
     keep_freed_memory()
-    from ssdctl.report.predict import load, predict_files
+    from ssdctl.inference.predict import load, predict_files
 
     wishes = call.config.predict
     predictor = load(
@@ -106,10 +106,10 @@ def _line(result: Prediction) -> str:
 
 
 def _draw(result: Prediction, target: Path) -> None:
-    from ssdctl.report.draw import draw
+    from ssdctl.inference.drawing import draw
 
     assert result.image is not None
-    drawn = draw(result.image, [d.as_mark() for d in result.found])
+    drawn = draw(result.image, [d.as_box_label() for d in result.found])
     with atomic_write(target) as file:
         drawn.save(file, "PNG", compress_level=1)
 

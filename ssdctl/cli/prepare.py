@@ -52,7 +52,7 @@ def prepare(
     What cannot be trained on is dropped or mended, counted here and listed in the store's
     report.json. A killed prepare goes on where it was when it is run again.
     """
-    from ssdctl.cli.stopping import stoppable
+    from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import prepare as write_store
 

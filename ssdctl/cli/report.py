@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: curves, AP, sample detections, config, environment."""
     from ssdctl.report.page import write_report
-    from ssdctl.report.rundata import read_runs
+    from ssdctl.runs.reader import read_runs
 
     read = read_runs([Path(run) for run in runs])
     target = Path(out) if out else Path(runs[0]) / "report.html"

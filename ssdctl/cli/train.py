@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.heap import keep_freed_memory
 from ssdctl.cli.main import app
+from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
-from ssdctl.train import signals
-from ssdctl.train.ranks import find_ranks
+from ssdctl.runtime import signals
+from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
-    from ssdctl.train.schedule import Plan
+    from ssdctl.train.schedule import TrainSchedule
 
 
 @command(
@@ -51,11 +51,11 @@ def train(
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         keep_freed_memory()
     ranks = find_ranks()
-    is_first = ranks.is_first
-    if not ranks.is_alone:
+    is_main = ranks.is_main
+    if not ranks.is_single_process:
         config = call.config.train
         start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_first  # one voice for all ranks
+    call.console.quiet = call.console.quiet or not is_main  # one voice for all ranks
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.dataset import dataset_folders
@@ -77,12 +77,12 @@ def train(
                 progress=call.console.progress,
             )
     except Stopped as stop:
-        if is_first:
+        if is_main:
             raise
         raise SystemExit(stop.exit_code) from None
     finally:
         signals.restore()
-    if not is_first:
+    if not is_main:
         return
     ap = "not evaluated" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
@@ -131,13 +131,13 @@ def _disk_needed(config: Config, classes: int) -> str:
     )
 
 
-def _too_large(plan: Plan) -> str:
+def _too_large(plan: TrainSchedule) -> str:
     if plan.global_batch_size <= plan.images:
         return ""
     return ", more than there are images: some come several times in a step"
 
 
-def _described(plan: Plan) -> str:
+def _described(plan: TrainSchedule) -> str:
     rows = {
         "images": f"{plan.images:,}",
         "global batch": f"{plan.global_batch_size}{_too_large(plan)}",

@@ -20,7 +20,7 @@ def setting(
     metavar: str | None = None,
     choice_flags: bool = False,
     replaces: tuple[str, ...] = (),
-    maths: bool = False,
+    affects_results: bool = False,
 ) -> msgspec.Meta:
     """Describe one field.
 
@@ -30,7 +30,7 @@ def setting(
         panel: The heading under which `--help` lists it.
         metavar: What stands for the value in `--help`.
         choice_flags: Give each choice a flag of its own (`--bf16`), besides none for the field.
-        maths: Another value changes what a run computes, so a resume refuses it.
+        affects_results: Another value changes what a run computes, so a resume refuses it.
         replaces: Options of the systems that ssdctl replaces; using one names this one.
     """
     extra = {
@@ -39,18 +39,18 @@ def setting(
         "metavar": metavar,
         "choice_flags": choice_flags,
         "replaces": replaces,
-        "maths": maths,
+        "affects_results": affects_results,
     }
     return msgspec.Meta(description=help, extra=extra)
 
 
-Natural = Annotated[int, msgspec.Meta(ge=0)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # "3" or "3ep": epochs; "300st": optimizer steps; "10min": wall time (for saving).
-Passes = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st)?$")]
+Duration = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st)?$")]
 # The same for what is repeated, which needs a length.
 Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st)?$")]
 IntervalOrTime = Annotated[

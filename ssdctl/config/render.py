@@ -71,6 +71,13 @@ def json_schema() -> dict[str, Any]:
         definition.pop("required", None)
         definition.pop("title", None)
         for field in definition["properties"].values():
-            for extra in ("flag", "panel", "metavar", "choice_flags", "replaces", "maths"):
+            for extra in (
+                "flag",
+                "panel",
+                "metavar",
+                "choice_flags",
+                "replaces",
+                "affects_results",
+            ):
                 field.pop(extra, None)
     return schema

@@ -25,7 +25,7 @@ class Setting(NamedTuple):
     choices: tuple[str, ...]
     choice_flags: bool
     replaces: tuple[str, ...]
-    maths: bool  # another value changes what a run computes
+    affects_results: bool  # another value changes what a run computes
 
     @property
     def section(self) -> str:
@@ -85,7 +85,7 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         choices=choices,
         choice_flags=extra["choice_flags"],
         replaces=extra["replaces"],
-        maths=extra["maths"],
+        affects_results=extra["affects_results"],
     )
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data import coco
 from ssdctl.data.dataset import MADE, TOML, SplitFiles, coco_layout, read_dataset_toml
-from ssdctl.data.document import divided, document, num_images, with_classes
-from ssdctl.data.voc import read_voc
-from ssdctl.data.yolo import read_yolo
+from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco_writer import divided, document, num_images, with_classes
+from ssdctl.data.formats.voc import read_voc
+from ssdctl.data.formats.yolo import read_yolo
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import lock, make_dir, write_bytes, write_text
 

@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ssdctl.data import coco, store
-from ssdctl.data.coco import Annotations, Boxes, Finding, ImageEntry
+from ssdctl.data import store
 from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require_split
-from ssdctl.data.images import Wish, changed_images, file_sizes
-from ssdctl.data.parts import Job, Progress, Report, check_images
+from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco import Annotations, Boxes, Finding, ImageEntry
+from ssdctl.data.image_check import Wish, changed_images, file_sizes
+from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     atomic_write,
@@ -183,7 +184,7 @@ def _prepare_split(
     require_images(split, files)
     annotations, mark = _read(files.annotations)
     boxes, findings = coco.check(annotations, files.annotations)
-    warnings = coco.doubts(annotations, boxes, findings)
+    warnings = coco.format_warnings(annotations, boxes, findings)
     annotations.annotations.clear()  # hundreds of MB that nobody needs any more
 
     # What a part is true for. With `force` nothing that was done before counts.
@@ -333,7 +334,7 @@ def open_dataset(
         root: The dataset folder.
         folder: The store's.
         say: Hears of an indexing.
-        progress: See `ssdctl.data.parts`.
+        progress: See `ssdctl.data.image_check_jobs`.
         check_images: Look whether the images of a store that is not packed are still the same.
 
     Raises:

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.coco import ClassName
 from ssdctl.data.dataset import SplitFiles
-from ssdctl.data.images import Mark
+from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.image_check import FileFingerprint
 from ssdctl.errors import DataError
 
 FORMAT = 2
@@ -211,7 +211,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     )
 
 
-def read_marks(folder: Path, split: str) -> tuple[list[str], list[Mark]]:
+def read_marks(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
     """The image files of a split, and what tells each from another version of it.
 
     Raises:
@@ -219,7 +219,7 @@ def read_marks(folder: Path, split: str) -> tuple[list[str], list[Mark]]:
     """
     table = _map(index_path(folder, split))
     columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
-    marks = [Mark(*triple) for triple in zip(*columns, strict=True)]
+    marks = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
     return table.column("file_name").to_pylist(), marks
 
 

@@ -35,11 +35,11 @@ class Device(Protocol):
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
     execution: str  # eager, compile or lazy: how a step runs
-    remarks: tuple[str, ...]  # what the user should know, such as why a wish was not granted
+    notices: tuple[str, ...]  # what the user should know, such as why a wish was not granted
     is_host: bool  # tensors of the host are its own: nothing is copied
     averages_in_backward: bool  # DistributedDataParallel works here
     has_sync_bn: bool  # SyncBatchNorm works here
-    optimizers_leave_out: bool  # its optimizers read `found_inf` on the device and stay put
+    supports_found_inf: bool  # its optimizers read `found_inf` on the device and stay put
     decoder: Decoder | None  # where nvidia-dali decodes; None: on the host
 
     def place(self, model: Module) -> Module:
@@ -62,7 +62,7 @@ class Device(Protocol):
         """A copy here of a tensor of the host, which may be overwritten at once. Never waits."""
         ...
 
-    def await_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         """Have what the device does next wait for the copies so far.
 
         The host goes on, unless it is several steps ahead of the device.

@@ -36,14 +36,14 @@ class Cpu:
     precisions: tuple[str, ...] = ("bf16", "fp32")  # fp16 works, a hundred times slower
     is_host = True
     averages_in_backward = True
-    optimizers_leave_out = True
+    supports_found_inf = True
     has_sync_bn = False
     decoder: Decoder | None = None
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
         wanted = choose_execution("cpu", execution, ("eager", "compile"))
-        self.execution, self.remarks = inductor.granted(wanted)
+        self.execution, self.notices = inductor.resolve_execution(wanted)
         facts = _cpuinfo()
         self.label = facts.get("model name", platform.processor() or "CPU")
         flags = (facts.get("flags") or facts.get("Features") or "").split()
@@ -65,7 +65,7 @@ class Cpu:
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def await_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:

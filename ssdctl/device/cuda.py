@@ -37,7 +37,7 @@ class Cuda:
     precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
     is_host = False
     averages_in_backward = True
-    optimizers_leave_out = True
+    supports_found_inf = True
     has_sync_bn = True
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
@@ -47,7 +47,7 @@ class Cuda:
         capability = torch.cuda.get_device_capability(self.torch_device)
         self.has_native_bf16 = capability >= (8, 0)
         wanted = choose_execution("cuda", execution, ("compile", "eager"))
-        self.execution, self.remarks = inductor.granted(wanted, capability)
+        self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
@@ -87,7 +87,7 @@ class Cuda:
         received.record_stream(torch.cuda.current_stream(self.torch_device))
         return received
 
-    def await_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         stream = torch.cuda.current_stream(self.torch_device)
         stream.wait_stream(self._copies)
         # Each batch that waits on the GPU takes memory: the host stays within a few steps of it.

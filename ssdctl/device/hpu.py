@@ -36,10 +36,10 @@ class Hpu:
     backend = "cpu:gloo,hpu:hccl"  # what ranks tell each other beside the gradients needs no card
     has_native_bf16 = True
     precisions: tuple[str, ...] = ("bf16", "fp32")
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     is_host = False
     averages_in_backward = True
-    optimizers_leave_out = False
+    supports_found_inf = False
     has_sync_bn = False
     decoder: Decoder | None = None
 
@@ -69,7 +69,7 @@ class Hpu:
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone().to(self.torch_device, non_blocking=True)
 
-    def await_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:

@@ -16,7 +16,9 @@ from ssdctl.device.base import compile_cache
 OLDEST_GPU = (7, 0)  # that Triton compiles for
 
 
-def granted(execution: str, gpu: tuple[int, int] | None = None) -> tuple[str, tuple[str, ...]]:
+def resolve_execution(
+    execution: str, gpu: tuple[int, int] | None = None
+) -> tuple[str, tuple[str, ...]]:
     """The execution that this machine can give, and why where it is not the wanted one.
 
     Args:

@@ -31,10 +31,10 @@ class Xla:
     has_native_bf16 = True
     precisions: tuple[str, ...] = ("bf16", "fp32")
     execution = "lazy"
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     is_host = False
     averages_in_backward = False  # one reduction in the step's own graph, not per bucket
-    optimizers_leave_out = False
+    supports_found_inf = False
     has_sync_bn = False
     decoder: Decoder | None = None
 
@@ -76,7 +76,7 @@ class Xla:
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone().to(self.torch_device)
 
-    def await_copies(self) -> None:
+    def wait_for_copies(self) -> None:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:

@@ -9,9 +9,9 @@ from pathlib import Path
 from ssdctl.config import Config
 from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, dataset_folders, find_splits
-from ssdctl.data.sources import COCO2017, weights_named
-from ssdctl.data.weights import cache_dir, find_weights, weights_of
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
+from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
+from ssdctl.download.sources import COCO2017, weights_named
 from ssdctl.errors import SsdctlError
 from ssdctl.files import free_bytes
 

@@ -10,9 +10,9 @@ from importlib import metadata
 from typing import Any
 
 from ssdctl.config import Config
-from ssdctl.doctor.asking import DRIVER_S, IMPORT_S, Answer, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
 from ssdctl.doctor.hardware import Hardware
+from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, Answer, Asker
 
 CPU_FOR_NOW = "--device cpu trains without"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)

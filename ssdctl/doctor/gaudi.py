@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.doctor import hardware
-from ssdctl.doctor.asking import DRIVER_S, IMPORT_S, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
 from ssdctl.doctor.hardware import Hardware
+from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, Asker
 
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
 IMAGE = "run in the vendor's PyTorch image for Gaudi, whose torch and bridge belong together"

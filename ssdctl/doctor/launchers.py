@@ -7,11 +7,11 @@ import shutil
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from ssdctl.background import in_background
 from ssdctl.config import Config
-from ssdctl.doctor.asking import Answer, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
 from ssdctl.doctor.hardware import Hardware
+from ssdctl.doctor.subprocess_probe import Answer, Asker
+from ssdctl.runtime.background import run_in_daemon_thread
 
 VERSION_S = 15.0
 
@@ -58,7 +58,7 @@ def _ask(tool: Tool, asker: Asker) -> Future[Answer | None]:
             return None
         return asker.ask([tool.name, *tool.question], VERSION_S)
 
-    return in_background(work)
+    return run_in_daemon_thread(work)
 
 
 def _judge(tool: Tool, answer: Answer | None, config: Config, pci: Hardware) -> Check:

@@ -11,15 +11,15 @@ import time
 from functools import partial
 from urllib.parse import urlsplit
 
-from ssdctl.background import in_background
 from ssdctl.config import Config
-from ssdctl.data.fetch import open_session
-from ssdctl.data.replies import NotThere
-from ssdctl.data.sources import COCO2017, PinnedFile, weights_named
-from ssdctl.data.transfer import Patience, length_of
-from ssdctl.data.weights import weights_of
 from ssdctl.doctor.check import FAIL, OK, Check
+from ssdctl.download.backbone_weights import weights_of
+from ssdctl.download.fetch import open_session
+from ssdctl.download.http_response import NotFound
+from ssdctl.download.sources import COCO2017, PinnedFile, weights_named
+from ssdctl.download.transfer import Patience, length_of
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.runtime.background import run_in_daemon_thread
 
 PATIENCE = Patience(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -35,7 +35,7 @@ def check_network(config: Config) -> list[Check]:
         with contextlib.suppress(UsageError):  # a file of the user's: "data" judges it
             files["weights"] = weights_named(name).file
     asked = [
-        in_background(partial(_ask, part, file, config.download.mirror))
+        run_in_daemon_thread(partial(_ask, part, file, config.download.mirror))
         for part, file in files.items()
     ]
     return [_proxies(), *(answer.result() for answer in asked)]
@@ -82,6 +82,6 @@ def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
         for url in urls[:-1]:
             try:
                 return url, length_of(session, url, PATIENCE)
-            except NotThere:
+            except NotFound:
                 continue
         return urls[-1], length_of(session, urls[-1], PATIENCE)

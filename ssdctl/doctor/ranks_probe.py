@@ -9,8 +9,8 @@ import time
 import torch
 
 from ssdctl.device.cpu import Cpu
-from ssdctl.train import distributed
-from ssdctl.train.ranks import find_ranks
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import find_ranks
 
 NUMBERS = 2**20  # 4 MB, about a layer's gradients
 TIMEOUT_S = 60.0
@@ -18,13 +18,13 @@ TIMEOUT_S = 60.0
 
 def main() -> None:
     ranks = find_ranks()
-    with distributed.group(ranks, Cpu(), TIMEOUT_S):
+    with collectives.process_group(ranks, Cpu(), TIMEOUT_S):
         mine = torch.full((NUMBERS,), float(ranks.rank + 1))
-        distributed.average(mine, ranks)  # the first one makes the connections
+        collectives.average(mine, ranks)  # the first one makes the connections
         start = time.perf_counter()
-        mean = distributed.average(mine, ranks)
+        mean = collectives.average(mine, ranks)
         spent_s = time.perf_counter() - start
-        distributed.barrier(ranks)
+        collectives.barrier(ranks)
     wanted = (ranks.world_size + 1) / 2
     if not bool((mean == wanted).all()):
         sys.exit(f"the mean is {mean[0].item()}, not {wanted}")

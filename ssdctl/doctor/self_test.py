@@ -12,14 +12,14 @@ from concurrent.futures import Future
 
 import msgspec
 
-from ssdctl.background import in_background
 from ssdctl.config import Config
 from ssdctl.data.dataset import dataset_folders
-from ssdctl.doctor.asking import Answer, Asker
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
 from ssdctl.doctor.data import nearest_folder
+from ssdctl.doctor.subprocess_probe import Answer, Asker
 from ssdctl.files import free_bytes
 from ssdctl.launch.run import free_port
+from ssdctl.runtime.background import run_in_daemon_thread
 
 DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
 DISK_NEEDS = 256 * 2**20
@@ -93,7 +93,9 @@ def _start_ranks(asker: Asker, port: int) -> list[Future[Answer]]:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {**clean, **own, **where}
-        return in_background(lambda: asker.ask_probe("ranks", RANKS_S, environment=environment))
+        return run_in_daemon_thread(
+            lambda: asker.ask_probe("ranks", RANKS_S, environment=environment)
+        )
 
     return [start(0), start(1)]
 

@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 
 from ssdctl import __version__
 from ssdctl.config import Config
-from ssdctl.doctor.asking import Answer
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
+from ssdctl.doctor.subprocess_probe import Answer
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
 SHOWN = ("torch", "torchvision")  # the others share a line

@@ -13,15 +13,15 @@ import time
 import msgspec
 import torch
 
+from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.errors import SsdctlError
-from ssdctl.model.weights import Architecture
+from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import random_batch
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.scaling import loss_scale
 from ssdctl.train.setup import choose_precision
-from ssdctl.train.step import ALONE, TrainStep
+from ssdctl.train.step import SINGLE_PROCESS, TrainStep
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
 BATCH_SIZE = 1  # a step on two cores takes a second or two
@@ -47,7 +47,7 @@ def main() -> None:
     )
     batch = random_batch(BATCH_SIZE, NETWORK.num_classes)
     before = [p.detach().clone() for p in model.parameters()]
-    loss = step([batch], LR).read(ALONE)["loss"]
+    loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]
     device.synchronize()
     first_s = time.perf_counter() - start
     if not math.isfinite(loss):

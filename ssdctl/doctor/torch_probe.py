@@ -28,7 +28,7 @@ def main() -> None:
         cpu={
             "label": cpu.label,
             "has_native_bf16": cpu.has_native_bf16,
-            "compile": inductor.granted("compile")[1],
+            "compile": inductor.resolve_execution("compile")[1],
         }
     )
     _tell(cuda_build=torch.version.cuda)
@@ -80,7 +80,7 @@ def _gpu_compile() -> tuple[str, ...]:
 
     from ssdctl.device import inductor
 
-    return inductor.granted("compile", torch.cuda.get_device_capability(0))[1]
+    return inductor.resolve_execution("compile", torch.cuda.get_device_capability(0))[1]
 
 
 def _tell(**facts: Any) -> None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint, same_classes
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
-from ssdctl.data.coco import ClassName
 from ssdctl.data.dataset import dataset_folders, require_split
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
@@ -22,7 +23,6 @@ from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
 from ssdctl.evaluate.together import Together, all_parts, share_of_cores
 from ssdctl.files import write_bytes
-from ssdctl.model.weights import Checkpoint, load_network, read_checkpoint, same_classes
 
 Speak = Callable[[str], None]
 
@@ -108,7 +108,7 @@ def evaluate_checkpoint(
 
 def _open_together(root: Path, folder: Path, talk: Talk, together: Together) -> dict[str, Split]:
     """The splits, prepared by the first rank where they have to be."""
-    if together.is_first:
+    if together.is_main:
         splits = open_dataset(root, folder, say=talk.say, progress=talk.progress)
         together.barrier()
         return splits

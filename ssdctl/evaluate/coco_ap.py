@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data import coco
+from ssdctl.data.formats import coco
 from ssdctl.errors import DataError, IntegrityError
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
@@ -205,9 +205,9 @@ def _mean(values: NDArray[np.float64]) -> float:
 def _refuse_strangers(truth: Any, detections: Detections, annotations: Path) -> None:
     # An image's detections follow each other: the first of each run says it all.
     ids = detections.image_ids
-    is_first = np.diff(ids, prepend=ids[:1] - 1) != 0
+    is_main = np.diff(ids, prepend=ids[:1] - 1) != 0
     listed = np.array(truth.get_img_ids(), np.int64)
-    strangers = np.setdiff1d(ids[is_first], listed)
+    strangers = np.setdiff1d(ids[is_main], listed)
     if len(strangers):
         raise DataError(
             f"{len(strangers)} images with detections are not in {annotations}, "

@@ -22,7 +22,7 @@ from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
-from ssdctl.evaluate.detector import Detector, Output
+from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 

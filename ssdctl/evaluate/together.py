@@ -21,7 +21,7 @@ class Together(NamedTuple):
     barrier: Callable[[], None] = lambda: None
 
     @property
-    def is_first(self) -> bool:
+    def is_main(self) -> bool:
         return self.rank == 0
 
 
@@ -50,4 +50,4 @@ def all_parts(detect: Callable[[], Detections], together: Together) -> Detection
     failure = together.broadcast(next((p for p in parts if isinstance(p, SsdctlError)), None))
     if failure is not None:
         raise failure
-    return merge(parts) if together.is_first else None
+    return merge(parts) if together.is_main else None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.input.randomness import uniform
+from ssdctl.input.counter_rng import uniform
 
 Floats = NDArray[np.float64]
 CROP_STREAM = 2

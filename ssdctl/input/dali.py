@@ -25,15 +25,15 @@ from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError
 from ssdctl.input.loader import BATCHES_AHEAD, Batch, TrainLoader, as_batch
-from ssdctl.input.order import Order
-from ssdctl.input.samples import Samples, TrainPlan, draw_samples
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig, Samples, draw_samples
 
 
 class DaliLoader:
     """Training batches of one rank, decoded by DALI."""
 
     def __init__(
-        self, split: Split, order: Order, plan: TrainPlan, decoder: Decoder | None = None
+        self, split: Split, order: SampleStream, plan: LoaderConfig, decoder: Decoder | None = None
     ) -> None:
         self._split = split
         self._order = order
@@ -102,7 +102,7 @@ class _Feed:
             return np.zeros(1, np.uint8)
 
 
-def _opener(plan: TrainPlan, decoder: Decoder | None) -> Any:
+def _opener(plan: LoaderConfig, decoder: Decoder | None) -> Any:
     """What builds the pipeline."""
     from nvidia.dali import fn, pipeline_def, types
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.coco import ClassName
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.samples import LoaderConfig
 
 COCO_IMAGES = 117_266  # training images with boxes, classes, most boxes on one image
 COCO_CLASSES = 80
@@ -24,7 +24,7 @@ REAL_BOXES = 7  # on each image, as on COCO's on average
 class FakeLoader:
     """Endless random batches of one rank, the same ones each time for the same seed and rank."""
 
-    def __init__(self, split: Split, plan: TrainPlan) -> None:
+    def __init__(self, split: Split, plan: LoaderConfig) -> None:
         self._split = split
         self._plan = plan
 

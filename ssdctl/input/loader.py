@@ -26,8 +26,8 @@ from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.decode import Pixels, decode, shrink_crop, shrink_exactly
-from ssdctl.input.order import Order
-from ssdctl.input.samples import Samples, TrainPlan, draw_samples, whole_samples
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samples
 
 BATCHES_AHEAD = 2
 MOST_PER_TASK = 4  # images: a task of a thread costs some 20 us beside them
@@ -67,7 +67,7 @@ Replace = Callable[[Samples, int, str, Pixels], BadImage]
 class TrainLoader:
     """Training batches of one rank."""
 
-    def __init__(self, split: Split, order: Order, plan: TrainPlan) -> None:
+    def __init__(self, split: Split, order: SampleStream, plan: LoaderConfig) -> None:
         self._split = split
         self._order = order
         self._plan = plan
@@ -237,7 +237,7 @@ def _put(source: Samples, target: Samples, slot: int) -> None:
         target.jitter[slot] = source.jitter[0]
 
 
-def without_padding(batch: Batch) -> Batch:
+def trim_padding(batch: Batch) -> Batch:
     """Less the boxes that are padding in every picture: matching them costs as much as others.
 
     The shapes change from batch to batch then, which only eager steps of the host can take.

@@ -10,8 +10,8 @@ from ssdctl.device.base import Decoder
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Batch, TrainLoader
-from ssdctl.input.order import Order
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
 
 
 class TrainInput(Protocol):
@@ -42,7 +42,7 @@ def check_pipeline(pipeline: str) -> None:
 def open_input(
     pipeline: str,
     split: Split,
-    plan: TrainPlan,
+    plan: LoaderConfig,
     *,
     fake: bool = False,
     decoder: Decoder | None = None,
@@ -62,7 +62,7 @@ def open_input(
     if fake:
         return FakeLoader(split, plan)
     check_pipeline(pipeline)
-    order = Order(split.trainable, plan.seed)
+    order = SampleStream(split.trainable, plan.seed)
     if pipeline == "dali":
         from ssdctl.input.dali import DaliLoader
 

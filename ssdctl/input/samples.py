@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.store import Split
+from ssdctl.input.counter_rng import uniform
 from ssdctl.input.crop import Crops, Floats, flip_boxes, sample_crops, whole_images
-from ssdctl.input.order import Order
-from ssdctl.input.randomness import uniform
+from ssdctl.input.sample_stream import SampleStream
 
 FLIP_STREAM = 3
 COLOUR_STREAM = 4
 
 
-class TrainPlan(NamedTuple):
+class LoaderConfig(NamedTuple):
     """What a rank takes of the stream."""
 
     seed: int
@@ -60,7 +60,9 @@ class Samples(NamedTuple):
     is_whole: bool  # no crop anywhere: the pictures are resized exactly as Pillow does it
 
 
-def draw_samples(split: Split, order: Order, plan: TrainPlan, start: int, count: int) -> Samples:
+def draw_samples(
+    split: Split, order: SampleStream, plan: LoaderConfig, start: int, count: int
+) -> Samples:
     """Decide everything about the stream's samples start to start + count but their pixels."""
     sample = order.samples(start, count)
     places = np.arange(start, start + count)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import podstatus
-from ssdctl.launch.exits import DISTRIBUTED, INTERRUPTED, PASSED_ON
+from ssdctl.launch import pod_status
+from ssdctl.launch.exit_codes import DISTRIBUTED, INTERRUPTED, PASSED_ON
 from ssdctl.launch.plan import Plan
 
 Write = Callable[[str], object]
@@ -130,10 +130,10 @@ class _Pods:
         self.followed: set[str] = set()
         self.told: dict[str, str | None] = {}
 
-    def labelled(self, label: str) -> list[podstatus.Pod]:
+    def labelled(self, label: str) -> list[pod_status.Pod]:
         """Those with a label, the oldest first."""
         answer = _ask("kubectl", "get", "pods", *self.space, "-l", label, "-o", "json")
-        pods: list[podstatus.Pod] = json.loads(answer)["items"]
+        pods: list[pod_status.Pod] = json.loads(answer)["items"]
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def pass_on(self) -> None:
@@ -144,27 +144,27 @@ class _Pods:
         """
         for pod in self.labelled(self.workers) if self.workers else []:
             self._tell(pod)
-            failure = podstatus.installation_failure(pod)
+            failure = pod_status.installation_failure(pod)
             if failure and failure.starts >= INSTALLATIONS:
                 raise DistributedError(
-                    f"{podstatus.name_of(pod)}: its container {failure.container} failed "
+                    f"{pod_status.name_of(pod)}: its container {failure.container} failed "
                     f"{failure.starts} times, with exit code {failure.code}",
                     hint=f"the job still holds its nodes: {self.end} ends it",
                 )
         for pod in self.labelled(self.first):
             self._tell(pod)
-            name = podstatus.name_of(pod)
-            has_begun = podstatus.phase_of(pod) in ("Running", "Succeeded", "Failed")
+            name = pod_status.name_of(pod)
+            has_begun = pod_status.phase_of(pod) in ("Running", "Succeeded", "Failed")
             if has_begun and name not in self.followed and name not in self.told:
                 self.followed.add(name)
                 _pass_log_on(["kubectl", "logs", *self.space, "--follow", name], self.write)
 
-    def _tell(self, pod: podstatus.Pod) -> None:
-        name = podstatus.name_of(pod)
-        failure = podstatus.installation_failure(pod)
+    def _tell(self, pod: pod_status.Pod) -> None:
+        name = pod_status.name_of(pod)
+        failure = pod_status.installation_failure(pod)
         if failure is not None:
             words = f"{failure.container} failed with exit code {failure.code}"
-        elif (waits_for := podstatus.waits_for(pod)) is not None:
+        elif (waits_for := pod_status.waits_for(pod)) is not None:
             words = f"waits: {waits_for}"
         else:
             self.told.pop(name, None)
@@ -189,7 +189,7 @@ def _follow_kubernetes(job: str, plan: Plan, write: Write, say: Write) -> int:
             return 0
         if "Failed" in ends:
             # Asked anew: the ones known were fetched before their logs were followed.
-            return podstatus.exit_code(pods.labelled(pods.first))
+            return pod_status.exit_code(pods.labelled(pods.first))
         time.sleep(POLL_S)
 
 

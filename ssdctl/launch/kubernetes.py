@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.errors import UsageError
-from ssdctl.launch import podspec
-from ssdctl.launch.podspec import checked, inert
+from ssdctl.launch import pod_spec
+from ssdctl.launch.pod_spec import checked, escape_k8s
 
 if TYPE_CHECKING:
     from ssdctl.launch.plan import Request
@@ -78,7 +78,7 @@ def build(request: Request) -> Manifest:
 
 def warnings(request: Request) -> tuple[str, ...]:
     """What the cluster may miss in the manifest."""
-    labels = podspec.pairs("node_selector", request.kubernetes.node_selector)
+    labels = pod_spec.pairs("node_selector", request.kubernetes.node_selector)
     if request.device == "xla" and (missing := [n for n in TPU_LABELS if n not in labels]):
         words = "kubernetes.node_selector does not name"
         return (f"{words} {' and '.join(missing)}: GKE starts no pod with TPUs without",)
@@ -115,7 +115,7 @@ def _mpi_job(request: Request) -> Manifest:
     config = request.config
     launcher = _pod(request, "launcher", _program(request), has_devices=False)
     for container in (*launcher["spec"]["containers"], *launcher["spec"].get("initContainers", ())):
-        podspec.request_little(container["resources"])
+        pod_spec.request_little(container["resources"])
     worker = _pod(request, "worker", ["/bin/sh", "-c", SSHD], has_devices=True)
     (container,) = worker["spec"]["containers"]
     container["ports"] = [{"containerPort": 22, "name": "ssh"}]
@@ -144,7 +144,7 @@ def _program(request: Request) -> list[str]:
         python = f"{INSTALLED}/bin/python"
     start = [python, "-m", "ssdctl"]
     if request.count == 1:
-        return [*start, *map(inert, request.command)]
+        return [*start, *map(escape_k8s, request.command)]
     config = request.config
     flag = {"hpu": "hpus", "cuda": "gpus", "xla": "tpus", "cpu": "cpus"}[request.device]
     words = ["launch", f"--{flag}={request.count}"]
@@ -165,21 +165,21 @@ def _program(request: Request) -> list[str]:
         words += [f"--devices-per-node={config.devices_per_node}"]
     is_train = request.command[0] == "train"
     rest = request.command[1:] if is_train else ("--", *request.command)
-    return [*start, *words, *map(inert, rest)]
+    return [*start, *words, *map(escape_k8s, rest)]
 
 
 def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) -> Manifest:
     """A pod template of one container, with ssdctl installed beside it."""
     config = request.kubernetes
-    mounts, volumes = podspec.volumes(config)
+    mounts, volumes = pod_spec.volumes(config)
     image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
-    environment = {**request.settings, **podspec.environment(config)}
+    environment = {**request.settings, **pod_spec.environment(config)}
     container: Manifest = {
         "name": name,
         **image,
         "command": command,
-        "env": [{"name": key, "value": inert(value)} for key, value in environment.items()],
-        "resources": podspec.resources(request, has_devices=has_devices),
+        "env": [{"name": key, "value": escape_k8s(value)} for key, value in environment.items()],
+        "resources": pod_spec.resources(request, has_devices=has_devices),
     }
     spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
     if has_devices and request.count > 1 and not config.host_ipc:
@@ -198,9 +198,9 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
             {
                 "name": "install-ssdctl",
                 **image,
-                "command": [config.python, "-c", *map(inert, [program, *arguments])],
+                "command": [config.python, "-c", *map(escape_k8s, [program, *arguments])],
                 "env": container["env"],
-                "resources": podspec.without_devices(container["resources"]),
+                "resources": pod_spec.without_devices(container["resources"]),
                 "volumeMounts": [*mounts, mount],
             }
         ]
@@ -212,9 +212,9 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
         spec["serviceAccountName"] = checked("service_account", config.service_account)
     if config.pull_secret is not None:
         spec["imagePullSecrets"] = [{"name": checked("pull_secret", config.pull_secret)}]
-    if selector := podspec.pairs("node_selector", config.node_selector):
+    if selector := pod_spec.pairs("node_selector", config.node_selector):
         spec["nodeSelector"] = selector
-    if has_devices and (device := podspec.DEVICES.get(request.device)):
+    if has_devices and (device := pod_spec.DEVICES.get(request.device)):
         # Clusters keep other pods off their devices by a taint of that name.
         spec["tolerations"] = [{"key": device, "operator": "Exists"}]
     labels = {"app": "ssdctl", **NO_SIDECAR}
@@ -230,7 +230,7 @@ def _check_written(request: Request) -> None:
         folder = _value(request.command, "--out")
         if folder is None:  # evaluate and its like print their answer
             return
-    mounts, _ = podspec.volumes(request.kubernetes)
+    mounts, _ = pod_spec.volumes(request.kubernetes)
     writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
     path = posixpath.normpath(folder or ".")
     if any(path == place or path.startswith(f"{place}/") for place in writable):

@@ -17,7 +17,7 @@ from typing import Any
 
 from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch import kubernetes, mpirun, podspec, slurm, torchrun
+from ssdctl.launch import kubernetes, mpirun, pod_spec, slurm, torchrun
 from ssdctl.launch.node import Node
 
 # What starts the ranks of a device where the user does not say. (torch_xla lets torchrun start
@@ -138,7 +138,7 @@ def make_plan(request: Request, node: Node) -> Plan:
         return Plan(slurm.ARGV, {}, launcher, count, nodes, text=text, warnings=warnings)
     if launcher == "kubernetes":
         manifest = kubernetes.build(request)
-        text = podspec.to_yaml(manifest)
+        text = pod_spec.to_yaml(manifest)
         return Plan(
             kubernetes.ARGV,
             {},

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.exits import (
+from ssdctl.launch.exit_codes import (
     DISTRIBUTED,
     EXITS_VARIABLE,
     INTERRUPTED,
@@ -37,7 +37,7 @@ from ssdctl.launch.exits import (
     read_exits,
 )
 from ssdctl.launch.plan import Plan
-from ssdctl.launch.processes import (
+from ssdctl.launch.process_tree import (
     POLL_S,
     become_subreaper,
     children,

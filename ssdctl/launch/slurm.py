@@ -12,7 +12,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
-from ssdctl.launch.exits import EXITS_VARIABLE
+from ssdctl.launch.exit_codes import EXITS_VARIABLE
 from ssdctl.launch.node import Node
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ while :; do
   MASTER_PORT=$({python} -c "{free_port}")
   export MASTER_PORT
   srun {options}--export=ALL --wait=0 --cpus-per-task={cores} --kill-on-bad-exit=1 "${{command[@]}}"
-  {python} -m ssdctl.launch.exits "$exits" $? {count}
+  {python} -m ssdctl.launch.exit_codes "$exits" $? {count}
   code=$?
   rm -rf -- "$exits"
   case $code in 1 | 8) ;; *) break ;; esac

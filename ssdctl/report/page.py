@@ -13,8 +13,8 @@ from ssdctl import __version__
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import write_text
 from ssdctl.report import plots
-from ssdctl.report.rundata import RunData, different_settings, prepare_findings
 from ssdctl.report.samples import sample_pictures
+from ssdctl.runs.reader import RunData, different_settings, prepare_findings
 
 
 def write_report(runs: Sequence[RunData], target: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.evaluate.analysis import Evaluation
-from ssdctl.report.draw import PALETTE
-from ssdctl.report.rundata import RunData
+from ssdctl.inference.drawing import PALETTE
+from ssdctl.runs.reader import RunData
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,11 +23,11 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
+from ssdctl.inference.drawing import PALETTE, letters
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.order import Order
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
 from ssdctl.model.augment import MEAN, STD, normalise
-from ssdctl.report.draw import PALETTE, letters
 
 ROWS = 4
 EPOCHS = 3
@@ -59,7 +59,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
         raise DataError("no training image has a box to draw", hint=WHAT_IS_DROPPED)
     seed = config.train.seed
     count = min(ROWS, len(split.trainable))
-    rows = Order(split.trainable, seed).samples(0, count).row
+    rows = SampleStream(split.trainable, seed).samples(0, count).row
     tiles = {int(row): [_whole(split, int(row))] for row in rows}
     for row, tile in _augmented(split, rows, config):
         tiles[row].append(tile)
@@ -99,7 +99,7 @@ def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> list[tuple[int, Image.Image]]:
     """Each image as the network gets it, epoch after epoch."""
-    plan = TrainPlan(
+    plan = LoaderConfig(
         seed=config.train.seed,
         first_sample=0,
         batch_size=len(rows),
@@ -112,7 +112,7 @@ def _augmented(
         max_boxes=split.most_boxes,
     )
     found = []
-    for batch in TrainLoader(split, Order(rows, config.train.seed), plan).batches(0, EPOCHS):
+    for batch in TrainLoader(split, SampleStream(rows, config.train.seed), plan).batches(0, EPOCHS):
         pixels = normalise(batch.images, batch.jitter).permute(0, 2, 3, 1)
         pixels = pixels * torch.tensor(STD) + torch.tensor(MEAN)
         shown = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()

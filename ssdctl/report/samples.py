@@ -11,12 +11,12 @@ from typing import NamedTuple
 from PIL import Image
 
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.images import MOST_PIXELS
+from ssdctl.data.image_check import MOST_PIXELS
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluate.analysis import Box, Evaluation, Sample
 from ssdctl.files import safe_join
-from ssdctl.report.draw import Mark, draw
+from ssdctl.inference.drawing import BoxLabel, draw
 
 WIDTH = 300  # pixels of one picture, as embedded
 
@@ -72,11 +72,11 @@ def _pair(evaluation: Evaluation, sample: Sample, content: bytes | memoryview) -
     order = [c.category_id for c in evaluation.per_class]
     names = {c.category_id: c.name for c in evaluation.per_class}
 
-    def mark(category_id: int, box: Box, score: float | None = None) -> Mark:
+    def mark(category_id: int, box: Box, score: float | None = None) -> BoxLabel:
         corners = _corners(box, scale, small)
         name = names.get(category_id, str(category_id))
         number = order.index(category_id) + 1 if category_id in order else 0
-        return Mark(corners, name if score is None else f"{name} {score:.2f}", number)
+        return BoxLabel(corners, name if score is None else f"{name} {score:.2f}", number)
 
     truth = [mark(t.category_id, t.box) for t in sample.truth]
     found = [mark(f.category_id, f.box, f.score) for f in sample.found]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError
 from ssdctl.input.loader import BadImage, Batch
-from ssdctl.train import distributed
-from ssdctl.train.ranks import Ranks
 
 LEAST_CAP = 10
 CAP_SHARE = 0.01  # of the images
@@ -38,9 +38,11 @@ class BadImages:
 
     def collect(self, ranks: Ranks) -> list[BadImage]:
         """What all ranks met since the last time, each image once in the run."""
-        if not distributed.agree([bool(self._new)], ranks)[0]:
+        if not collectives.any_rank([bool(self._new)], ranks)[0]:
             return []
-        shares = distributed.broadcast(distributed.gather(list(self._new.values()), ranks), ranks)
+        shares = collectives.broadcast(
+            collectives.gather_to_first(list(self._new.values()), ranks), ranks
+        )
         found = {bad.image_id: bad for share in shares for bad in share}
         self._new.clear()
         self._known.update(found)

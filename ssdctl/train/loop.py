@@ -16,34 +16,35 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
+from ssdctl.checkpoint.writer import CheckpointDir, payload
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import Stopped
 from ssdctl.evaluate.analysis import Evaluation
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import TrainPlan
-from ssdctl.train import distributed, signals
-from ssdctl.train.average import WeightAverage
-from ssdctl.train.best import BestSoFar
-from ssdctl.train.checkpoint import CheckpointFolder, payload
-from ssdctl.train.guard import Guard
-from ssdctl.train.memory import explained
-from ssdctl.train.metrics import Record
+from ssdctl.input.samples import LoaderConfig
+from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.metrics import Record
+from ssdctl.runs.writer import RunWriter
+from ssdctl.runtime import signals
+from ssdctl.train.early_stopping import EarlyStopping
+from ssdctl.train.ema import EMA
+from ssdctl.train.loss_scale import loss_scale
+from ssdctl.train.memory import out_of_memory_hints
+from ssdctl.train.nonfinite import NonFiniteGuard
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.pace import Pace
 from ssdctl.train.profile import StepProfiler
-from ssdctl.train.ranks import find_ranks
-from ssdctl.train.recorder import Recorder
-from ssdctl.train.reporter import Reporter
-from ssdctl.train.resume import begin, restore
-from ssdctl.train.saver import Saver
-from ssdctl.train.scaling import loss_scale
+from ssdctl.train.progress_log import ProgressLog
+from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
 from ssdctl.train.setup import Progress, Say, Setup, prepare_run
-from ssdctl.train.sole import sole_run
 from ssdctl.train.step import TrainStep, copied_ahead
+from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
 
 
@@ -70,7 +71,7 @@ def run_training(
     """Train to the end of the plan, or to the target AP, going on where an earlier run stopped.
 
     Raises:
-        UsageError: Another process trains in the run folder; see also `prepare_run` and `begin`.
+        UsageError: Another process trains in the run folder, or see `prepare_run`.
         Stopped: A signal came; everything is saved.
         NonFiniteError: Too many steps went bad.
         DistributedError: Another rank was lost.
@@ -78,20 +79,20 @@ def run_training(
     """
     ranks = find_ranks()
     wishes = resolved.config.train
-    quiet = not ranks.is_first
+    quiet = not ranks.is_main
     say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
     with signals.ending_at_once():
         device = open_device(wishes.device, ranks.local_rank, wishes.execution)
-    with distributed.group(ranks, device, wishes.rank_timeout):
-        for remark in device.remarks:
-            warn(remark)
+    with collectives.process_group(ranks, device, wishes.rank_timeout):
+        for notice in device.notices:
+            warn(notice)
         with contextlib.ExitStack() as held:
             with signals.ending_at_once():
                 setup = prepare_run(
                     resolved.config, device, ranks, say, progress if not quiet else _plain
                 )
-                if ranks.is_first:
-                    held.enter_context(sole_run(setup.out, say, warn))
+                if ranks.is_main:
+                    held.enter_context(exclusive_run(setup.out, say, warn))
                 run = _Run(setup, resolved, say, warn, emit)
             held.callback(run.saver.close)
             return run.train()
@@ -112,33 +113,33 @@ class _Run:
         self.setup, self.say = setup, say
         self.optimizer = build_optimizer(setup.model, config, setup.device)
         self.scale = loss_scale(setup.precision, setup.device, self.optimizer)
-        self.checkpoints = CheckpointFolder(setup.out, config.keep)
-        self.saver = Saver(self.checkpoints)
+        self.checkpoints = CheckpointDir(setup.out, config.keep)
+        self.saver = AsyncCheckpointWriter(self.checkpoints)
         eval_every = every(config.eval_every, self.plan) if config.eval_every else None
         self.validator = Validator(setup, eval_every)
         self.save_every = every(config.save_every, self.plan)
 
-        start = begin(setup, self.checkpoints, self.optimizer, say, warn)
+        start = load_or_initialize(setup, self.checkpoints, self.optimizer, say, warn)
         self.step = self.first_step = start.step
         self.first_sample = start.samples_seen
-        self.average = WeightAverage(setup.model, config.ema) if config.ema else None
+        self.average = EMA(setup.model, config.ema) if config.ema else None
         if self.average is not None and start.averaged is not None:
             self.average.load(start.averaged)
         self.saved_step = start.step if start.is_saved else None
-        if setup.ranks.is_first:
+        if setup.ranks.is_main:
             self.checkpoints.clean()
             for path in self.checkpoints.retire(self.step):
                 warn(f"{path.name}: set aside, the run goes on from step {self.step}")
-        self.recorder = Recorder(setup, resolved, self.step, emit)
-        self.evaluated_step = distributed.broadcast(self.recorder.last_evaluation, setup.ranks)
-        self.best = BestSoFar(None, config.target_ap, config.patience)
+        self.recorder = RunWriter(setup, resolved, self.step, emit)
+        self.evaluated_step = collectives.broadcast(self.recorder.last_evaluation, setup.ranks)
+        self.best = EarlyStopping(None, config.target_ap, config.patience)
         for ap in self.recorder.past_aps:
-            self.best.take(ap)
+            self.best.update(ap)
         if self.best.ap is None:
             self.best.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
-        self.pace = Pace(self.plan.global_batch_size)
-        self.reporter = Reporter(setup, self.recorder, self.pace, warn)
+        self.pace = ThroughputMeter(self.plan.global_batch_size)
+        self.reporter = ProgressLog(setup, self.recorder, self.pace, warn)
         self.saved_at = time.monotonic()
 
     def train(self) -> Summary:
@@ -152,13 +153,13 @@ class _Run:
             setup.ranks,
             self.scale,
         )
-        guard = Guard(config.on_nonfinite)
+        guard = NonFiniteGuard(config.on_nonfinite)
         profiler = StepProfiler(config.profile, setup.out, setup.device, setup.ranks)
         self._start_input()
         setup.model.train()
         self.pace.start()
 
-        is_over = self._settle()
+        is_over = self._between_steps()
         if self.step > 0 and self.validator.is_due(self.step):
             self._evaluate()  # where the run was stopped before it came to that
         while self.step < plan.total_steps and not is_over:
@@ -167,7 +168,7 @@ class _Run:
             with torch.profiler.record_function("wait: next batch"), self.pace.waiting():
                 batches = list(itertools.islice(self.batches, config.accumulate))
             self.reporter.watch(batches)
-            with explained(setup.architecture, config, setup.device, setup.precision):
+            with out_of_memory_hints(setup.architecture, config, setup.device, setup.precision):
                 result = take_step(batches, lr)
             self.step += 1
             self.pace.step_done()
@@ -182,18 +183,18 @@ class _Run:
                 self.reporter.bad_images(self.step)
                 if bad := guard.check():
                     self.reporter.bad_steps(self.step, bad)
-                    if guard.judge(bad, str(self.setup.out / "nonfinite")):
+                    if guard.should_roll_back(bad, str(self.setup.out / "nonfinite")):
                         self._roll_back()
 
             with self.pace.paused():
                 if profile := profiler.after(self.step, is_last=self.step == plan.total_steps):
                     self.say(profile)
-                is_over = self._settle()
+                is_over = self._between_steps()
                 if self.validator.is_due(self.step):
                     self._evaluate()
         return self._finish(ended_early=is_over)
 
-    def _settle(self) -> bool:
+    def _between_steps(self) -> bool:
         """Between two steps: stop or save if that is due; whether the run has reached its end.
 
         Raises:
@@ -201,14 +202,14 @@ class _Run:
             DiskError: The last save failed.
         """
         self.saver.check()
-        self._take_score(wait=False)
+        self._collect_evaluation(wait=False)
         asked = signals.stop_requested()
         period = self.save_every
         is_time = period.is_due(self.step)
         if period.seconds is not None:
             is_time = time.monotonic() - self.saved_at >= period.seconds
         flags = (asked is not None, is_time, self.best.reason_to_end() is not None)
-        stop, save, is_over = distributed.agree(flags, self.setup.ranks)
+        stop, save, is_over = collectives.any_rank(flags, self.setup.ranks)
         if stop:
             self._stop(asked)
         if save and self.step > self.first_step:
@@ -216,13 +217,13 @@ class _Run:
         return is_over
 
     def _stop(self, signal_name: str | None) -> None:
-        self._take_score(wait=True)
+        self._collect_evaluation(wait=True)
         self._save()
         self.saver.wait()
         self.recorder.event("stopped", self.step, signal=signal_name)
         self.recorder.close(self.step, is_success=False)
         # mpirun ends the others soon after the first rank is gone: not in mid-save.
-        distributed.barrier(self.setup.ranks)
+        collectives.barrier(self.setup.ranks)
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} after step {self.step}; "
             f"everything is saved in {self.setup.out}",
@@ -232,7 +233,7 @@ class _Run:
     def _start_input(self) -> None:
         """Read on from the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
-        plan = TrainPlan(
+        plan = LoaderConfig(
             seed=config.seed,
             first_sample=self._next_sample(),
             batch_size=self.plan.batch_size,
@@ -264,12 +265,12 @@ class _Run:
     def _roll_back(self) -> None:
         """Go back to the last checkpoint's weights, and on with the images that come next."""
         setup = self.setup
-        self._take_score(wait=True)
+        self._collect_evaluation(wait=True)
         self.saver.wait()
         checkpoint = None
-        if setup.ranks.is_first:
+        if setup.ranks.is_main:
             checkpoint, _ = self.checkpoints.newest_intact()
-        checkpoint = distributed.broadcast(checkpoint, setup.ranks)
+        checkpoint = collectives.broadcast(checkpoint, setup.ranks)
         if checkpoint is None:  # nothing saved yet; the bad steps moved nothing either
             return
         next_sample, bad_step = self._next_sample(), self.step
@@ -283,7 +284,7 @@ class _Run:
         )
         self._start_input()
         self.saved_step = self.evaluated_step = None
-        if setup.ranks.is_first:
+        if setup.ranks.is_main:
             self.checkpoints.retire(self.step)
         self.recorder.rewind(self.step)
         self._save()  # so that a resume too goes on past the offending images
@@ -295,16 +296,16 @@ class _Run:
         setup = self.setup
         if setup.val is None or self.evaluated_step == self.step:
             return
-        self._take_score(wait=True)
+        self._collect_evaluation(wait=True)
         self.recorder.evaluation_starts(self.step)
-        distributed.average_batch_norms(setup.model, setup.ranks)
+        collectives.average_batch_norms(setup.model, setup.ranks)
         if self.average is None:
             found = self.validator.detect()
         else:
             with self.average.in_place():
                 found = self.validator.detect()
-        if any(distributed.agree([signals.stop_requested() is not None], setup.ranks)):
-            self._settle()  # stops here: not all images were seen, the resumed run evaluates
+        if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
+            self._between_steps()  # stops here: not all images were seen, the resumed run evaluates
             return
         self.evaluated_step = self.step
         self._save()
@@ -312,12 +313,12 @@ class _Run:
             self.recorder.pictures(found, self.step)
             self.validator.start_scoring(found, self.step, round(self.plan.epoch(self.step), 4))
 
-    def _take_score(self, *, wait: bool) -> None:
+    def _collect_evaluation(self, *, wait: bool) -> None:
         """Write down the score that has been worked out since the last look, if one has."""
         evaluation: Evaluation | None = self.validator.scored(wait=wait)
         if evaluation is None:
             return
-        if self.best.take(evaluation.figures["AP"]):
+        if self.best.update(evaluation.figures["AP"]):
             assert evaluation.about.step is not None
             self.saver.mark_best(evaluation.about.step)
             self.recorder.best(evaluation)
@@ -329,9 +330,9 @@ class _Run:
             return
         setup = self.setup
         # A checkpoint knows the scores of the steps before it: a resumed run need not make them.
-        self._take_score(wait=True)
-        distributed.average_batch_norms(setup.model, setup.ranks)
-        if setup.ranks.is_first:
+        self._collect_evaluation(wait=True)
+        collectives.average_batch_norms(setup.model, setup.ranks)
+        if setup.ranks.is_main:
             self.saver.save(
                 payload(
                     model=setup.model,
@@ -357,8 +358,8 @@ class _Run:
             self.say(reason)
         if not ended_early:
             self._evaluate()
-        self._settle()  # a signal that came meanwhile
-        self._take_score(wait=True)
+        self._between_steps()  # a signal that came meanwhile
+        self._collect_evaluation(wait=True)
         self._save()
         self.saver.wait()
         summary = Summary(

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import Config, TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
-from ssdctl.model.weights import Architecture
-from ssdctl.train import distributed
+from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.ranks import Ranks
-from ssdctl.train.scaling import loss_scale
 from ssdctl.train.step import TrainStep
 
 USED_SHARE = 0.9  # of the memory: the allocator splits some, kernels want room to work in
@@ -37,7 +37,7 @@ LARGE_PROBE = 48  # images at most; with a third as many beside them, they tell 
 WORKSPACE = 1.15  # gradients of activations and kernels' room, on top of what is saved
 
 
-class Need(NamedTuple):
+class MemoryEstimate(NamedTuple):
     """Bytes: of the network, its gradients and its optimizer; and of each image of a batch."""
 
     fixed: int
@@ -49,14 +49,14 @@ class Need(NamedTuple):
         return most if most < 8 else most - most % 8
 
 
-def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> Need:
+def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
     """What a step needs, counted."""
     with FakeTensorMode():
         model = architecture.build()
     parameters = sum(p.numel() for p in model.parameters())
     copies = 4 if config.optimizer == "adamw" else 3  # weights, gradients, state
     per_image = activation_bytes(architecture, precision)
-    return Need(4 * copies * parameters, int(WORKSPACE * per_image))
+    return MemoryEstimate(4 * copies * parameters, int(WORKSPACE * per_image))
 
 
 def activation_bytes(architecture: Architecture, precision: str) -> int:
@@ -123,7 +123,7 @@ def with_batch_size(
             hint="give a number, as in --bs 32",
         )
     fits = _what_is_measured_to_fit(config.train, architecture, device, precision, memory)
-    fits = distributed.broadcast(min(distributed.gather(fits, ranks), default=0), ranks)
+    fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)
     if fits < 1:
         raise UsageError(
             f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB at all",
@@ -151,7 +151,7 @@ def _what_is_measured_to_fit(
     _forget(device)
     (less, low), (more, high) = peaks.items()
     per_image = max((high - low) / (more - less), 1)
-    return Need(int(low - less * per_image), int(per_image)).fits(memory)
+    return MemoryEstimate(int(low - less * per_image), int(per_image)).fits(memory)
 
 
 def _peak(
@@ -180,7 +180,7 @@ def _forget(device: Device) -> None:
 
 
 @contextlib.contextmanager
-def explained(
+def out_of_memory_hints(
     architecture: Architecture, config: TrainConfig, device: Device, precision: str
 ) -> Iterator[None]:
     """Turn an allocator's error into one that says which `--bs` would fit.
@@ -200,7 +200,7 @@ def explained(
         ) from error
 
 
-def _what_fits(need: Need, memory: int | None, config: TrainConfig) -> str:
+def _what_fits(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
     tried = config.batch_size
     assert isinstance(tried, int)
     if tried == 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ssdctl.config import TrainConfig
 from ssdctl.files import disk_errors
-from ssdctl.train.schedule import Plan
+from ssdctl.train.schedule import TrainSchedule
 
 BENCHMARK = "ssd"
 
@@ -37,7 +37,7 @@ class MLLog:
     def stop(self, what: str, **metadata: Any) -> None:
         self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
-    def run(self, config: TrainConfig, plan: Plan, val_images: int) -> None:
+    def run(self, config: TrainConfig, plan: TrainSchedule, val_images: int) -> None:
         """What a run is, once it is set up; then its start."""
         facts = {
             "submission_benchmark": BENCHMARK,

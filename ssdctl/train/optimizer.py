@@ -68,7 +68,7 @@ def update(
         is_left_out: A scalar: 1.0 leaves weights and state as they are.
         scale: What the gradients were multiplied by.
     """
-    if device.optimizers_leave_out:
+    if device.supports_found_inf:
         # The fused kernels read these on the device (as GradScaler has them do); torch's stubs do
         # not know the attributes.
         optimizer.found_inf = is_left_out  # type: ignore[attr-defined]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ssdctl.device.base import Device
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.files import atomic_write, write_text
-from ssdctl.train.ranks import Ranks
 
 ROWS = 40
 WAIT = "wait: "  # what the loop calls the places where it waits
@@ -34,7 +34,7 @@ class StepProfiler:
         first, last = (int(part) for part in wanted.split(",")) if wanted else (0, -1)
         self._steps = range(first, last + 1)
         self._folder = out / "profile"
-        self._suffix = "" if ranks.is_first else f"-rank{ranks.rank}"
+        self._suffix = "" if ranks.is_main else f"-rank{ranks.rank}"
         self._device = device
         self._profiler: torch.profiler.profile | None = None
 

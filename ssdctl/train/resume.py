@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
+from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
+from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.weights import Checkpoint, load_state, read_checkpoint, same_classes
-from ssdctl.train import distributed
-from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.runs.lock import LOCK
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.setup import Say, Setup, load_first_weights
-from ssdctl.train.sole import LOCK
 
 
-class Start(NamedTuple):
+class StartState(NamedTuple):
     """The first step of this process, and what is known before it."""
 
     step: int
@@ -29,9 +29,9 @@ class Start(NamedTuple):
     averaged: dict[str, Tensor] | None = None  # the average of the weights, where one is kept
 
 
-def begin(
-    setup: Setup, folder: CheckpointFolder, optimizer: torch.optim.Optimizer, say: Say, warn: Say
-) -> Start:
+def load_or_initialize(
+    setup: Setup, folder: CheckpointDir, optimizer: torch.optim.Optimizer, say: Say, warn: Say
+) -> StartState:
     """Load the checkpoint to go on from into network and optimizer; without one, first weights.
 
     Raises:
@@ -41,12 +41,12 @@ def begin(
             other classes.
     """
     checkpoint = None
-    if setup.ranks.is_first:
+    if setup.ranks.is_main:
         checkpoint = _find(setup, folder, warn)
-    checkpoint = distributed.broadcast(checkpoint, setup.ranks)
+    checkpoint = collectives.broadcast(checkpoint, setup.ranks)
     if checkpoint is None:
         load_first_weights(setup, say)
-        return Start(0, 0, None, False)
+        return StartState(0, 0, None, False)
     averaged = restore(setup.model, optimizer, checkpoint, warn)
     step = checkpoint.step
     if checkpoint.global_batch != setup.plan.global_batch_size:
@@ -58,10 +58,10 @@ def begin(
     else:
         say(f"{checkpoint.path} is at step {step} of {total}: nothing is left to train")
     is_own = checkpoint.path.parent == folder.path and step == checkpoint.step
-    return Start(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
+    return StartState(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
 
 
-def _find(setup: Setup, folder: CheckpointFolder, warn: Say) -> Checkpoint | None:
+def _find(setup: Setup, folder: CheckpointDir, warn: Say) -> Checkpoint | None:
     """The checkpoint to go on from, once it has been found to belong to this run."""
     wanted = setup.config.train.resume
     if wanted == "never":
@@ -116,7 +116,7 @@ def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
         f"{path} was {known!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not know was what its default stands for.
-        if setting.maths
+        if setting.affects_results
         and _plain(known := checkpoint.config.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan

@@ -35,7 +35,7 @@ class Every(NamedTuple):
         return step == math.floor(periods * self.steps)
 
 
-class Plan(NamedTuple):
+class TrainSchedule(NamedTuple):
     """A run in numbers, as `train --dry-run --json` prints them."""
 
     images: int
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
         return step * self.global_batch_size / self.images
 
 
-def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
+def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedule:
     """Work out a run's numbers.
 
     Args:
@@ -103,7 +103,7 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> Plan:
             f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}",
             hint=f"say it in steps: --warmup {max(total // 10, 1)}st",
         )
-    return Plan(
+    return TrainSchedule(
         images=images,
         global_batch_size=global_batch,
         steps_per_epoch=max(images // global_batch, 1),
@@ -124,7 +124,7 @@ def split_duration(text: str) -> tuple[float, str]:
     return float(text), "ep"
 
 
-def every(text: str, plan: Plan) -> Every:
+def every(text: str, plan: TrainSchedule) -> Every:
     """A duration as the time between two actions, at least one step."""
     value, unit = split_duration(text)
     if unit == "min":

@@ -14,19 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdctl.config import Config
-from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
-from ssdctl.data.prepare import open_dataset
-from ssdctl.data.store import Split
-from ssdctl.data.weights import fetch_weights, weights_of
-from ssdctl.device.base import Device
-from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.evaluate.together import share_of_cores
-from ssdctl.input.fake import fake_split
-from ssdctl.input.pipelines import check_pipeline
-from ssdctl.model.backbone import freeze_stem
-from ssdctl.model.ssd300 import SSD300
-from ssdctl.model.weights import (
+from ssdctl.checkpoint.reader import (
     Architecture,
     Checkpoint,
     load_backbone,
@@ -36,10 +24,22 @@ from ssdctl.model.weights import (
     with_classes,
     with_counters,
 )
-from ssdctl.train import distributed
+from ssdctl.config import Config
+from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
+from ssdctl.data.prepare import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.device.base import Device
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.download.backbone_weights import fetch_weights, weights_of
+from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.evaluate.together import share_of_cores
+from ssdctl.input.fake import fake_split
+from ssdctl.input.pipelines import check_pipeline
+from ssdctl.model.backbone import freeze_stem
+from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.memory import with_batch_size
-from ssdctl.train.ranks import Ranks
-from ssdctl.train.schedule import Plan, make_plan
+from ssdctl.train.schedule import TrainSchedule, make_plan
 
 Say = Callable[[str], None]
 Progress = Callable[..., Iterable[Any]]
@@ -52,7 +52,7 @@ class Setup(NamedTuple):
     device: Device
     ranks: Ranks
     precision: str
-    plan: Plan
+    plan: TrainSchedule
     train: Split
     val: Split | None
     val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
@@ -144,7 +144,7 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
             hint="leave --sync-bn out: the running statistics are averaged over the ranks before "
             "an evaluation or a save in any case",
         )
-    if ranks.is_alone:
+    if ranks.is_single_process:
         return model
     if device.execution == "compile":
         # https://github.com/pytorch/pytorch/issues/156680
@@ -167,9 +167,9 @@ def _open_splits(
     if config.train.fake_data and not root.is_dir():
         say(f"fake data: {root} is not there, so as many images and classes as COCO has")
         return fake_split(), None
-    if ranks.is_first:  # the others find it prepared
+    if ranks.is_main:  # the others find it prepared
         open_dataset(root, folder, say=say, progress=progress)
-    distributed.wait_for_first(ranks, "dataset")
+    collectives.wait_for_main(ranks, "dataset")
     splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
     if config.train.fake_data:
         say("fake data: no image is read, nothing is evaluated")
@@ -219,9 +219,9 @@ def load_first_weights(setup: Setup, say: Say) -> None:
     if Path(name).is_file():
         path = Path(name)
     else:
-        if setup.ranks.is_first:
+        if setup.ranks.is_main:
             fetch_weights(name, mirror=config.download.mirror, say=say)
-        distributed.wait_for_first(setup.ranks, "weights")
+        collectives.wait_for_main(setup.ranks, "weights")
         # Found in the cache by now; on another node its first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)

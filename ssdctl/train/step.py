@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
-from ssdctl.input.loader import Batch, without_padding
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.model.loss import Losses
-from ssdctl.train import distributed
+from ssdctl.train.loss_scale import LossScale
 from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import set_lr, update
-from ssdctl.train.ranks import Ranks
-from ssdctl.train.scaling import LossScale
 
-ALONE = Ranks(0, 1, 0)
+SINGLE_PROCESS = Ranks(0, 1, 0)
 
 
 class StepResult:
@@ -35,7 +35,7 @@ class StepResult:
 
     def read(self, ranks: Ranks) -> dict[str, float]:
         """The figures, waited for once; the losses are means over the ranks."""
-        losses = distributed.average(torch.stack(list(self.losses)), ranks)
+        losses = collectives.average(torch.stack(list(self.losses)), ranks)
         values = torch.cat([losses, torch.stack([self.grad_norm, self.is_bad])]).tolist()
         names = ("loss", "loss_box", "loss_class", "grad_norm", "is_bad")
         return dict(zip(names, values, strict=True))
@@ -61,7 +61,7 @@ class TrainStep:
         device: Device,
         config: TrainConfig,
         precision: str,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         scale: LossScale | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -74,7 +74,7 @@ class TrainStep:
         device.set_tf32(config.tf32)
         objective = Objective(model, device, precision)
         device.compile(objective)
-        self._objective = distributed.wrap(objective, ranks, device)
+        self._objective = collectives.wrap(objective, ranks, device)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
@@ -165,11 +165,11 @@ class TrainStep:
 def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     """The batches on the device, each copied while the device works on the one before."""
     if device.is_host:
-        yield from map(without_padding, batches) if device.execution == "eager" else batches
+        yield from map(trim_padding, batches) if device.execution == "eager" else batches
         return
     waiting: Batch | None = None
     for batch in batches:
-        device.await_copies()  # of the one that waits, not of the one that comes
+        device.wait_for_copies()  # of the one that waits, not of the one that comes
         is_there = batch.images.device.type != "cpu"  # where they were decoded
         copied = batch._replace(
             images=batch.images if is_there else device.copy(batch.images),
@@ -181,7 +181,7 @@ def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
             yield waiting
         waiting = copied
     if waiting is not None:
-        device.await_copies()
+        device.wait_for_copies()
         yield waiting
 
 

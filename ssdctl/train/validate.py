@@ -11,13 +11,14 @@ import functools
 import numpy as np
 
 from ssdctl.data.dataset import dataset_folders
+from ssdctl.distributed import collectives
 from ssdctl.evaluate.analysis import About, Evaluation
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split
 from ssdctl.evaluate.scoring import BackgroundScoring
 from ssdctl.evaluate.together import all_parts
-from ssdctl.train import distributed, signals
-from ssdctl.train.schedule import Every, Plan
+from ssdctl.runtime import signals
+from ssdctl.train.schedule import Every, TrainSchedule
 from ssdctl.train.setup import Setup
 
 
@@ -66,7 +67,7 @@ class Validator:
             detect_split,
             setup.model, setup.val, rows, setup.device, options, signals.until_stopped,
         )  # fmt: skip
-        return all_parts(detect, distributed.together(setup.ranks))
+        return all_parts(detect, collectives.together(setup.ranks))
 
     def start_scoring(self, found: Detections, step: int, epoch: float) -> None:
         """Begin to score what `detect` found. One score is worked out at a time."""
@@ -95,6 +96,6 @@ class Validator:
         return scoring.result()
 
 
-def at_steps(epochs: tuple[float, ...], plan: Plan) -> list[int]:
+def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
     """The steps with which these epochs end."""
     return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]

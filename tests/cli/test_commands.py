@@ -394,9 +394,9 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
 
 
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
+    from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
     from ssdctl.data.prepare import open_dataset
-    from ssdctl.evaluate.benchmark import benchmark_evaluate
 
     backbone = Override("model.backbone", "resnet18", "--backbone")
     config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
@@ -411,7 +411,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_to_a_full_disk() -> None:
-    """A lost answer is an error of the disk; lost remarks are none."""
+    """A lost answer is an error of the disk; lost notices are none."""
     command = [sys.executable, "-m", "ssdctl", "config"]
     with Path("/dev/full").open("w") as full:
         for options in (["show"], ["show", "--json"]):

@@ -110,7 +110,7 @@ def test_a_tab_imports_neither_typer_nor_rich() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "ssdctl.cli.completing" in imported
+    assert "ssdctl.cli.shell_completion" in imported
     assert not imported & {"typer", "rich", "pydantic", "msgspec", "numpy", "torch"}
 
 

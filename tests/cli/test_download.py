@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.http_server import Reply, Server, changed, file
-from data.zips import tree, zipped
+from download.http_server import Reply, Server, changed, file
+from download.zips import tree, zipped
 
 import ssdctl.cli.download  # registers the command
 from ssdctl.cli.main import main

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from data.http_server import Server, file
+from download.http_server import Server, file
 
 import ssdctl.cli.fetch_weights  # noqa: F401 - registers the command
 from ssdctl.cli.main import main
-from ssdctl.data import sources
-from ssdctl.data.sources import PinnedFile, Weights
+from ssdctl.download import sources
+from ssdctl.download.sources import PinnedFile, Weights
 
 CONTENT = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

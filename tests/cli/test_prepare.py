@@ -121,12 +121,12 @@ def test_mistakes(
 def test_a_signal_ends_it_with_75(dataset: Path, sent: signal.Signals) -> None:
     program = """
 import time
-from ssdctl.data import parts
-check = parts.check_image
+from ssdctl.data import image_check_jobs
+check = image_check_jobs.check_image
 def slow(*given):
     time.sleep(0.05)
     return check(*given)
-parts.check_image, parts.TASK_IMAGES = slow, 1
+image_check_jobs.check_image, image_check_jobs.TASK_IMAGES = slow, 1
 print("go", flush=True)
 from ssdctl.cli.main import main
 main()

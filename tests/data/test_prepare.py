@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from ssdctl.data import parts
+from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
 from ssdctl.data.store import Split, open_split, read_metadata
@@ -334,9 +334,9 @@ class TestChanges:
 PROGRAM = """
 import sys
 from pathlib import Path
-from ssdctl.data import parts
+from ssdctl.data import image_check_jobs
 from ssdctl.data.prepare import prepare
-parts.PART_BYTES, parts.PART_ROWS, parts.TASK_IMAGES = 60_000, 4, 2
+image_check_jobs.PART_BYTES, image_check_jobs.PART_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
 print("go", flush=True)
 outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True,
                   say=lambda text: print(text, flush=True))
@@ -404,11 +404,11 @@ class TestKills:
     def test_finished_parts_are_not_done_again(
         self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(parts, "PART_BYTES", 60_000)
-        monkeypatch.setattr(parts, "TASK_IMAGES", 2)
+        monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
+        monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
         store = tmp_path / "store"
         checked: list[str] = []
-        check = parts.check_image
+        check = image_check_jobs.check_image
 
         def dies_late(path: Path, *more: Any) -> Any:
             if path.name == "000000000020.jpg" and len(checked) < 30:
@@ -416,7 +416,7 @@ class TestKills:
             checked.append(path.name)
             return check(path, *more)
 
-        monkeypatch.setattr(parts, "check_image", dies_late)
+        monkeypatch.setattr(image_check_jobs, "check_image", dies_late)
         with pytest.raises(DataError, match="power"):
             prepare(dataset, store, pack=True, jobs=1)
         done = len(checked)
@@ -435,19 +435,19 @@ class TestKills:
         self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It would say of new images what was true of the old ones."""
-        monkeypatch.setattr(parts, "PART_BYTES", 60_000)
-        monkeypatch.setattr(parts, "TASK_IMAGES", 2)
+        monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
+        monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
         store = tmp_path / "store"
         prepare(dataset, store, pack=True)
         (dataset / "train2017/000000000001.jpg").write_bytes(b"spoiled")
-        check = parts.check_image
+        check = image_check_jobs.check_image
 
         def dies_late(path: Path, *more: Any) -> Any:
             if path.name == "000000000020.jpg":
                 raise DataError("the power went")
             return check(path, *more)
 
-        monkeypatch.setattr(parts, "check_image", dies_late)
+        monkeypatch.setattr(image_check_jobs, "check_image", dies_late)
         with pytest.raises(DataError, match="power"):
             prepare(dataset, store, pack=True, jobs=1)
         assert not is_prepared(dataset, store)
@@ -457,13 +457,13 @@ class TestKills:
     ) -> None:
         prepare(dataset, tmp_path / "store", pack=True)
         checked: list[str] = []
-        check = parts.check_image
+        check = image_check_jobs.check_image
 
         def noted(path: Path, *more: Any) -> Any:
             checked.append(path.name)
             return check(path, *more)
 
-        monkeypatch.setattr(parts, "check_image", noted)
+        monkeypatch.setattr(image_check_jobs, "check_image", noted)
         prepare(dataset, tmp_path / "store", pack=True, force=True)
         assert len(checked) == 24 + 9
 

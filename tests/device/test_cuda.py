@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import batch, everything, losses, made
+from tiny_network import batch, everything, losses, made
 
+from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.data.prepare import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import TrainPlan
-from ssdctl.model.weights import read_checkpoint
+from ssdctl.input.samples import LoaderConfig
 from ssdctl.train.optimizer import load_optimizer
 from ssdctl.train.step import copied_ahead
 
@@ -35,7 +35,7 @@ OPTIMIZERS = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
     device = open_device("cuda", execution=request.param)
     if device.execution != request.param:
-        pytest.skip(device.remarks[0])
+        pytest.skip(device.notices[0])
     yield device
     torch.compiler.reset()
 
@@ -128,7 +128,7 @@ def test_copies_are_whole_though_the_hosts_buffer_is_used_again() -> None:
 def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
     device = open_device("cuda")
     split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
-    plan = TrainPlan(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
+    plan = LoaderConfig(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
     source = open_input("dali", split, plan, decoder=device.decoder)
     host = open_input("native", split, plan).batches(0, 8)
     for ours, theirs in zip(copied_ahead(source.batches(0, 8), device), host, strict=True):

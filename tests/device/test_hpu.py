@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import batch, losses, made
+from tiny_network import batch, losses, made
 
 from ssdctl.device import hpu, open_device
+from ssdctl.distributed import collectives, rendezvous
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.train import distributed, meeting
 from ssdctl.train.optimizer import is_adamw, load_optimizer
-from ssdctl.train.ranks import Ranks
 
 Cli = Callable[..., Result]
 STANDIN = Path(__file__).parent.parent / "standin"
@@ -132,11 +132,11 @@ def test_ranks_get_their_card_and_the_backend(
     )
     # The other rank has come, to a store in memory; the group is none.
     store = torch.distributed.HashStore()
-    store.add(meeting.COME, 1)
+    store.add(rendezvous.COME, 1)
     met = iter([(store, 0, 2)])
-    monkeypatch.setattr(meeting, "rendezvous", lambda *_: met)
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
-    with distributed.group(Ranks(0, 2, 0), device):
+    with collectives.process_group(Ranks(0, 2, 0), device):
         pass
     assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 2"])]
 

@@ -15,17 +15,23 @@ import msgspec
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import config
+from tiny_network import config
 
+from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
-from ssdctl.model.weights import Architecture
 from ssdctl.train import memory
-from ssdctl.train.memory import Need, activation_bytes, estimate, explained, with_batch_size
-from ssdctl.train.step import ALONE
+from ssdctl.train.memory import (
+    MemoryEstimate,
+    activation_bytes,
+    estimate,
+    out_of_memory_hints,
+    with_batch_size,
+)
+from ssdctl.train.step import SINGLE_PROCESS
 
 Cli = Callable[..., Result]
 R18 = Architecture("resnet18", "none", 6)
@@ -91,19 +97,19 @@ class Card(Cpu):
     def peak_memory_bytes(self) -> int:
         return self.peak
 
-    def take_step(self, images: int, *, is_first: bool) -> None:
+    def take_step(self, images: int, *, is_main: bool) -> None:
         if self.memory is not None and 10_000_000 * images > self.memory:
             raise MemoryError
         others = sum(model() is not None for model in self.placed) - 1
         held = 500_000_000 + 10_000_000 * images + 1_000_000_000 * others
-        self.peak = max(self.peak, held + 20_000_000_000 * is_first)
+        self.peak = max(self.peak, held + 20_000_000_000 * is_main)
 
 
 def auto(device: Cpu) -> int:
     overrides = resolve(environment={"HOME": "/"}).config
     train = msgspec.structs.replace(overrides.train, batch_size="auto")
     wanted = msgspec.structs.replace(overrides, train=train)
-    found = with_batch_size(wanted, R18, device, ALONE, "fp32").train.batch_size
+    found = with_batch_size(wanted, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
     assert isinstance(found, int)
     return found
 
@@ -114,13 +120,13 @@ class Step:
     sizes: ClassVar[list[int]] = []
 
     def __init__(self, model: Any, optimizer: object, device: Card, *_: object, **__: object):
-        self.device, self.model, self.is_first = device, model, True
+        self.device, self.model, self.is_main = device, model, True
         model.step = self
 
     def __call__(self, batches: list[Batch], lr: float) -> None:
         self.sizes.append(len(batches[0].images))
-        self.device.take_step(self.sizes[-1], is_first=self.is_first)
-        self.is_first = False
+        self.device.take_step(self.sizes[-1], is_main=self.is_main)
+        self.is_main = False
 
 
 @pytest.fixture
@@ -175,11 +181,11 @@ def test_an_allocators_error_says_what_would_fit(words: str, is_memory: bool) ->
     card = Card(4_000_000_000)
     with (
         pytest.raises(UsageError if is_memory else RuntimeError) as caught,
-        explained(R18, config(batch_size=512), card, "fp32"),
+        out_of_memory_hints(R18, config(batch_size=512), card, "fp32"),
     ):
         raise RuntimeError(words)
     if isinstance(caught.value, UsageError):
-        fits = Need.fits(estimate(R18, config(), "fp32"), 4_000_000_000)
+        fits = MemoryEstimate.fits(estimate(R18, config(), "fp32"), 4_000_000_000)
         assert "--bs 512" in str(caught.value)
         assert 8 <= fits < 100
         assert f"--bs {fits} would fit" in (caught.value.hint or "")

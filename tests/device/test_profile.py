@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conftest import TINY_RUN, Result
-from tiny import batch, made
+from tiny_network import batch, made
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
 from ssdctl.train.profile import StepProfiler, waits
-from ssdctl.train.step import ALONE
+from ssdctl.train.step import SINGLE_PROCESS
 
 Cli = Callable[..., Result]
 CPU = open_device("cpu")
@@ -38,7 +38,7 @@ def test_profile_holds_the_steps_from_first_to_last(shapes: Path, tmp_path: Path
 
 def test_profile_ends_with_the_run(tmp_path: Path) -> None:
     _, _, step = made(CPU)
-    profiler = StepProfiler("2,9", tmp_path, CPU, ALONE)
+    profiler = StepProfiler("2,9", tmp_path, CPU, SINGLE_PROCESS)
     said = []
     for number in (1, 2, 3):
         profiler.before(number)

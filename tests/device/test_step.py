@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import Tiny, batch, everything, losses, made
+from tiny_network import Tiny, batch, everything, losses, made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdctl.device import open_device
 from ssdctl.device.cpu import Cpu
-from ssdctl.device.inductor import granted
+from ssdctl.device.inductor import resolve_execution
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.train.guard import Guard
-from ssdctl.train.ranks import Ranks
-from ssdctl.train.scaling import FIRST, LossScale
+from ssdctl.train.loss_scale import FIRST, LossScale
+from ssdctl.train.nonfinite import NonFiniteGuard
 from ssdctl.train.setup import with_sync_bn
 from ssdctl.train.step import copied_ahead
 
@@ -56,7 +56,7 @@ class Elsewhere(Cpu):
     whatever asks for a value raises."""
 
     is_host = False
-    optimizers_leave_out = False
+    supports_found_inf = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_step_never_waits_for_the_device(
     for device in (CPU, Elsewhere()):
         _, _, step = made(device, clip_grad=10.0)
         batches = [batch(seed=number) for number in range(2)]
-        guard = Guard("skip")
+        guard = NonFiniteGuard("skip")
         with Waits() as waits:
             for number in range(2):
                 result = step([batches[number]] * accumulate, 1e-3)
@@ -115,7 +115,7 @@ def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     """Plain optimizers with everything put back where a step is bad: the same weights."""
 
     class Plain(Cpu):
-        optimizers_leave_out = False
+        supports_found_inf = False
 
         def sgd(self, groups: Any, lr: float, momentum: float) -> torch.optim.Optimizer:
             return torch.optim.SGD(groups, lr=lr, momentum=momentum)
@@ -153,7 +153,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
     compiled = open_device("cpu", execution="compile")
     if compiled.execution != "compile":
-        pytest.skip(compiled.remarks[0])
+        pytest.skip(compiled.notices[0])
     eager = losses(made(CPU)[2])
     model, _, step = made(compiled)
     assert losses(step) == pytest.approx(eager, rel=1e-5)
@@ -170,7 +170,7 @@ def test_without_a_compiler_steps_run_eagerly_and_it_says_so(
     monkeypatch.delenv("CXX", raising=False)
     device = open_device("cpu", execution="compile")
     assert device.execution == "eager"
-    assert "C++ compiler" in device.remarks[0]
+    assert "C++ compiler" in device.notices[0]
     losses(made(device)[2], steps=1)
 
 
@@ -230,7 +230,7 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
             asked.append("copy")
             return super().copy(tensor)
 
-        def await_copies(self) -> None:
+        def wait_for_copies(self) -> None:
             asked.append("wait")
 
     def numbered() -> Iterator[Any]:
@@ -286,9 +286,9 @@ def test_a_full_gpu_is_known_by_all_its_words() -> None:
 
 
 def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
-    execution, remarks = granted("compile", (6, 1))
+    execution, notices = resolve_execution("compile", (6, 1))
     assert execution == "eager"
-    assert "Triton needs compute capability 7, the GPU has 6.1" in remarks[0]
+    assert "Triton needs compute capability 7, the GPU has 6.1" in notices[0]
 
 
 def test_sync_bn_is_refused_where_steps_are_compiled() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny import Tiny, batch, everything, losses, made
+from tiny_network import Tiny, batch, everything, losses, made
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.train.optimizer import load_optimizer
-from ssdctl.train.step import ALONE
+from ssdctl.train.step import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
@@ -50,7 +50,7 @@ def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, opti
         jitter = float("inf") if number == 2 else 1.0
         result = step([batch(seed=number, jitter=jitter)], 1e-4 * number)
     assert xla.counters() == before
-    figures = result.read(ALONE)
+    figures = result.read(SINGLE_PROCESS)
     assert figures["loss"] > 0
     after = xla.counters()
     assert after["pulls"] == before["pulls"] + 1

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from data.http_server import Reply, Server
 from doctor.machines import Ask, Cli, Machine, state
+from download.http_server import Reply, Server
 
-from ssdctl.data import sources
-from ssdctl.data.sources import COCO2017, PinnedFile, Weights
 from ssdctl.doctor import network
+from ssdctl.download import sources
+from ssdctl.download.sources import COCO2017, PinnedFile, Weights
 
 
 def test_the_states_of_a_dataset(

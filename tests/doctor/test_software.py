@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from doctor.machines import CPU, RECORDED, STANDIN, Ask, Machine, state
 
-from ssdctl.doctor import examine
+from ssdctl.doctor import run_checks
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_broken_torch_leaves_the_rest(
     ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch, code: str, expected: str
 ) -> None:
     machine.torch_is(code)
-    monkeypatch.setattr(examine, "IMPORT_S", 1.0)
+    monkeypatch.setattr(run_checks, "IMPORT_S", 1.0)
     start = time.monotonic()
     code_, checks = ask()
     assert time.monotonic() - start < 20

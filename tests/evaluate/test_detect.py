@@ -11,13 +11,13 @@ import torch
 from conftest import Result
 from PIL import Image
 
+from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.evaluate import detect
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split
-from ssdctl.model.weights import load_network, read_checkpoint
 
 Cli = Callable[..., Result]
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from ssdctl.input.counter_rng import uniform
 from ssdctl.input.crop import (
     CROP_STREAM,
     Crops,
@@ -21,7 +22,6 @@ from ssdctl.input.crop import (
     sample_crops,
     whole_images,
 )
-from ssdctl.input.randomness import uniform
 
 NUM_DRAWS = 40_000
 WHOLE = [0.0, 0.0, 1.0, 1.0]

@@ -15,10 +15,10 @@ from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.loader import Batch, TrainLoader, evaluation_batches
-from ssdctl.input.order import Order
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
 
-PLAN = TrainPlan(
+PLAN = LoaderConfig(
     seed=4,
     first_sample=0,
     batch_size=5,
@@ -37,9 +37,9 @@ def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return open_dataset(shapes, tmp_path_factory.mktemp("store"), say=lambda _: None)
 
 
-def taken(split: Split, plan: TrainPlan, steps: range) -> list[Batch]:
+def taken(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
     """Copies of a run's batches: the pixel buffers are reused."""
-    loader = TrainLoader(split, Order(split.trainable, plan.seed), plan)
+    loader = TrainLoader(split, SampleStream(split.trainable, plan.seed), plan)
     batches = loader.batches(steps.start, steps.stop)
     return [batch._replace(images=batch.images.clone()) for batch in batches]
 
@@ -89,7 +89,7 @@ def test_a_steps_batches_are_good_until_the_next_step(
     """The caller holds all micro-batches of a step; no buffer of theirs may be written again."""
     plan = PLAN._replace(batch_size=1, accumulate=accumulate)
     copies = taken(splits["train"], plan, range(4))
-    loader = TrainLoader(splits["train"], Order(splits["train"].trainable, plan.seed), plan)
+    loader = TrainLoader(splits["train"], SampleStream(splits["train"].trainable, plan.seed), plan)
     batches = loader.batches(0, 4)
     for step in range(4):
         held = [next(batches) for _ in range(accumulate)]

@@ -20,11 +20,11 @@ from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import Batch
-from ssdctl.input.order import Order
 from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import TrainPlan
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
 
-PLAN = TrainPlan(4, 0, 5, 0, 1, 1, True, 18.0, 2, 12)
+PLAN = LoaderConfig(4, 0, 5, 0, 1, 1, True, 18.0, 2, 12)
 HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="the dali extra is not installed")
 PIPELINES = ["native", pytest.param("dali", marks=needs_dali)]
@@ -44,7 +44,7 @@ def damaged(shapes: Path, tmp_path: Path) -> Split:
 
 
 def taken(
-    split: Split, plan: TrainPlan, first: int, last: int, pipeline: str = "native"
+    split: Split, plan: LoaderConfig, first: int, last: int, pipeline: str = "native"
 ) -> list[Batch]:
     batches = open_input(pipeline, split, plan).batches(first, last)
     return [batch._replace(images=batch.images.clone()) for batch in batches]
@@ -85,7 +85,7 @@ def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
 
 def test_a_replacement_is_the_next_good_sample_of_the_stream(damaged: Split) -> None:
     places = PLAN.places(0, 12)
-    rows = Order(damaged.trainable, PLAN.seed).samples(0, 100).row
+    rows = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100).row
     bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
     for start, batch in zip(places, taken(damaged, PLAN, 0, 12), strict=True):
         for slot, row in enumerate(batch.rows):
@@ -147,7 +147,7 @@ def test_any_world_size_sees_every_image_once_an_epoch(
     images = 23
     plan = PLAN._replace(batch_size=batch, world_size=world, accumulate=accumulate, seed=seed)
     steps = -(-3 * images // plan.global_batch)
-    order = Order(np.arange(images), seed)
+    order = SampleStream(np.arange(images), seed)
     seen: dict[int, int] = {}
     for rank in range(world):
         for start in plan._replace(rank=rank).places(0, steps):

@@ -34,7 +34,7 @@ LAUNCHERS = [
 PROBE = """
 import json, os, signal, sys, time
 from pathlib import Path
-from ssdctl.launch.exits import recorded_exit
+from ssdctl.launch.exit_codes import recorded_exit
 with recorded_exit():
     asked = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

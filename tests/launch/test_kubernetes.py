@@ -31,7 +31,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch import pod_install
 from ssdctl.launch.node import Node
 from ssdctl.launch.plan import Plan, Request, make_plan
-from ssdctl.launch.podspec import PLAIN
+from ssdctl.launch.pod_spec import PLAIN
 
 Cli = Callable[..., Result]
 CRD = Path(__file__).parent.parent / "golden" / "mpijob-v2beta1.json"

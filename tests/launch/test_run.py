@@ -23,7 +23,7 @@ import pytest
 from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.exits import EXITS_VARIABLE, described, job_exit_code
+from ssdctl.launch.exit_codes import EXITS_VARIABLE, described, job_exit_code
 from ssdctl.launch.logs import last_lines, log_path, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import Plan, Request, make_plan
@@ -44,7 +44,7 @@ sys.exit(module.run(Plan(**given)).code)
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from ssdctl.launch.exits import recorded_exit
+from ssdctl.launch.exit_codes import recorded_exit
 with recorded_exit():
     asked = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -348,7 +348,7 @@ def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:
     """Processes that a rank starts do not write in its name."""
     code = (
         "import os, sys\n"
-        "from ssdctl.launch.exits import recorded_exit, EXITS_VARIABLE\n"
+        "from ssdctl.launch.exit_codes import recorded_exit, EXITS_VARIABLE\n"
         "with recorded_exit():\n"
         "    assert EXITS_VARIABLE not in os.environ\n"
         "    sys.exit('words')\n"

@@ -299,7 +299,7 @@ def test_the_time_limit_itself(shapes: Path, tmp_path: Path) -> None:
 PROBE = """
 import os, signal, sys, time
 from pathlib import Path
-from ssdctl.launch.exits import recorded_exit
+from ssdctl.launch.exit_codes import recorded_exit
 with recorded_exit():
     rank = os.environ["SLURM_PROCID"]
     lives = Path("lives" + rank)
@@ -331,7 +331,7 @@ def test_a_dead_task_ends_the_job_with_its_name(
 @pytest.mark.usefixtures("slurm")
 def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
     """Slurm calls it process 0 of all tasks; it would wait for the others for ever."""
-    code = "from ssdctl.train.ranks import find_ranks; print(*find_ranks())"
+    code = "from ssdctl.distributed.ranks import find_ranks; print(*find_ranks())"
     python = f"{sys.executable} -c {shlex.quote(code)}"
     script = f"#!/bin/bash\n{python}\nsrun --label {python}\n"
     argv = ["sbatch", "--wait", "-n", "2", "-o", "out"]

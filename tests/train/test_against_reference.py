@@ -21,15 +21,15 @@ from conftest import TINY_RUN, Result
 from PIL import Image
 from torch import Tensor
 
+from ssdctl.checkpoint.third_party import to_peer
 from ssdctl.config import resolve
 from ssdctl.config.resolve import Override
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.order import Order
-from ssdctl.input.samples import TrainPlan
-from ssdctl.model.peers import to_peer
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.schedule import make_plan
@@ -128,8 +128,8 @@ def our_losses(
     plan = make_plan(config, len(split.trainable), 1)
     loader = TrainLoader(
         split,
-        Order(split.trainable, config.seed),
-        TrainPlan(0, 0, config.batch_size, 0, 1, 1, False, 0.0, 1, split.most_boxes + 3),
+        SampleStream(split.trainable, config.seed),
+        LoaderConfig(0, 0, config.batch_size, 0, 1, 1, False, 0.0, 1, split.most_boxes + 3),
     )
     device = open_device("cpu")
     model = device.place(model).train()

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from runs import assert_same_state, last, records
+from run_processes import assert_same_state, last, records
 
-from ssdctl.train.best import BestSoFar
-from ssdctl.train.pace import Pace
+from ssdctl.train.early_stopping import EarlyStopping
+from ssdctl.train.throughput import ThroughputMeter
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -33,7 +33,7 @@ def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path
 
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    best = BestSoFar(None, 0.5, None)
+    best = EarlyStopping(None, 0.5, None)
     assert best.take(0.3)
     assert best.reason_to_end() is None
     assert best.take(0.5)
@@ -102,7 +102,7 @@ def test_batch_norm_over_ranks_is_refused_where_there_is_none(shapes: Path, cli:
 def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    pace = Pace(global_batch=8)
+    pace = ThroughputMeter(global_batch=8)
     pace.start()
     told = []
     for _ in range(8):
@@ -115,7 +115,7 @@ def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch)
         lap = pace.lap()
         assert lap.images_per_second == pytest.approx(8)
         assert lap.data_wait == pytest.approx(0.5)
-        told.append(pace.starves())
+        told.append(pace.is_input_bound())
     assert told == [False] * 4 + [True] + [False] * 3
     assert pace.images_per_second == pytest.approx(8)
     assert pace.data_wait == pytest.approx(0.5)

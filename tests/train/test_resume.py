@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 
+from ssdctl.checkpoint.reader import read_checkpoint
+from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.data.prepare import prepare
-from ssdctl.model.peers import to_peer
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.model.weights import read_checkpoint
-from ssdctl.train.checkpoint import CheckpointFolder
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -175,7 +175,7 @@ def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
         raise SystemExit(9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "mark_best", dies)
+        patch.setattr(CheckpointDir, "mark_best", dies)
         assert cli(*train).code == 9
     assert not (run / "checkpoints/best.pt").exists()
     result = cli(*train)

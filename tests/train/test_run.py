@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from runs import assert_same_state, last, records, start, wait_for
+from run_processes import assert_same_state, last, records, start, wait_for
 
+from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.train import setup
-from ssdctl.train.checkpoint import CheckpointFolder
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -260,13 +260,13 @@ def test_what_a_bad_step_leads_to(
     run = tmp_path / "run"
     spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
     saved: list[tuple[int, int]] = []
-    write = CheckpointFolder.write
+    write = CheckpointDir.write
 
-    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
+    def noted(folder: CheckpointDir, payload: dict[str, Any]) -> None:
         saved.append((payload["step"], payload["samples_seen"]))
         write(folder, payload)
 
-    monkeypatch.setattr(CheckpointFolder, "write", noted)
+    monkeypatch.setattr(CheckpointDir, "write", noted)
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
     result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())

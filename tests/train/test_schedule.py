@@ -17,7 +17,7 @@ from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.schedule import (
     PARAMETERS,
     Every,
-    Plan,
+    TrainSchedule,
     checkpoint_bytes,
     every,
     make_plan,
@@ -115,7 +115,7 @@ def test_what_comes_every_epoch_comes_with_its_end(
     assert due(epochs, plan, 200) == sorted(step for step in ends if step <= 200)
 
 
-def due(text: str, plan: Plan, last: int) -> list[int]:
+def due(text: str, plan: TrainSchedule, last: int) -> list[int]:
     return [step for step in range(1, last + 1) if every(text, plan).is_due(step)]
 
 

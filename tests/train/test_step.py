@@ -9,16 +9,16 @@ from torch import nn
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
 from ssdctl.device import open_device
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.loader import Batch
 from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.train.guard import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStep, Guard
+from ssdctl.train.nonfinite import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.ranks import Ranks
 from ssdctl.train.step import TrainStep
 
-ALONE = Ranks(0, 1, 0)
+SINGLE_PROCESS = Ranks(0, 1, 0)
 CPU = open_device("cpu")
 
 
@@ -65,7 +65,7 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
         if isinstance(v, torch.Tensor)
     ]
     bad = step([batch(1, jitter=float("inf"))], 1e-3)
-    assert bad.read(ALONE)["is_bad"] == 1
+    assert bad.read(SINGLE_PROCESS)["is_bad"] == 1
     for name, tensor in model.state_dict().items():  # batch norm's statistics too
         if name.endswith("num_batches_tracked"):
             continue
@@ -73,7 +73,7 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
     after = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     assert all(torch.equal(a, b) for a, b in zip(after, momenta, strict=True))
     good = step([batch(1, seed=2)], 1e-3)
-    assert good.read(ALONE)["is_bad"] == 0
+    assert good.read(SINGLE_PROCESS)["is_bad"] == 0
     assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
@@ -94,7 +94,7 @@ def test_accumulation_equals_the_larger_batch() -> None:
 def test_clipping_bounds_the_update() -> None:
     model, _, step = made(clip_grad=0.5, momentum=0, weight_decay=0)
     before = [p.detach().clone() for p in model.parameters()]
-    result = step([batch(1)], 1.0).read(ALONE)
+    result = step([batch(1)], 1.0).read(SINGLE_PROCESS)
     assert result["grad_norm"] > 0.5
     moved = torch.cat([(p - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-3)
@@ -111,40 +111,40 @@ def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
     assert len(everything["params"]) == len(list(model.parameters()))
 
 
-def flags(guard: Guard, *bad: bool) -> list[int]:
+def flags(guard: NonFiniteGuard, *bad: bool) -> list[int]:
     for number, is_bad in enumerate(bad, start=1):
         guard.watch(number, torch.tensor(float(is_bad)), [number * 10])
     return [entry.step for entry in guard.check()]
 
 
 def test_guard_names_bad_steps_once() -> None:
-    guard = Guard("skip")
+    guard = NonFiniteGuard("skip")
     assert flags(guard, False, True, True, False) == [2, 3]
     assert guard.check() == []
-    assert not guard.judge([BadStep(2, [20])], "folder")
+    assert not guard.should_roll_back([BadStep(2, [20])], "folder")
 
 
 def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
-    guard = Guard("skip")
+    guard = NonFiniteGuard("skip")
     flags(guard, *[True, False] * MOST_IN_A_ROW)
-    guard.judge([BadStep(1, [1])], "folder")
+    guard.should_roll_back([BadStep(1, [1])], "folder")
     flags(guard, *[True] * (MOST_IN_A_ROW // 2))
     flags(guard, *[True] * (MOST_IN_A_ROW // 2))
     with pytest.raises(NonFiniteError, match="folder"):
-        guard.judge([BadStep(1, [1])], "folder")
+        guard.should_roll_back([BadStep(1, [1])], "folder")
 
 
 def test_guard_stops_at_the_first_where_told() -> None:
     with pytest.raises(NonFiniteError, match="step 4"):
-        Guard("stop").judge([BadStep(4, [1])], "folder")
+        NonFiniteGuard("stop").judge([BadStep(4, [1])], "folder")
 
 
 def test_guard_bounds_rollbacks() -> None:
-    guard = Guard("rollback")
+    guard = NonFiniteGuard("rollback")
     for _ in range(MOST_ROLLBACKS):
-        assert guard.judge([BadStep(1, [1])], "folder")
+        assert guard.should_roll_back([BadStep(1, [1])], "folder")
     with pytest.raises(NonFiniteError):
-        guard.judge([BadStep(1, [1])], "folder")
+        guard.should_roll_back([BadStep(1, [1])], "folder")
 
 
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet50"])
@@ -172,7 +172,7 @@ def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
         model, _, step = made(optimizer=optimizer_name)
         for entry in batches:
             result = step([entry], 1e-3)
-        assert result.read(ALONE)["is_bad"] == 0
+        assert result.read(SINGLE_PROCESS)["is_bad"] == 0
         ends.append(model.state_dict())
     for name, tensor in ends[0].items():
         if not name.endswith("num_batches_tracked"):

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
-from runs import assert_same_state, last, records, start, wait_for
+from run_processes import assert_same_state, last, records, start, wait_for
 
+from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.errors import DiskError
-from ssdctl.evaluate.detector import Detector
+from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
 from ssdctl.train import validate
-from ssdctl.train.checkpoint import CheckpointFolder
 from ssdctl.train.step import TrainStep
 
 Cli = Callable[..., Result]
@@ -107,7 +107,7 @@ def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signa
 CRASH = """
 import json, os, pathlib, sys
 import torch
-from ssdctl.train.checkpoint import CheckpointFolder
+from ssdctl.checkpoint.writer import CheckpointDir
 
 run = pathlib.Path(sys.argv[1])
 payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
@@ -134,14 +134,14 @@ def save():
     ):
         for name in names:
             setattr(owner, name, crashing(getattr(owner, name)))
-    CheckpointFolder(run, keep=2).write(payload)
+    CheckpointDir(run, keep=2).write(payload)
     os._exit(0)
 
 
 for crash_at in range(1, 40):
     child = os.fork() or save()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    folder = CheckpointFolder(run, keep=2)
+    folder = CheckpointDir(run, keep=2)
     folder.clean()
     newest, warnings = folder.newest_intact()
     hidden = [p.name for p in folder.path.iterdir() if p.name.startswith(".")]
@@ -228,7 +228,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
         raise DiskError("no space left")
 
     monkeypatch.setattr(TrainStep, "__call__", interrupted)
-    monkeypatch.setattr(CheckpointFolder, "write", full)
+    monkeypatch.setattr(CheckpointDir, "write", full)
     command = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 3]
     result = cli(*command)
     assert result.code == 6, result.err

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ssdctl.config.fields import Count, Natural, Section, setting
+from ssdctl.config.fields import Count, NonNegativeInt, Section, setting
 
 
 class DataConfig(Section, frozen=True):
@@ -63,10 +63,11 @@ class DownloadConfig(Section, frozen=True):
         Count, setting("Training images to generate", metavar="N", panel="Shapes dataset")
     ] = 800
     val_images: Annotated[
-        Natural, setting("Validation images to generate", metavar="N", panel="Shapes dataset")
+        NonNegativeInt,
+        setting("Validation images to generate", metavar="N", panel="Shapes dataset"),
     ] = 100
     seed: Annotated[
-        Natural, setting("Seed of the generated images", metavar="N", panel="Shapes dataset")
+        NonNegativeInt, setting("Seed of the generated images", metavar="N", panel="Shapes dataset")
     ] = 0
 
 
@@ -110,5 +111,5 @@ class PrepareConfig(Section, frozen=True):
         bool, setting("Decode every image; else those alone that look cut")
     ] = False
     jobs: Annotated[
-        Natural, setting("Threads that check images; 0 = one per core", metavar="N")
+        NonNegativeInt, setting("Threads that check images; 0 = one per core", metavar="N")
     ] = 0

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from ssdctl.config.fields import Count, DeviceName, Fraction, Natural, Section, setting
+from ssdctl.config.fields import Count, DeviceName, Fraction, NonNegativeInt, Section, setting
 
 
 class EvaluateConfig(Section, frozen=True):
@@ -22,7 +22,7 @@ class EvaluateConfig(Section, frozen=True):
         Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
     ] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
-    workers: Annotated[Natural, setting("Decode threads; 0 = all cores", metavar="N")] = 0
+    workers: Annotated[NonNegativeInt, setting("Decode threads; 0 = all cores", metavar="N")] = 0
     limit: Annotated[
         Count | None,
         setting("Score the first N images alone", metavar="N", replaces=("--eval_samples",)),

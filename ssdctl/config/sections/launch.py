@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from ssdctl.config.fields import ClusterName, Count, Natural, Section, setting
+from ssdctl.config.fields import ClusterName, Count, NonNegativeInt, Section, setting
 
 
 class LaunchConfig(Section, frozen=True):
@@ -23,7 +23,7 @@ class LaunchConfig(Section, frozen=True):
         Count, setting("Machines; the devices are divided among them", metavar="N", panel="Launch")
     ] = 1
     restarts: Annotated[
-        Natural,
+        NonNegativeInt,
         setting(
             "Start the job again this often after a crash; it resumes", metavar="N", panel="Launch"
         ),

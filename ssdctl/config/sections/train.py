@@ -8,11 +8,11 @@ from ssdctl.config.fields import (
     BackboneName,
     Count,
     DeviceName,
+    Duration,
     Interval,
     IntervalOrTime,
-    Natural,
     NonNegative,
-    Passes,
+    NonNegativeInt,
     Positive,
     Precision,
     PresetName,
@@ -25,7 +25,8 @@ class ModelConfig(Section, frozen=True):
     """The network."""
 
     backbone: Annotated[
-        BackboneName, setting("ResNet that is cut after conv4_x", panel="Network", maths=True)
+        BackboneName,
+        setting("ResNet that is cut after conv4_x", panel="Network", affects_results=True),
     ]
     weights: Annotated[
         str,
@@ -48,7 +49,7 @@ class ModelConfig(Section, frozen=True):
         setting(
             "Normalisation in the extra blocks: none (MLPerf) or batch (NVIDIA)",
             panel="Network",
-            maths=True,
+            affects_results=True,
         ),
     ]
 
@@ -78,17 +79,17 @@ class TrainConfig(Section, frozen=True):
             metavar="X",
             panel="Recipe",
             replaces=("--learning-rate", "--base_lr"),
-            maths=True,
+            affects_results=True,
         ),
     ]
     warmup: Annotated[
-        Passes,
+        Duration,
         setting(
             "Linear warm-up: 3 or 3ep = epochs, 300st = optimizer steps",
             metavar="DURATION",
             panel="Recipe",
             replaces=("--lr_warmup_epoch",),
-            maths=True,
+            affects_results=True,
         ),
     ]
     decay_epochs: Annotated[
@@ -98,7 +99,7 @@ class TrainConfig(Section, frozen=True):
             metavar="E,E",
             panel="Recipe",
             replaces=("--multistep", "--lr-decay-schedule", "--lr-decay-epochs", "--k"),
-            maths=True,
+            affects_results=True,
         ),
     ]
     lr_decay: Annotated[
@@ -107,7 +108,7 @@ class TrainConfig(Section, frozen=True):
             "step = to a tenth at each decay epoch; cosine = from the first of two decay epochs "
             "to the second",
             panel="Recipe",
-            maths=True,
+            affects_results=True,
         ),
     ]
     momentum: Annotated[
@@ -117,7 +118,7 @@ class TrainConfig(Section, frozen=True):
             metavar="X",
             panel="Recipe",
             replaces=("-m",),
-            maths=True,
+            affects_results=True,
         ),
     ]
     weight_decay: Annotated[
@@ -127,20 +128,25 @@ class TrainConfig(Section, frozen=True):
             metavar="X",
             panel="Recipe",
             replaces=("--wd", "--weight_decay"),
-            maths=True,
+            affects_results=True,
         ),
     ]
     decay_bias_and_norm: Annotated[
-        bool, setting("Apply weight decay to biases and batch norm too", panel="Recipe", maths=True)
+        bool,
+        setting(
+            "Apply weight decay to biases and batch norm too", panel="Recipe", affects_results=True
+        ),
     ]
-    optimizer: Annotated[Literal["sgd", "adamw"], setting("Optimizer", panel="Recipe", maths=True)]
+    optimizer: Annotated[
+        Literal["sgd", "adamw"], setting("Optimizer", panel="Recipe", affects_results=True)
+    ]
     clip_grad: Annotated[
         NonNegative,
         setting(
             "Clip the gradient's global L2 norm to this; 0 = off",
             metavar="NORM",
             panel="Recipe",
-            maths=True,
+            affects_results=True,
         ),
     ]
     freeze_stem: Annotated[
@@ -149,13 +155,16 @@ class TrainConfig(Section, frozen=True):
             "Keep conv1 and the first block's first 3x3 convolution, and their batch norm's scale "
             "and bias, as they are",
             panel="Recipe",
-            maths=True,
+            affects_results=True,
         ),
     ]
     hue_degrees: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=180)],
         setting(
-            "Hue jitter of the augmentation, +- degrees", metavar="DEG", panel="Recipe", maths=True
+            "Hue jitter of the augmentation, +- degrees",
+            metavar="DEG",
+            panel="Recipe",
+            affects_results=True,
         ),
     ]
     precision: Annotated[
@@ -176,7 +185,7 @@ class TrainConfig(Section, frozen=True):
                 "--dtype",
                 "--data-type",
             ),
-            maths=True,
+            affects_results=True,
         ),
     ]
 
@@ -220,12 +229,12 @@ class TrainConfig(Section, frozen=True):
         bool, setting("Resume although a setting that changes the maths differs", panel="Run")
     ] = False
     seed: Annotated[
-        Natural,
+        NonNegativeInt,
         setting(
             "Seed of order, crops, colours and initial weights",
             metavar="N",
             panel="Run",
-            maths=True,
+            affects_results=True,
         ),
     ] = 0
     accumulate: Annotated[
@@ -244,7 +253,7 @@ class TrainConfig(Section, frozen=True):
             "0 = off",
             metavar="DECAY",
             panel="Recipe",
-            maths=True,
+            affects_results=True,
         ),
     ] = 0.0
     sync_bn: Annotated[
@@ -253,7 +262,7 @@ class TrainConfig(Section, frozen=True):
             "Batch norm over the images of all ranks, where the device can",
             panel="Recipe",
             replaces=("--distributed_bn",),
-            maths=True,
+            affects_results=True,
         ),
     ] = False
     deterministic: Annotated[
@@ -305,7 +314,7 @@ class TrainConfig(Section, frozen=True):
             "Round the factors of fp32 products to TF32, where a GPU can",
             panel="Device",
             replaces=("--allow-tf32", "--no-allow-tf32"),
-            maths=True,
+            affects_results=True,
         ),
     ] = False
     profile: Annotated[
@@ -321,7 +330,7 @@ class TrainConfig(Section, frozen=True):
 
     # Input
     workers: Annotated[
-        Natural,
+        NonNegativeInt,
         setting(
             "Decode threads; 0 = this process's share of the cores",
             metavar="N",
@@ -336,7 +345,7 @@ class TrainConfig(Section, frozen=True):
             "samples, crops and colours, pixels that differ by a few levels",
             panel="Input",
             replaces=("--data_pipeline", "--dl-worker-type", "--use-dali"),
-            maths=True,
+            affects_results=True,
         ),
     ] = "native"
     fake_data: Annotated[
@@ -346,16 +355,22 @@ class TrainConfig(Section, frozen=True):
             "nothing is evaluated",
             panel="Input",
             replaces=("--fake_data", "--use_fake_data", "--synthetic-data", "-f"),
-            maths=True,
+            affects_results=True,
         ),
     ] = False
     augment: Annotated[
         Literal["ssd", "none"],
-        setting("SSD crops, flips and colours, or plain resized images", panel="Input", maths=True),
+        setting(
+            "SSD crops, flips and colours, or plain resized images",
+            panel="Input",
+            affects_results=True,
+        ),
     ] = "ssd"
     limit_train: Annotated[
         Count | None,
-        setting("Train on the first N images alone", metavar="N", panel="Input", maths=True),
+        setting(
+            "Train on the first N images alone", metavar="N", panel="Input", affects_results=True
+        ),
     ] = None
     overfit: Annotated[
         Count | None,
@@ -364,7 +379,7 @@ class TrainConfig(Section, frozen=True):
             "near 1 shows that data and settings fit together",
             metavar="N",
             panel="Input",
-            maths=True,
+            affects_results=True,
         ),
     ] = None
 

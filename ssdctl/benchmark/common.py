@@ -1,0 +1,53 @@
+"""What the benchmarks of this machine share: a dataset where there is none, batches without end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ssdctl.config import Config
+from ssdctl.data import shapes
+from ssdctl.data.prepare import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.device.base import Decoder
+from ssdctl.input.loader import Batch
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import LoaderConfig
+
+Figures = dict[str, float | int | str]
+
+
+def make_shapes(folder: Path) -> dict[str, Split]:
+    """A dataset to measure on where the user names none."""
+    shapes.generate(folder, num_train=256, num_val=64)
+    return open_dataset(folder, folder / "prepared", say=lambda _: None)
+
+
+def plan_alone(split: Split, config: Config, *, batch_size: int, threads: int) -> LoaderConfig:
+    """What a process that trains alone takes of the stream."""
+    return LoaderConfig(
+        seed=config.train.seed,
+        first_sample=0,
+        batch_size=batch_size,
+        rank=0,
+        world_size=1,
+        accumulate=1,
+        augment=config.train.augment == "ssd",
+        hue_degrees=config.train.hue_degrees,
+        threads=threads,
+        max_boxes=max(split.most_boxes, 1),
+    )
+
+
+def endless_batches(
+    split: Split,
+    config: Config,
+    *,
+    batch_size: int,
+    threads: int,
+    decoder: Decoder | None = None,
+) -> Iterator[Batch]:
+    """Training batches of one rank, by the config's pipeline."""
+    plan = plan_alone(split, config, batch_size=batch_size, threads=threads)
+    source = open_input(config.train.pipeline, split, plan, decoder=decoder)
+    return source.batches(0, 1 << 40)

@@ -1,0 +1,151 @@
+"""This machine's input figures: images per second of the host stage and of the full chain.
+
+    figures = benchmark_data(split, config, seconds=5)
+
+Host stage: read, crop, decode, resize, boxes, which is all that the CPU does in training. Full
+chain: with colours, normalisation and targets, which the device does otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ssdctl.benchmark.common import endless_batches, plan_alone
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.config import Config
+from ssdctl.data.store import Split
+from ssdctl.device import inductor, open_device
+from ssdctl.device.base import Device
+from ssdctl.input.decode import decode, shrink_crop
+from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig, draw_samples
+from ssdctl.model.augment import Normalise
+from ssdctl.model.loss import Targets
+
+Figures = dict[str, float | int | str]
+BATCH_SIZE = 32
+WARMUP_BATCHES = 4
+TIMED_IMAGES = 200
+PART = 8  # images of the full chain's last stages at a time
+
+
+def benchmark_data(
+    split: Split, config: Config, seconds: float, say: Callable[[str], None]
+) -> Figures:
+    """Images per second of the host stage, of the full chain, and milliseconds of each stage.
+
+    Args:
+        split: Of training images.
+        config: Of `ssdctl train`.
+        seconds: Of each measurement.
+        say: Told why steps are not compiled as wished.
+    """
+    device = open_device("cpu", execution=config.train.execution)
+    for notice in device.notices:
+        say(notice)
+    threads = config.train.workers or len(os.sched_getaffinity(0))
+    plan = plan_alone(split, config, batch_size=BATCH_SIZE, threads=threads)
+
+    def batches() -> Iterator[Batch]:
+        return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads)
+
+    torch_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the full chain's arithmetic runs in the threads that are counted
+    try:
+        host = _rate((len(batch.rows) for batch in batches()), seconds)
+        full = _rate(full_chain(batches(), threads, device), seconds)
+        stages = stage_times(split, plan, TIMED_IMAGES)
+    finally:
+        torch.set_num_threads(torch_threads)
+    return {
+        "images_per_second": host,
+        "images_per_second_full": full,
+        "workers": threads,
+        "execution": device.execution,
+        "pipeline": config.train.pipeline,
+        **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
+    }
+
+
+def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterator[int]:
+    """Colour, normalise and match batches on the CPU; yields how many images each held."""
+    last_stages = _LastStages()
+    if device.execution == "compile":
+        # Numbers of boxes vary; and only what is C++ throughout lets the other threads run.
+        inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
+
+    def finish(batch: Batch, part: slice) -> None:
+        images, boxes, labels = batch.images[part], batch.boxes[part], batch.labels[part]
+        jitter = None if batch.jitter is None else batch.jitter[part]
+        piece = trim_padding(batch._replace(boxes=boxes, labels=labels))
+        if device.execution == "compile":
+            for tensor in (piece.boxes, piece.labels):
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        last_stages(images, jitter, piece.boxes, piece.labels)
+
+    with ThreadPoolExecutor(threads) as pool:
+        for batch in batches:
+            size = len(batch.rows)
+            parts = [slice(start, start + PART) for start in range(0, size, PART)]
+            list(pool.map(lambda part, batch=batch: finish(batch, part), parts))
+            yield size
+
+
+class _LastStages(nn.Module):
+    """What the device does to a batch for the network and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalise = Normalise()
+        self.targets = Targets()
+
+    def forward(
+        self, images: Tensor, jitter: Tensor | None, boxes: Tensor, labels: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return self.normalise(images, jitter), self.targets(boxes, labels)
+
+
+def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, float]:
+    """Median milliseconds that an image spends in each stage of the host's work, in one thread.
+
+    `draw` is its share of a batch's order, boxes, crops and colours.
+    """
+    order = SampleStream(split.trainable, plan.seed)
+    out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+    spent: dict[str, list[float]] = {"draw": [], "read": [], "decode": [], "crop_resize": []}
+    for start in range(0, num_images, plan.batch_size):
+        begin = time.perf_counter()
+        samples = draw_samples(split, order, plan, start, plan.batch_size)
+        spent["draw"].append((time.perf_counter() - begin) / plan.batch_size)
+        for slot, row in enumerate(samples.rows):
+            width, height = (int(n) for n in split.pixel_sizes[row])
+            edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
+            left, top, right, bottom = (int(edge) for edge in edges)
+            times = [time.perf_counter()]
+            content = bytes(split.read(int(row)))  # copied, so that a mapped file is read indeed
+            times.append(time.perf_counter())
+            pixels = decode(content, (width, height), rows=bottom)
+            times.append(time.perf_counter())
+            shrink_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+            times.append(time.perf_counter())
+            for name, value in zip(list(spent)[1:], np.diff(times), strict=True):
+                spent[name].append(float(value))
+    return {name: 1000 * statistics.median(values) for name, values in spent.items()}
+
+
+def _rate(counts: Iterator[int], seconds: float) -> float:
+    for _ in range(WARMUP_BATCHES):
+        next(counts)
+    images, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        images += next(counts)
+    return round(images / (time.perf_counter() - start), 1)

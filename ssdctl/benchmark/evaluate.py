@@ -1,0 +1,215 @@
+"""What `ssdctl benchmark evaluate` measures: the network, what surrounds it, one picture's latency,
+and scoring at COCO's size."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
+from ssdctl.config import Config
+from ssdctl.data.store import Split
+from ssdctl.device import open_device
+from ssdctl.device.base import Device
+from ssdctl.evaluate.coco_ap import run_scoring
+from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
+from ssdctl.inference.detector import Detector
+from ssdctl.input.loader import evaluation_batches
+from ssdctl.model.postprocess import detect
+from ssdctl.model.ssd300 import SSD300
+
+Figures = dict[str, float | int | str]
+DETECT_BATCH = 8
+ROUNDS = 5
+LEAST_BATCHES = 3  # a round
+LEAST_REQUESTS = 10  # of the latency at batch 1
+MOST_CANDIDATES = 300  # an image
+PERCENTILES = (50, 90, 99)
+
+
+def benchmark_evaluate(
+    split: Split, config: Config, seconds: float, *, score_images: int = NUM_IMAGES
+) -> Figures:
+    """Measure evaluation on this machine with random weights.
+
+    Args:
+        split: Real images.
+        config: Its `evaluate` and `model` tables.
+        seconds: Length of each measurement.
+        score_images: How many images the scored split has; its detections go with them.
+
+    Returns:
+        Rates in images per second, latencies in ms, times in s: `forward_` is the network alone on
+        pixels that lie ready, `images_per_second` the whole from encoded images to detections.
+    """
+    wishes = config.evaluate
+    device = open_device(wishes.device)
+    model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
+    model = device.place(model).eval()
+    detector = Detector(
+        model,
+        device,
+        precision=wishes.precision,
+        score_threshold=wishes.score_threshold,
+        nms_iou=wishes.nms_iou,
+    )
+    options = DetectOptions(
+        wishes.batch_size,
+        wishes.precision,
+        wishes.workers or len(os.sched_getaffinity(0)),
+        wishes.score_threshold,
+        wishes.nms_iou,
+    )
+    size = wishes.batch_size
+    rows = np.resize(np.nonzero(split.usable)[0], size)
+    pixels = next(iter(evaluation_batches(split, rows, size, options.threads))).images.clone()
+    _quieten(model, detector.forward(pixels).logits.clone())
+    forward, whole = _beside_each_other(
+        lambda: detector.forward(pixels),
+        lambda rows: detect_split(model, split, rows, device, options),
+        split,
+        size,
+        seconds,
+        device,
+    )
+    return {
+        "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
+        "images_per_second": round(statistics.median(whole), 2),
+        "forward_images_per_second": round(statistics.median(forward), 2),
+        "network_fraction": round(
+            statistics.median(w / f for w, f in zip(whole, forward, strict=True)), 4
+        ),
+        **_latencies(split, detector, seconds, device),
+        **_scoring(score_images),
+        "device": device.label,
+        "precision": wishes.precision,
+        "backbone": config.model.backbone,
+        "batch_size": size,
+    }
+
+
+def _beside_each_other(
+    forward: Callable[[], Any],
+    evaluate: Callable[[NDArray[np.int64]], Any],
+    split: Split,
+    batch_size: int,
+    seconds: float,
+    device: Device,
+) -> tuple[list[float], list[float]]:
+    """Rates of the bare network and of the whole, in turn: a slow moment of the machine meets both.
+
+    The whole runs over full batches, so that the two compare.
+    """
+    each = _seconds_each(forward, seconds / ROUNDS, device)
+    num_batches = max(int(seconds / ROUNDS / each), LEAST_BATCHES)
+    rows = np.resize(np.nonzero(split.usable)[0], num_batches * batch_size)
+    rates: tuple[list[float], list[float]] = ([], [])
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(num_batches):
+            forward()
+        device.synchronize()
+        between = time.perf_counter()
+        evaluate(rows)
+        end = time.perf_counter()
+        rates[0].append(len(rows) / (between - start))
+        rates[1].append(len(rows) / (end - between))
+    return rates
+
+
+def _quieten(model: SSD300, logits_BCN: Tensor) -> None:
+    """Let the background win as in a trained network: random weights alone would find objects in
+    every default box, or in none. Some hundred candidates an image are left."""
+    logits, shift = logits_BCN.float().cpu(), 0
+    while (logits.softmax(dim=1)[:, 1:] > 0.05).sum() > MOST_CANDIDATES * len(logits):
+        logits[:, 0] += 1
+        shift += 1
+    with torch.no_grad():
+        for head, shapes in zip(model.class_heads, BOXES_PER_CELL, strict=True):
+            assert isinstance(head, nn.Conv2d)
+            assert head.bias is not None
+            head.bias[:shapes] += shift  # channels are class-major
+
+
+def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
+    """Images per second of softmax, decoding and NMS, on scores like a trained network's."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.randn(DETECT_BATCH, 4, 8732, generator=generator).to(device.torch_device)
+    logits = torch.randn(DETECT_BATCH, num_classes, 8732, generator=generator)
+    logits[:, 0] += 8  # most boxes are background, as in a trained network's output
+    logits = logits.to(device.torch_device)
+    defaults = default_boxes_cxcywh().to(device.torch_device)
+
+    def once() -> Any:
+        return detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5)
+
+    return DETECT_BATCH / _seconds_each(once, seconds, device)
+
+
+def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Figures:
+    """From one encoded image to its detections, nothing decoded ahead: as a service would see."""
+    usable = np.nonzero(split.usable)[0]
+    spent: list[float] = []
+    pictures = _one_by_one(split, usable)
+    detector(next(pictures))  # the first one sets the kernels up
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(spent) < LEAST_REQUESTS:
+        start = time.perf_counter()
+        detector(next(pictures))
+        device.synchronize()
+        spent.append(1000 * (time.perf_counter() - start))
+    found: Figures = {"latency_requests": len(spent)}
+    for percent in PERCENTILES:
+        found[f"latency_p{percent}_ms"] = round(float(np.percentile(spent, percent)), 2)
+    return found
+
+
+def _one_by_one(split: Split, rows: np.ndarray[Any, Any]) -> Iterator[Tensor]:
+    number = 0
+    while True:
+        row = rows[number % len(rows)]
+        yield next(iter(evaluation_batches(split, np.array([row]), 1, 1))).images
+        number += 1
+
+
+def _scoring(num_images: int) -> Figures:
+    """Scoring of a made-up split, as large as COCO's val2017 unless told otherwise."""
+    share = num_images / NUM_IMAGES
+    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as folder:
+        path = Path(folder) / "annotations.json"
+        found = make_split(
+            path,
+            num_images=num_images,
+            num_boxes=max(int(NUM_BOXES * share), 1),
+            num_detections=max(int(NUM_DETECTIONS * share), 3),
+        )
+        start = time.perf_counter()
+        run_scoring(path, found)
+        spent = time.perf_counter() - start
+    return {
+        "score_s": round(spent, 4),
+        "score_images": num_images,
+        "score_detections": len(found.scores),
+    }
+
+
+def _seconds_each(work: Callable[[], Any], seconds: float, device: Device) -> float:
+    work()
+    device.synchronize()
+    count, start = 0, time.perf_counter()
+    while count < 2 or time.perf_counter() - start < seconds:
+        work()
+        count += 1
+    device.synchronize()
+    return (time.perf_counter() - start) / count

@@ -1,0 +1,243 @@
+"""Training figures of this machine: rate, step time, share of the peak, memory, what a run takes.
+
+The step is the one of `ssdctl train`. With fake data one batch is used again and again, so what is
+measured is the device; with real data the input runs beside it, and what it costs shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from ssdctl.benchmark.common import Figures, endless_batches
+from ssdctl.checkpoint.reader import Architecture
+from ssdctl.config import Config
+from ssdctl.data.store import Split
+from ssdctl.device import open_device
+from ssdctl.device.base import Device
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
+from ssdctl.input.loader import Batch
+from ssdctl.train.loss_scale import loss_scale
+from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.setup import choose_precision
+from ssdctl.train.step import SINGLE_PROCESS, TrainStep, copied_ahead
+
+COCO_OUTPUTS = COCO_CLASSES + 1
+MATMUL_SIZE = {"cpu": 2048}
+MATMUL_SIZE_ELSEWHERE = 8192
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+WARMUP_STEPS = 3
+WAIT_EVERY = 10  # steps: as a log point does, so that the host does not run far ahead
+
+
+class Rate(NamedTuple):
+    """What some steps came to."""
+
+    images_per_second: float  # of all ranks
+    step_s: float
+
+
+def benchmark_train(
+    split: Split | None, config: Config, seconds: float, say: Callable[[str], None]
+) -> Figures | None:
+    """Optimizer steps: rate, arithmetic and its share of the peak, memory, hours of a run.
+
+    Args:
+        split: Real images; None measures with fake data alone.
+        config: Of `ssdctl train`.
+        seconds: Of each measurement.
+        say: Told what the device notices.
+
+    Returns:
+        The figures, on the first rank alone.
+
+    Raises:
+        UsageError: The device is absent, cannot compute so, or its memory is too small.
+    """
+    ranks = find_ranks()
+    device = open_device(config.train.device, ranks.local_rank, config.train.execution)
+    for notice in device.notices:
+        say(notice)
+    with collectives.process_group(ranks, device):
+        precision = choose_precision(config.train.precision, device)
+        architecture = Architecture(config.model.backbone, config.model.extra_norm, COCO_OUTPUTS)
+        config = with_batch_size(config, architecture, device, ranks, precision)
+        bench = _Bench(config, architecture, device, ranks, precision)
+        with out_of_memory_hints(architecture, config.train, device, precision):
+            figures = bench.figures(split, seconds)
+        return figures if ranks.is_main else None
+
+
+class _Bench:
+    """One network on one device, and the steps that are timed on it."""
+
+    def __init__(
+        self,
+        config: Config,
+        architecture: Architecture,
+        device: Device,
+        ranks: Ranks,
+        precision: str,
+    ) -> None:
+        assert isinstance(config.train.batch_size, int)
+        self.config, self.architecture, self.device = config, architecture, device
+        self.ranks, self.precision, self.size = ranks, precision, config.train.batch_size
+        torch.manual_seed(config.train.seed)
+        self.model = device.place(architecture.build()).train()
+
+    def figures(self, split: Split | None, seconds: float) -> Figures:
+        boxes = 93 if split is None else max(split.most_boxes, 1)
+        # Labels of the images' own classes: the network has COCO's outputs all the same.
+        labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
+        fake = itertools.repeat(random_batch(self.size, labels, boxes, min(7, boxes)))
+        step, compile_s = self._warm_step(self.ranks, fake)
+        fake_rate = self._rate(step, fake, seconds)
+        rate, found = fake_rate, {}
+        if split is not None:
+            threads = self.config.train.workers or len(os.sched_getaffinity(0))
+            real = endless_batches(
+                split,
+                self.config,
+                batch_size=self.size,
+                threads=threads,
+                decoder=self.device.decoder,
+            )
+            rate = self._rate(step, real, seconds)
+            found = {
+                "images_per_second_fake": round(fake_rate.images_per_second, 3),
+                "input_cost": round(1 - rate.images_per_second / fake_rate.images_per_second, 4),
+            }
+        memory = self.device.peak_memory_bytes()
+        if not self.ranks.is_single_process:
+            alone, _ = self._warm_step(SINGLE_PROCESS, fake)
+            own = self._rate(alone, fake, seconds)
+            ratio = fake_rate.images_per_second / own.images_per_second / self.ranks.world_size
+            found["scaling_efficiency"] = round(ratio, 4)
+        return {
+            **self._described(rate, split),
+            **found,
+            "warmup_s": round(compile_s, 1),
+            "peak_memory_bytes": memory,
+        }
+
+    def _described(self, rate: Rate, split: Split | None) -> Figures:
+        flops = train_flops(self.architecture)
+        achieved = flops * rate.images_per_second / self.ranks.world_size
+        peak = matmul_flops(self.device, self.precision)
+        hours = COCO_IMAGES / rate.images_per_second / 3600
+        return {
+            "images_per_second": round(rate.images_per_second, 3),
+            "step_ms": round(1000 * rate.step_s, 2),
+            "tflops": round(achieved / 1e12, 4),
+            "peak_fraction": round(achieved / peak, 4),
+            "peak_tflops": round(peak / 1e12, 4),
+            "gflop_per_image": round(flops / 1e9, 1),
+            "device": self.device.label,
+            "world_size": self.ranks.world_size,
+            "precision": self.precision,
+            "execution": self.device.execution,
+            "backbone": self.architecture.backbone,
+            "batch_size": self.size,
+            "data": "fake" if split is None else "real",
+            "coco_epoch_hours": round(hours, 3),
+            "coco_recipe_hours": round(hours * self.config.train.epochs, 1),
+        }
+
+    def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
+        """A step that has been compiled, and the seconds that this took."""
+        config = self.config.train
+        optimizer = build_optimizer(self.model, config, self.device)
+        scale = loss_scale(self.precision, self.device, optimizer)
+        step = TrainStep(self.model, optimizer, self.device, config, self.precision, ranks, scale)
+        start = time.perf_counter()
+        for batch in itertools.islice(copied_ahead(batches, self.device), WARMUP_STEPS):
+            step([batch], 1e-6)
+        self.device.synchronize()
+        spent = time.perf_counter() - start
+        self.device.release_memory()  # what compiling and the search for kernels took
+        return step, spent
+
+    def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> Rate:
+        """Time steps for that many seconds."""
+        ahead = copied_ahead(batches, self.device)
+        for batch in itertools.islice(ahead, WARMUP_STEPS):
+            step([batch], 1e-6)
+        steps, spent = timed(
+            lambda: step([next(ahead)], 1e-6),
+            seconds,
+            wait=self.device.synchronize,
+            is_any=lambda flag: collectives.any_rank([flag], self.ranks)[0],
+        )
+        images = self.size * steps * self.ranks.world_size
+        return Rate(images / spent, spent / steps)
+
+
+def timed(
+    work: Callable[[], object],
+    seconds: float,
+    *,
+    wait: Callable[[], None],
+    is_any: Callable[[bool], bool],
+) -> tuple[int, float]:
+    """Do work again and again until the seconds are over on any rank.
+
+    Args:
+        work: What is timed.
+        seconds: How long.
+        wait: Until the work so far is done.
+        is_any: Whether the flag is raised on any rank; every rank has to ask, and as often.
+
+    Returns:
+        How often it was done, the same on all ranks; and the seconds.
+    """
+    wait()
+    is_any(False)  # all begin together
+    times, watch_every, is_over, start = 0, 1, False, time.perf_counter()
+    while not is_over:
+        work()
+        times += 1
+        if times % watch_every == 0:
+            wait()
+            spent = time.perf_counter() - start
+            is_over = is_any(spent >= seconds)
+            # Fast work is watched now and then, slow work each time. When the ranks talk must not
+            # depend on what each measures for itself: they would wait for one another forever.
+            if times == 1 and not is_any(spent > seconds / WAIT_EVERY):
+                watch_every = WAIT_EVERY
+    return times, time.perf_counter() - start
+
+
+def train_flops(architecture: Architecture) -> float:
+    """FLOP of forward and backward on one image, counted on shapes alone.
+
+    Batch norm cannot train on the 1 x 1 map of one picture, so two are counted.
+    """
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        offsets, logits = architecture.build()(torch.zeros(2, 3, 300, 300))
+        (offsets.sum() + logits.sum()).backward()
+    return counter.get_total_flops() / 2
+
+
+def matmul_flops(device: Device, precision: str) -> float:
+    """What the device reaches on a large square matrix product, in FLOP/s: the practical peak."""
+    size = MATMUL_SIZE.get(device.name, MATMUL_SIZE_ELSEWHERE)
+    a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
+    best = float("inf")
+    for _ in range(6):
+        device.synchronize()
+        start = time.perf_counter()
+        product = a @ a
+        device.mark_step()
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+        del product
+    return 2 * size**3 / best

@@ -1,0 +1,1 @@
+"""Read, verify and write checkpoints."""

@@ -1,0 +1,323 @@
+"""Read checkpoints and backbone weights, which are untrusted files.
+
+A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read, loaded with
+`weights_only=True`, so a pickle that would run code is refused, never run.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.checkpoint import third_party
+from ssdctl.data.formats.coco import ClassName
+from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.model.backbone import BUILDERS
+from ssdctl.model.ssd300 import SSD300
+
+FORMAT = 1
+SHOWN = 6  # keys named in a message
+
+
+class Architecture(NamedTuple):
+    """What it takes to build the network of a checkpoint."""
+
+    backbone: str
+    extra_norm: str
+    num_classes: int  # with background
+
+    def build(self) -> SSD300:
+        return SSD300(self.backbone, self.num_classes, self.extra_norm)
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Built(msgspec.Struct, forbid_unknown_fields=True):
+    backbone: str
+    extra_norm: Literal["none", "batch"]
+    num_classes: AtLeastOne
+
+
+class _Optimizer(msgspec.Struct):
+    state: dict[int, Any]
+    param_groups: list[dict[str, Any]]
+
+
+class _Facts(msgspec.Struct):
+    """What a checkpoint of ours says besides its weights, by type."""
+
+    architecture: _Built
+    classes: list[ClassName]
+    config: dict[str, Any]
+    step: Count
+    samples_seen: Count
+    images: AtLeastOne
+    global_batch: AtLeastOne
+    best_ap: float | None
+    optimizer: _Optimizer
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint, read whole: ours, or a peer's under our names."""
+
+    path: Path
+    model: dict[str, Tensor]
+    architecture: Architecture
+    classes: list[ClassName]
+    config: dict[str, Any]  # values by setting, as the run had them; a peer's has none
+    step: int
+    epoch: float
+    samples_seen: int
+    images: int  # that the run trained on
+    global_batch: int
+    best_ap: float | None
+    optimizer: dict[str, Any]
+    peer: str | None = None  # whose it is, where it is not ours
+    trained: dict[str, Tensor] | None = None  # what to go on from, where `model` is an average
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint: ours, or MLPerf's, Habana's, NVIDIA's or the TPU fork's as it is.
+
+    Raises:
+        UsageError: There is no such file.
+        IntegrityError: It is damaged, no checkpoint, or would run code.
+    """
+    payload = read_payload(path)
+    if (peer := third_party.peer_of(payload)) is not None:
+        return _read_peer(path, payload, peer)
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+        raise IntegrityError(
+            f"{path}: no checkpoint that this version of ssdctl reads",
+            hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
+        )
+    try:
+        facts = msgspec.convert(payload, _Facts)
+        trained = payload.get("trained")
+        states = [payload["model"]] if trained is None else [payload["model"], trained]
+        if not all(map(_is_state, states)) or facts.architecture.backbone not in BUILDERS:
+            raise TypeError("model")
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
+    return Checkpoint(
+        path=path,
+        model=payload["model"],
+        architecture=Architecture(*msgspec.structs.astuple(facts.architecture)),
+        classes=facts.classes,
+        config=facts.config,
+        step=facts.step,
+        epoch=facts.samples_seen / facts.images,
+        samples_seen=facts.samples_seen,
+        images=facts.images,
+        global_batch=facts.global_batch,
+        best_ap=facts.best_ap,
+        optimizer=payload["optimizer"],
+        trained=trained,
+    )
+
+
+def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+    """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
+    if not _is_state(payload["model"]):
+        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are no tensors")
+    state = third_party.from_peer(payload["model"], peer)
+    backbone = third_party.backbone_of(state)
+    head = state.get("class_heads.0.weight")
+    if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
+        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet")
+    names = payload.get("label_map", {})
+    num_classes = head.shape[0] // BOXES_PER_CELL[0]
+    if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
+        raise IntegrityError(
+            f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
+        )
+    try:
+        step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise IntegrityError(f"{path}: its iteration or epoch is no number: {error}") from None
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(
+            backbone, "batch" if "extra.0.1.weight" in state else "none", num_classes
+        ),
+        classes=[ClassName(None, str(names[label])) for label in range(1, len(names))],
+        config={},
+        step=step,
+        epoch=epoch,
+        samples_seen=0,
+        images=0,
+        global_batch=0,
+        best_ap=None,
+        optimizer={},
+        peer=peer,
+    )
+
+
+def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
+    """Whether a checkpoint speaks of these classes: their names in order, and ids where known."""
+    if not checkpoint.classes:  # a peer's file without names: the number must do
+        return checkpoint.architecture.num_classes == len(classes) + 1
+    pairs = zip(checkpoint.classes, classes, strict=False)
+    return len(checkpoint.classes) == len(classes) and all(
+        a.name == b.name and a.id in (None, b.id) for a, b in pairs
+    )
+
+
+def with_classes(
+    checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """A checkpoint's weights for a network with other classes.
+
+    The class heads are those of `model` (new), except for the background and the classes that the
+    checkpoint knows by name. Everything else is the checkpoint's.
+
+    Returns:
+        The weights, and the names of the classes that were kept.
+    """
+    state = with_counters(checkpoint.model, model)
+    old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
+    new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
+    kept = [name for name in new if name in old]
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("class_heads.") or name not in state:
+            continue
+        if state[name].shape[1:] != tensor.shape[1:]:  # another backbone's: load_state refuses it
+            continue
+        # Channels are class-major: (classes, box shapes).
+        ours = tensor.clone().unflatten(0, (len(classes) + 1, -1))
+        theirs = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        for kept_name in kept:
+            ours[new[kept_name]] = theirs[old[kept_name]]
+        state[name] = ours.flatten(0, 1)
+    return state, kept[1:]
+
+
+def read_payload(path: Path) -> Any:
+    """What a `.pt` file holds, once its CRCs are right. Tensors land on the CPU.
+
+    Files from before torch 1.6 are no zips and have no CRCs: torch.load alone judges them.
+
+    Raises:
+        UsageError: There is no such file.
+        IntegrityError: It is damaged or would run code.
+    """
+    if path.is_dir():
+        raise UsageError(
+            f"{path} is a folder, not a checkpoint",
+            hint=f"name one of it, as {path / 'checkpoints' / 'best.pt'}",
+        )
+    if not path.is_file():
+        raise UsageError(
+            f"{path}: no such file",
+            hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
+        )
+    with path.open("rb") as file:
+        if file.read(2) == b"PK":
+            verify(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of formats that are judged by the result
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a hostile pickle can make the unpickler raise anything
+        raise IntegrityError(
+            f"{path}: no checkpoint, or one that holds more than plain tensors: {_reason(error)}",
+            hint="no code of it was run",
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """torch's own first line goes on about loading it unsafely; what it found stands below."""
+    text = str(error).strip() or repr(error)
+    if stranger := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {stranger[1]}"
+    if "weights_only" in text:
+        return "torch.save did not write it"
+    return text.splitlines()[0]
+
+
+def verify(path: Path) -> None:
+    """Check that a file is a whole zip with right CRCs, or raise IntegrityError."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except Exception as error:  # zipfile raises a dozen kinds on a spoiled directory
+        raise IntegrityError(
+            f"{path}: no checkpoint, or a damaged one: {error}",
+            hint="an earlier one may be whole: look in the run's checkpoints/",
+        ) from None
+    if broken is not None:
+        raise IntegrityError(f"{path}: damaged: the CRC of {broken} is wrong")
+
+
+def load_network(checkpoint: Checkpoint) -> SSD300:
+    """The network of a checkpoint, with its weights.
+
+    Raises:
+        IntegrityError: The weights do not fit; the message lists what differs.
+    """
+    model = checkpoint.architecture.build()
+    load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
+    return model
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Load weights, all or nothing, or raise IntegrityError with what differs."""
+    expected = module.state_dict()
+    wrong = [f"missing {name}" for name in expected if name not in state]
+    wrong += [f"unexpected {name}" for name in state if name not in expected]
+    wrong += [
+        f"{name} is {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in state and state[name].shape != tensor.shape
+    ]
+    if wrong:
+        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        raise IntegrityError(
+            f"{path}: does not fit the network: {'; '.join(wrong[:SHOWN])}{more}",
+            hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
+        )
+    module.load_state_dict(state)
+
+
+def load_backbone(model: SSD300, path: Path) -> None:
+    """Put torchvision's ResNet weights into the backbone; what lies behind conv4_x is left out.
+
+    Raises:
+        IntegrityError: The file is damaged, or holds another network.
+    """
+    state = read_payload(path)
+    if not _is_state(state):
+        raise IntegrityError(
+            f"{path}: no backbone weights: not a state dict",
+            hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
+        )
+    kept = {k: v for k, v in state.items() if not k.startswith(("layer4.", "fc."))}
+    load_state(model.backbone, with_counters(kept, model.backbone), path)
+
+
+def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
+    """A state dict with batch norm's step counters, which PyTorch did not save before 0.4.1."""
+    counters = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in module.state_dict().items()
+        if name.endswith("num_batches_tracked")
+    }
+    return {**counters, **state}
+
+
+def _is_state(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()
+    )

@@ -1,0 +1,1 @@
+"""Ranks, process group and collectives."""

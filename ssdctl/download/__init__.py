@@ -1,0 +1,1 @@
+"""Fetch, verify and unpack datasets and weights. Torch-free."""

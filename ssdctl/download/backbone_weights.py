@@ -1,0 +1,87 @@
+"""Backbone weights by name, verified, in the cache that torch.hub uses. Torch is not imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ssdctl.config import ModelConfig
+from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
+from ssdctl.download.sources import weights_named
+from ssdctl.download.transfer import Patience, Report
+from ssdctl.errors import NetworkError
+
+DEFAULT_CONNECTIONS = 4
+
+
+def cache_dir() -> Path:
+    """Where torch.hub keeps checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
+    `~/.cache/torch` ($XDG_CACHE_HOME honoured)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
+    return Path(home).expanduser() / "hub" / "checkpoints"
+
+
+def weights_of(model: ModelConfig) -> str | None:
+    """The name or file of the weights that a config asks for; None: the backbone starts random.
+
+    `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
+    """
+    if model.weights == "none":
+        return None
+    is_short = model.weights.startswith("imagenet-")
+    return f"{model.backbone}-{model.weights}" if is_short else model.weights
+
+
+def find_weights(name: str, dest: Path | None = None) -> Path | None:
+    """The file of the weights called `name` if it lies in `dest` (default: the cache), intact.
+
+    Raises:
+        UsageError: No weights are called so.
+    """
+    file = weights_named(name).file
+    path = (dest or cache_dir()) / file.name
+    return path if is_whole(path, file) else None
+
+
+def fetch_weights(
+    name: str,
+    dest: Path | None = None,
+    *,
+    mirror: str | None = None,
+    connections: int = DEFAULT_CONNECTIONS,
+    patience: Patience = DEFAULT_PATIENCE,
+    report: Report = no_report,
+    say: Callable[[str], None] | None = None,
+) -> Path:
+    """Make sure that the weights called `name` lie in `dest` (default: the cache); return where.
+
+    Without network it works where the file is there already. `say` hears of a fetch, and of
+    nothing else.
+
+    Raises:
+        UsageError: No weights are called so.
+        NetworkError: They cannot be fetched; the hint says which file to put where.
+        IntegrityError: What the server has is something else.
+        DiskError: No space or no permission.
+    """
+    file = weights_named(name).file
+    folder = dest or cache_dir()
+    if say is not None and not (folder / file.name).is_file():
+        say(f"fetching {file.urls(mirror)[0]} to {folder}")
+    try:
+        return fetch(
+            file,
+            folder,
+            mirror=mirror,
+            connections=connections,
+            patience=patience,
+            report=report,
+        )
+    except NetworkError as error:
+        raise NetworkError(
+            f"{name}: {error}",
+            hint=f"without network: fetch {file.url} on another machine and put it at "
+            f"{(folder / file.name).absolute()}; or use --mirror",
+        ) from error

@@ -1,0 +1,242 @@
+"""Get a dataset's files and unpack them: what `ssdctl download` does.
+
+For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
+what it held (path, size, CRC). So a second run knows what is done without the archive, and
+`verify` can check every file.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ssdctl.download.archive import RECORDS_DIR, Entry, content_bytes, unpack
+from ssdctl.download.fetch import (
+    DEFAULT_PATIENCE,
+    check_space,
+    claim,
+    fetch,
+    is_whole,
+    missing_bytes,
+    no_report,
+)
+from ssdctl.download.partial_file import remove_part
+from ssdctl.download.sources import PinnedFile
+from ssdctl.download.transfer import Patience, Report
+from ssdctl.files import make_dir, safe_join, write_bytes
+
+READ_BYTES = 1024 * 1024
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What an archive held when it was unpacked."""
+
+    name: str
+    sha256: str
+    entries: list[Entry]
+
+
+def download(
+    files: Sequence[PinnedFile],
+    dest: Path,
+    *,
+    mirror: str | None = None,
+    connections: int = 8,
+    keep_archives: bool = False,
+    patience: Patience = DEFAULT_PATIENCE,
+    report: Report = no_report,
+) -> list[dict[str, Any]]:
+    """Fetch `files` into `dest`, unpack the archives there, remove them.
+
+    What is there already is not fetched again. Run again after any end, it goes on.
+
+    Returns:
+        For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
+        archives `files`, the number unpacked.
+
+    Raises:
+        UsageError: The mirror is no http(s) URL.
+        NetworkError, IntegrityError, DiskError: as `fetch` and `unpack`.
+    """
+    for file in files:
+        file.urls(mirror)  # a mirror that is no URL is seen before anything is made
+    check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
+    make_dir(dest)
+    how = _How(mirror, connections, patience, report)
+    results = []
+    for file in files:
+        if file.unpack:
+            result = _get_archive(file, dest, keep_archives, how)
+        else:
+            result = {"state": _get_file(file, dest, how)}
+        head = {"name": file.name, "bytes": file.bytes, "sha256": file.sha256}
+        results.append(head | result)
+    return results
+
+
+class _How(NamedTuple):
+    """How files are fetched: the options of `fetch`."""
+
+    mirror: str | None
+    connections: int
+    patience: Patience
+    report: Report
+
+
+def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
+    """Fetch one file; return its state."""
+    before = _identity(safe_join(dest, file.name))
+    return "present" if _identity(fetch(file, dest, **how._asdict())) == before else "fetched"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
+    """Fetch and unpack one archive, unless its content lies there."""
+    record_path = _record_path(dest, file)
+    archive = safe_join(dest, file.name)
+    with claim(record_path):
+        record = _whole_record(dest, file)
+        state = "present"
+        if record is None:
+            state = "fetched"
+            fetch(file, dest, **how._asdict())
+            content = content_bytes(archive)
+            check_space(dest, content, f"unpacking {file.name}")
+            entries = unpack(archive, dest, num_files=file.num_files, report=how.report)
+            os.sync()  # 118,287 files: one call, before the record that vouches for them
+            record = Record(file.name, file.sha256, entries)
+            write_bytes(record_path, msgspec.json.encode(record))
+        if not keep_archives:  # also what a run left that died between unpacking and here
+            archive.unlink(missing_ok=True)
+            remove_part(archive)
+    return {"state": state, "files": len(record.entries)}
+
+
+def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -> int:
+    """The most space that the download will take beyond what it has, archives and content.
+
+    The content of an archive that nobody described is taken for as large as the archive.
+    """
+    kept = most = 0
+    for file in files:
+        target = safe_join(dest, file.name)
+        num_bytes = file.bytes or 0
+        if file.unpack and _whole_record(dest, file) is not None:
+            continue
+        there = target.stat().st_size if target.is_file() else -1
+        archive = 0 if there == num_bytes else missing_bytes(target, num_bytes)
+        content = (file.unpacked_bytes or num_bytes) if file.unpack else 0
+        most = max(most, kept + archive + content)
+        kept += content + (archive if keep_archives or not file.unpack else 0)
+    return most
+
+
+def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
+    """What a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
+    (`present` or `missing`) and `unpack` of each file."""
+    planned = []
+    for file in files:
+        target = safe_join(dest, file.name)
+        if file.unpack:
+            present = _whole_record(dest, file) is not None
+        else:
+            present = target.is_file() and target.stat().st_size == file.bytes
+        planned.append(
+            {
+                "name": file.name,
+                "url": file.urls(mirror)[0],
+                "bytes": file.bytes,
+                "sha256": file.sha256,
+                "unpack": file.unpack,
+                "state": "present" if present else "missing",
+            }
+        )
+    return planned
+
+
+def verify(
+    files: Sequence[PinnedFile], dest: Path, report: Report = no_report
+) -> list[dict[str, Any]]:
+    """Check what lies in `dest` byte by byte, without network.
+
+    The record of an archive whose content is broken is dropped, so that the next download gets
+    it again.
+
+    Returns:
+        For each file: `name`, `state` (`intact`, `broken` or `missing`) and `problems`, the paths
+        that are absent or differ.
+    """
+    results = []
+    for file in files:
+        target = safe_join(dest, file.name)
+        record = _read_record(dest, file) if file.unpack else None
+        if record is not None:
+            problems = _differing(dest, record, report)
+            if problems:
+                _record_path(dest, file).unlink(missing_ok=True)
+            state = "broken" if problems else "intact"
+        elif not target.is_file():
+            state, problems = "missing", [file.name]
+        else:
+            intact = is_whole(target, file, report)
+            state, problems = ("intact", []) if intact else ("broken", [file.name])
+        results.append({"name": file.name, "state": state, "problems": problems})
+    return results
+
+
+def _record_path(dest: Path, file: PinnedFile) -> Path:
+    return safe_join(dest / RECORDS_DIR, file.name + ".json")
+
+
+def _read_record(dest: Path, file: PinnedFile) -> Record | None:
+    """What is known of an archive that was unpacked here, if it is the pinned one."""
+    try:
+        record = msgspec.json.decode(_record_path(dest, file).read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return record if record.sha256 == file.sha256 else None
+
+
+def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
+    """The same, if each of its files lies there in its size: a look at each, no byte read."""
+    record = _read_record(dest, file)
+    for entry in record.entries if record is not None else ():
+        try:
+            if safe_join(dest, entry.path).stat().st_size != entry.size:
+                return None
+        except OSError:
+            return None
+    return record
+
+
+def _differing(dest: Path, record: Record, report: Report) -> list[str]:
+    """The paths of files whose size or CRC is not the recorded one."""
+    total = sum(entry.size for entry in record.entries)
+    done = 0
+    found = []
+    for entry in record.entries:
+        crc = size = 0
+        try:
+            with safe_join(dest, entry.path).open("rb") as stream:
+                while data := stream.read(READ_BYTES):
+                    crc = zlib.crc32(data, crc)
+                    size += len(data)
+        except OSError:
+            size = -1
+        if (size, crc) != (entry.size, entry.crc):
+            found.append(entry.path)
+        done += entry.size
+        report(f"checking what {record.name} held", done, total)
+    return found

@@ -1,0 +1,211 @@
+"""Fetch one pinned file: resumable, verified, published whole or not at all.
+
+    fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
+
+Beside the target lie, while it arrives, `a.zip.part`, `a.zip.part.state` and `a.zip.lock`; a file
+with the wrong hash stays as `a.zip.corrupt` for a look at it. Proxies and CA bundles are those of
+the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import requests
+from requests.adapters import HTTPAdapter
+
+from ssdctl.download.http_response import NotFound
+from ssdctl.download.partial_file import Part, part_paths, remove_part
+from ssdctl.download.sources import PinnedFile
+from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
+from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.files import disk_errors, free_bytes, safe_join
+
+MAX_REDIRECTS = 10
+HASH_BYTES = 1024 * 1024
+SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
+DEFAULT_PATIENCE = Patience()
+
+
+def no_report(label: str, done: int, total: int) -> None:
+    """Progress for nobody."""
+
+
+def fetch(
+    file: PinnedFile,
+    folder: Path,
+    *,
+    mirror: str | None = None,
+    connections: int = 8,
+    patience: Patience = DEFAULT_PATIENCE,
+    report: Report = no_report,
+) -> Path:
+    """Make sure that `file` lies in `folder`, whole and verified; return where.
+
+    Args:
+        file: What to fetch, with its pins.
+        folder: Created where absent.
+        mirror: Base URL to fetch from instead.
+        connections: How many at once, where the server gives ranges.
+        patience: Timeouts and retries.
+        report: Gets (what is done, bytes done, bytes in all) a few times a second.
+
+    Raises:
+        NetworkError: No answer, a refusal, a stall. What arrived is kept for the next call.
+        IntegrityError: What the server has is not the pinned file.
+        DiskError: No space (seen before the first byte) or no permission.
+    """
+    target = safe_join(folder, file.name)
+    urls = file.urls(mirror)
+    if not _left_over(target) and is_whole(target, file, report):
+        return target  # without a lock: the folder may be read-only
+    with claim(target):
+        if is_whole(target, file, report):
+            remove_part(target)
+            return target
+        with open_session(connections) as session:
+            for url in urls:
+                try:
+                    order = Order(session, url, file.name, connections, patience, report)
+                    _fetch_from(order, file, target)
+                    break
+                except NotFound:
+                    if url == urls[-1]:
+                        raise
+    return target
+
+
+@contextlib.contextmanager
+def claim(target: Path) -> Iterator[None]:
+    """Be the only one that works on `target`, here and in other processes; wait for that.
+
+    Its lock file goes when the work is over. `files.lock` cannot do that: who waited would hold
+    the lock of a file that is gone, beside the holder of a new one.
+    """
+    path = _lock_path(target)
+    while True:
+        with disk_errors(path, "locking"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                current = path.stat().st_ino == os.fstat(descriptor).st_ino
+            except FileNotFoundError:
+                current = False
+            if current:
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock_path(target: Path) -> Path:
+    return target.with_name(target.name + ".lock")
+
+
+def _left_over(target: Path) -> bool:
+    """Whether a download that died, or one that goes on, left something that we may remove."""
+    beside = [*part_paths(target), _lock_path(target)]
+    return any(path.exists() for path in beside) and os.access(target.parent, os.W_OK)
+
+
+def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
+    """Whether `path` is `file`, by size and hash."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return False
+    if file.bytes is not None and size != file.bytes:
+        return False
+    return sha256_of(path, f"checking {file.name}", report).startswith(file.sha256)
+
+
+def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
+    """The SHA-256 of a file, in hex."""
+    digest = hashlib.sha256()
+    total = path.stat().st_size
+    done = 0
+    with path.open("rb") as stream:
+        while data := stream.read(HASH_BYTES):
+            digest.update(data)
+            done += len(data)
+            report(label, done, total)
+    return digest.hexdigest()
+
+
+def missing_bytes(target: Path, num_bytes: int) -> int:
+    """How much more space the download of `target` will take."""
+    try:
+        allocated = part_paths(target)[0].stat().st_blocks * 512
+    except OSError:
+        allocated = 0
+    return max(num_bytes - allocated, 0)
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Refuse before the first byte what would not fit.
+
+    Raises:
+        DiskError: There is less than `needed` bytes (and a little) free.
+    """
+    free = free_bytes(folder.absolute())
+    if needed and free < needed + SPARE_BYTES:
+        raise DiskError(
+            f"{what} needs {needed / 1e9:,.2f} GB more in {folder}, {free / 1e9:,.2f} GB are free",
+            hint="free some space or choose another folder with --dest",
+        )
+
+
+def open_session(connections: int) -> requests.Session:
+    """A session that follows redirects to http(s) alone, through the environment's proxies."""
+    session = requests.Session()
+    session.max_redirects = MAX_REDIRECTS
+    for scheme in ("http://", "https://"):  # no other adapter: no redirect leads elsewhere
+        session.mount(scheme, HTTPAdapter(pool_maxsize=max(connections, 1), max_retries=0))
+    return session
+
+
+def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
+    """Fetch from one URL into the part, check the hash, publish."""
+    num_bytes = file.bytes or length_of(order.session, order.url, order.patience)
+    check_space(target.parent, missing_bytes(target, num_bytes), file.name)
+    part = Part(target, num_bytes, order.connections, order.url)
+    try:
+        while True:
+            old = bool(part.inherited)
+            transfer(order, part)
+            digest = sha256_of(part.path, f"verifying {file.name}", order.report)
+            if digest.startswith(file.sha256):
+                part.publish(target)
+                return
+            # Bytes of an earlier run may be another server's, or lost in a power cut: once more.
+            if not old:
+                break
+            part.reset("")
+    finally:
+        unused = part.arrived_bytes == 0
+        part.close()
+        if unused:
+            remove_part(target)
+    raise _quarantined(target, file, digest, order.url)
+
+
+def _quarantined(target: Path, file: PinnedFile, digest: str, url: str) -> IntegrityError:
+    corrupt = target.with_name(target.name + ".corrupt")
+    with disk_errors(corrupt, "writing"):
+        part_paths(target)[0].replace(corrupt)
+        remove_part(target)
+    return IntegrityError(
+        f"{file.name} from {url}: its SHA-256 is {digest}, pinned is {file.sha256}; "
+        f"kept as {corrupt}",
+        hint="run it again; if the same hash comes back, the source is another file: try --mirror",
+    )

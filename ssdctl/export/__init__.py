@@ -1,0 +1,1 @@
+"""Write checkpoints in the formats of other programs."""

@@ -1,0 +1,151 @@
+"""Checkpoints for other programs: the peers' formats, safetensors, ONNX."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.checkpoint.third_party import label_map, to_peer
+from ssdctl.data import shapes
+from ssdctl.data.dataset import find_splits
+from ssdctl.data.store import open_split
+from ssdctl.errors import DataError, UsageError
+from ssdctl.export.onnx import Check, onnx_model
+from ssdctl.files import atomic_write, write_bytes
+from ssdctl.inference.predict import open_picture, resized
+
+NUM_PICTURES = 5  # that an ONNX file is compared on
+MOST_TRIED = 50  # of the dataset, to find as many that open
+EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
+
+
+def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
+    """Write a checkpoint in another format.
+
+    Args:
+        checkpoint: What to write.
+        kind: `safetensors` (our weights and class names), `mlperf` or `nvidia`.
+        target: The file, published atomically.
+
+    Raises:
+        UsageError: The peer has no such network, or a package is absent.
+        DiskError: The file cannot be written.
+    """
+    if kind == "safetensors":
+        _write_safetensors(checkpoint, target)
+        return
+    if checkpoint.architecture.extra_norm != EXTRA_NORM[kind]:
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network has extra blocks with "
+            f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}"
+        )
+    names = label_map(checkpoint.classes)
+    payload = {"model": to_peer(checkpoint.model, kind), "label_map": names}
+    if kind == "nvidia":
+        payload |= {
+            "epoch": int(checkpoint.epoch),
+            "iteration": checkpoint.step,
+            "optimizer": {},
+            "scheduler": {},
+        }
+    with atomic_write(target) as file:
+        torch.save(payload, file)
+
+
+def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
+    try:
+        from safetensors.torch import save
+    except ImportError:
+        raise UsageError(
+            "the package safetensors is not installed", hint="pip install 'ssdctl[export]'"
+        ) from None
+    metadata = {
+        "architecture": json.dumps(checkpoint.architecture._asdict()),
+        "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
+    }
+    content = save({k: v.contiguous() for k, v in checkpoint.model.items()}, metadata)
+    write_bytes(target, content)
+
+
+def export_onnx(
+    checkpoint: Checkpoint,
+    target: Path,
+    data: tuple[Path, Path],
+    *,
+    has_nms: bool,
+    score_threshold: float,
+    nms_iou: float,
+) -> tuple[Check, str]:
+    """Write an ONNX file, once onnxruntime gives PyTorch's answers on pictures of the dataset.
+
+    Args:
+        data: The dataset's and its store's folder; where both are gone, pictures are generated.
+
+    Returns:
+        How near the answers are, and where the pictures came from.
+
+    Raises:
+        UsageError, IntegrityError: See `onnx_model`.
+        DiskError: The file cannot be written.
+    """
+    pictures, source = pictures_of(*data)
+    content, check = onnx_model(
+        checkpoint,
+        pictures,
+        has_nms=has_nms,
+        score_threshold=score_threshold,
+        nms_iou=nms_iou,
+    )
+    write_bytes(target, content)
+    return check, source
+
+
+def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
+    """Some pictures to compare two programs on, and where they come from."""
+    found = _of_dataset(root, store)
+    if len(found) == NUM_PICTURES:
+        return np.stack(found), str(root)
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        made = Path(folder)
+        shapes.generate(made, num_train=1, num_val=NUM_PICTURES)
+        return np.stack(_opened(sorted((made / "val2017").iterdir()))), "generated shapes"
+
+
+def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
+    """The first pictures of the dataset that open: the store's, which knows where they lie, or, in
+    one that was not prepared, those of the image folder."""
+    try:
+        splits = find_splits(root)
+        name = "val" if "val" in splits else "train"
+        files = splits[name]
+        try:
+            split = open_split(store, name, files)
+        except DataError:
+            return _opened(sorted(files.images.iterdir()))
+        rows = range(min(len(split.image_ids), MOST_TRIED))
+        return _opened(io.BytesIO(split.read(row)) for row in rows)
+    except (DataError, OSError):
+        return []
+
+
+def _opened(sources: Iterable[Path | IO[bytes]]) -> list[NDArray[np.uint8]]:
+    found = []
+    for source in itertools.islice(sources, MOST_TRIED):
+        try:
+            found.append(resized(open_picture(source)))
+        except DataError:
+            continue
+        if len(found) == NUM_PICTURES:
+            break
+    return found

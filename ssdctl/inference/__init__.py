@@ -1,0 +1,1 @@
+"""Detect objects on pictures."""

@@ -1,0 +1,104 @@
+"""A network that is ready to detect: pixels in, detections out.
+
+    detector = Detector(model, device, score_threshold=0.05, nms_iou=0.5)
+    detections = detector(images)
+
+`evaluate`, `predict`, the Python API and the benchmark all detect through this class.
+Shapes: B batch, C classes with background, N default boxes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.device.base import Device
+from ssdctl.errors import NonFiniteError, UsageError
+from ssdctl.model.augment import Normalise
+from ssdctl.model.postprocess import Detections, detect
+
+
+class Output(NamedTuple):
+    """What the network says, before it is decoded."""
+
+    offsets: Tensor  # B x 4 x N
+    logits: Tensor  # B x C x N
+
+
+class Detector:
+    """See the module.
+
+    Args:
+        model: On the device. It should be in evaluation mode.
+        device: Where the network is.
+        precision: `fp32` or another that the device computes in.
+        score_threshold: Detections score more than this.
+        nms_iou: A box that overlaps a better one of its class by more is dropped.
+
+    Raises:
+        UsageError: The device does not compute in that precision.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        *,
+        precision: str = "fp32",
+        score_threshold: float,
+        nms_iou: float,
+    ) -> None:
+        if precision not in device.precisions:
+            raise UsageError(
+                f"device {device.name} does not compute in {precision}",
+                hint=f"choose {' or '.join(f'--{p}' for p in device.precisions)}",
+            )
+        self._model = model
+        self._device = device
+        self._precision = precision
+        self._score_threshold = score_threshold
+        self._nms_iou = nms_iou
+        self._defaults = default_boxes_cxcywh().to(device.torch_device)
+        self._normalise = Normalise().to(device.torch_device)
+
+    def __call__(self, images_BHW3: Tensor) -> list[Detections]:
+        """The detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
+
+        Raises:
+            NonFiniteError: The network's output is NaN or infinite.
+        """
+        return self.finish(self.forward(images_BHW3))
+
+    def forward(self, images_BHW3: Tensor) -> Output:
+        """The network alone; returns before an accelerator is done."""
+        with torch.no_grad():  # lazy devices refuse inference tensors
+            if images_BHW3.device.type == "cpu" and not self._device.is_host:
+                images_BHW3 = self._device.copy(images_BHW3)  # beside the batch before
+                self._device.wait_for_copies()
+            images = self._normalise(images_BHW3)
+            with self._device.autocast(self._precision):
+                output = Output(*self._model(images))
+            self._device.mark_step()
+            return output
+
+    def finish(self, output: Output) -> list[Detections]:
+        """Decode what `forward` gave; may run in another thread.
+
+        Raises:
+            NonFiniteError: It is NaN or infinite.
+        """
+        with torch.no_grad():  # lazy devices refuse inference tensors
+            if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
+                raise NonFiniteError(
+                    "the network's output is NaN or infinite",
+                    hint="the weights went bad in training: take an earlier checkpoint",
+                )
+            return detect(
+                *output,
+                self._defaults,
+                score_threshold=self._score_threshold,
+                nms_iou=self._nms_iou,
+            )

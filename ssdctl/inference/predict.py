@@ -1,0 +1,238 @@
+"""Detect on a user's own pictures: what `ssdctl.load` returns and `ssdctl predict` runs.
+
+predictor = ssdctl.load("ckpt.pt")
+for found in predictor.predict("street.jpg"):
+    found.name, found.score, found.box
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.image_check import MOST_PIXELS
+from ssdctl.device import open_device
+from ssdctl.device.base import Device
+from ssdctl.errors import DataError, UsageError
+from ssdctl.inference.detector import Detector
+from ssdctl.inference.drawing import BoxLabel
+from ssdctl.model import postprocess
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.reader import checkpoint_of
+
+Picture = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
+
+
+class Found(NamedTuple):
+    """One detection on a picture."""
+
+    name: str
+    label: int  # 1 and up
+    category_id: int | None  # None where the checkpoint is a peer's
+    score: float
+    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels, clipped
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "box": list(self.box)}
+
+    def as_box_label(self) -> BoxLabel:
+        """As `ssdctl.inference.drawing.draw` takes it."""
+        return BoxLabel(self.box, f"{self.name} {self.score:.2f}", self.label)
+
+
+class Predictor:
+    """A network with its classes, ready for pictures. Made by `ssdctl.load`.
+
+    Args:
+        model: On the device.
+        classes: The dataset's; empty where a peer's file names none.
+        device: Where the network is.
+        score: Detections score more than this.
+        nms_iou: A box that overlaps a better one of its class by more is dropped.
+        precision: `fp32` or another that the device computes in.
+    """
+
+    def __init__(
+        self,
+        model: SSD300,
+        classes: Sequence[ClassName],
+        device: Device,
+        *,
+        score: float = 0.3,
+        nms_iou: float = 0.5,
+        precision: str = "fp32",
+    ) -> None:
+        self._classes = list(classes) or [
+            ClassName(None, f"class {label}") for label in range(1, model.num_classes)
+        ]
+        self._detector = Detector(
+            model.eval(), device, precision=precision, score_threshold=score, nms_iou=nms_iou
+        )
+
+    @property
+    def class_names(self) -> list[str]:
+        """What it can find."""
+        return [c.name for c in self._classes]
+
+    def predict(self, picture: Picture) -> list[Found]:
+        """What is on a picture, the best first.
+
+        Args:
+            picture: A file, a Pillow image, or (H, W, 3) uint8 RGB pixels.
+
+        Raises:
+            DataError: It is no readable picture.
+            NonFiniteError: The network's output is NaN or infinite.
+        """
+        return self.predict_many([picture])[0]
+
+    def predict_many(self, pictures: Sequence[Picture]) -> list[list[Found]]:
+        """The same for several pictures in one pass through the network."""
+        opened = [as_image(picture) for picture in pictures]
+        if not opened:
+            return []
+        pixels = torch.from_numpy(np.stack([resized(image) for image in opened]))
+        return [
+            self._found(image, result)
+            for image, result in zip(opened, self._detector(pixels), strict=True)
+        ]
+
+    def _found(self, image: Image.Image, result: postprocess.Detections) -> list[Found]:
+        scale = np.array([image.width, image.height] * 2)
+        boxes: NDArray[np.float64] = result.boxes.cpu().numpy().clip(0, 1) * scale
+        found = []
+        for box, score, label in zip(
+            boxes, result.scores.tolist(), result.labels.tolist(), strict=True
+        ):
+            entry = self._classes[label - 1]
+            left, top, right, bottom = (round(float(v), 2) for v in box)
+            found.append(
+                Found(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
+            )
+        return found
+
+
+def load(
+    checkpoint: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    score: float = 0.3,
+    nms_iou: float = 0.5,
+    precision: str = "fp32",
+) -> Predictor:
+    """See `ssdctl.load`."""
+    opened = open_device(device)
+    read = read_checkpoint(checkpoint_of(Path(checkpoint)))
+    return Predictor(
+        opened.place(load_network(read)),
+        read.classes,
+        opened,
+        score=score,
+        nms_iou=nms_iou,
+        precision=precision,
+    )
+
+
+class Prediction(NamedTuple):
+    """What became of one file."""
+
+    path: Path
+    image: Image.Image | None  # upright, RGB; None where it is no readable picture
+    found: list[Found]
+    error: DataError | None
+
+
+def predict_files(
+    predictor: Predictor, files: Iterable[Path], *, batch_size: int, threads: int
+) -> Iterator[Prediction]:
+    """Detect on many files, in their order; a bad one is told and the rest goes on.
+
+    Pictures are opened some ahead of their batch, in threads.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
+        opened = _ahead(pool, files, 2 * batch_size)
+        while batch := list(itertools.islice(opened, batch_size)):
+            good = [image for _, image in batch if isinstance(image, Image.Image)]
+            answers = iter(predictor.predict_many(good))
+            for path, image in batch:
+                if isinstance(image, DataError):
+                    yield Prediction(path, None, [], image)
+                else:
+                    yield Prediction(path, image, next(answers), None)
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, files: Iterable[Path], count: int
+) -> Iterator[tuple[Path, Image.Image | DataError]]:
+    waiting: deque[tuple[Path, Future[Image.Image | DataError]]] = deque()
+    for path in files:
+        waiting.append((path, pool.submit(_open_or_error, path)))
+        if len(waiting) > count:
+            first, future = waiting.popleft()
+            yield first, future.result()
+    for path, future in waiting:
+        yield path, future.result()
+
+
+def _open_or_error(path: Path) -> Image.Image | DataError:
+    try:
+        return open_picture(path)
+    except DataError as error:
+        return error
+
+
+def as_image(picture: Picture) -> Image.Image:
+    """A picture of any kind, in RGB.
+
+    Raises:
+        DataError: It is none.
+    """
+    if isinstance(picture, Image.Image):
+        return picture.convert("RGB")
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+            raise UsageError(
+                f"pixels of shape {picture.shape} and type {picture.dtype}",
+                hint="expected (height, width, 3) uint8, RGB",
+            )
+        return Image.fromarray(picture)
+    return open_picture(Path(picture))
+
+
+def open_picture(path: Path | IO[bytes]) -> Image.Image:
+    """A user's picture, upright, in RGB.
+
+    Raises:
+        DataError: It cannot be read as a picture, or is absurdly large.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what Pillow warns of is refused below
+            with Image.open(path) as picture:
+                if picture.width * picture.height > MOST_PIXELS:
+                    raise DataError(
+                        f"{path}: {picture.width} x {picture.height} pixels are too many"
+                    )
+                upright = ImageOps.exif_transpose(picture)
+                return upright.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: no readable picture ({error})") from None
+
+
+def resized(image: Image.Image) -> NDArray[np.uint8]:
+    """As the evaluation resizes: Pillow's antialiased bilinear filter, in uint8."""
+    return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

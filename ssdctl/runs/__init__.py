@@ -1,0 +1,1 @@
+"""The run folder: file names, metrics, config snapshot, environment."""

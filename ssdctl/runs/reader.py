@@ -1,0 +1,177 @@
+"""What a run folder tells: metrics, config, environment, checkpoints, its best evaluation.
+
+A folder that `evaluate --report` wrote holds an evaluation alone and is read all the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ssdctl.config.resolve import read_toml
+from ssdctl.errors import DataError, UsageError
+from ssdctl.evaluate.analysis import FILE, Evaluation, read_evaluation
+from ssdctl.runs.metrics import Record, read_metrics
+
+EVENT_KEYS = ("kind", "step", "epoch", "event")
+
+
+class RunData(NamedTuple):
+    """One run, read from its folder."""
+
+    name: str
+    path: Path
+    train: list[Record]
+    evals: list[Record]
+    events: list[Record]
+    config: str  # config.toml as it lies there, sources in its comments; empty without training
+    settings: dict[str, Any]  # the values in it
+    environment: dict[str, Any]
+    evaluation: Evaluation | None
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The figures of the best evaluation: of training, else the one that lies in the folder."""
+        if self.evals:
+            return max(self.evals, key=lambda r: float(r["AP"]))
+        return self.evaluation.figures if self.evaluation else None
+
+    @property
+    def class_ap(self) -> dict[str, float]:
+        """AP per class of the best evaluation."""
+        best = self.best
+        for event in reversed(self.events):
+            if (
+                event.get("event") == "class_ap"
+                and best is not None
+                and event["step"] == best.get("step")
+            ):
+                return dict(event["AP"])
+        return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
+
+    @property
+    def shown_events(self) -> list[tuple[int, str, str]]:
+        """Step, name and facts of what happened, for people."""
+        return [
+            (
+                int(e.get("step", 0)),
+                str(e["event"]),
+                ", ".join(f"{k} {_shown(v)}" for k, v in e.items() if k not in EVENT_KEYS),
+            )
+            for e in self.events
+            if e.get("event") != "class_ap"
+        ]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint itself, or the best (else the last) one of a run folder.
+
+    Raises:
+        UsageError: A run folder without checkpoints.
+    """
+    if not path.is_dir():
+        return path
+    for name in ("best.pt", "last.pt"):
+        if (path / "checkpoints" / name).is_file():
+            return path / "checkpoints" / name
+    raise UsageError(
+        f"{path}: a folder without checkpoints",
+        hint="name a run folder (train's --out) or one of its checkpoints/; training saves at "
+        "--save-every, at evaluations and at its end",
+    )
+
+
+def read_run(path: Path) -> RunData:
+    """Read a run folder.
+
+    Raises:
+        UsageError: It is none.
+        DataError: One of its files is broken.
+    """
+    evaluation = read_evaluation(path / FILE)
+    name = path.resolve().name
+    if not (path / "metrics.jsonl").is_file():
+        if evaluation is None:
+            raise UsageError(
+                f"{path}: no run folder (it has no metrics.jsonl)",
+                hint=_runs_below(path),
+            )
+        return RunData(name, path, [], [], [], "", {}, {}, evaluation)
+    try:
+        environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+        config = (path / "config.toml").read_text(encoding="utf-8")
+        settings = {key: value for key, value, _ in read_toml(path / "config.toml")}
+    except (OSError, ValueError, UsageError) as error:
+        raise DataError(
+            f"{path}: a run folder with a broken file: {error}",
+            hint="the next start of its training writes config.toml and environment.json anew",
+        ) from None
+    kinds: dict[str, list[Record]] = {"train": [], "eval": [], "event": []}
+    for record in read_metrics(path / "metrics.jsonl"):
+        kinds.setdefault(str(record.get("kind")), []).append(record)
+    return RunData(
+        name=name,
+        path=path,
+        train=kinds["train"],
+        evals=kinds["eval"],
+        events=kinds["event"],
+        config=config,
+        settings=settings,
+        environment=environment,
+        evaluation=evaluation,
+    )
+
+
+def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
+    """The settings in which runs differ: key -> each run's value, None where it has none."""
+    trained = [run for run in runs if run.settings]
+    keys = {key for run in trained for key in run.settings}
+    rows = {key: [run.settings.get(key) for run in trained] for key in sorted(keys)}
+    return {k: v for k, v in rows.items() if any(value != v[0] for value in v)}
+
+
+def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
+    """What prepare dropped or mended in a dataset: split, what, how often. Empty where unknown."""
+    try:
+        report = json.loads((store / "report.json").read_text(encoding="utf-8"))
+        return [
+            (split["split"], kind, count)
+            for split in report["splits"]
+            for kind, count in Counter(f["kind"] for f in split["findings"]).most_common()
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Several runs; those whose folders have the same name go by as much of their paths as tells
+    them apart.
+
+    Raises:
+        UsageError, DataError: See `read_run`.
+    """
+    runs = [read_run(path) for path in paths]
+    whole = [run.path.absolute().parts for run in runs]
+    names = [run.name for run in runs]
+    for length in range(2, max(map(len, whole)) + 1):
+        times = Counter(names)
+        names = [
+            name if times[name] == 1 else str(Path(*parts[-length:]))
+            for name, parts in zip(names, whole, strict=True)
+        ]
+    return [run._replace(name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _runs_below(path: Path) -> str:
+    """What to name instead of a folder that is no run."""
+    if path.is_dir() and (inside := sorted(p.parent for p in path.glob("*/metrics.jsonl"))):
+        more = ", ..." if len(inside) > 3 else ""
+        return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
+    return "name the folder that train's --out named: runs/PRESET, if none"

@@ -1,0 +1,1 @@
+"""Process-level services: signals, background threads, logging, memory."""

@@ -1,0 +1,59 @@
+"""An exponential moving average of the weights, which often scores better than the last ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """The average of a network's weights and of batch norm's statistics, on its device.
+
+    Args:
+        model: The network; the average starts from what it holds.
+        decay: The share of the average that stays, each step.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model = model
+        self._decay = decay
+        self._state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        self._floats = [k for k, v in self._state.items() if v.is_floating_point()]
+
+    def update(self) -> None:
+        """Move towards the network's weights, after a step. Never waits for the device."""
+        live = self._model.state_dict()
+        torch._foreach_lerp_(
+            [self._state[k] for k in self._floats],
+            [live[k].detach() for k in self._floats],
+            1 - self._decay,
+        )
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The average as a state dict of the network."""
+        live = self._model.state_dict()
+        return {**live, **{k: self._state[k] for k in self._floats}}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from an average that was saved."""
+        for name in self._floats:
+            self._state[name].copy_(state[name])
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The network computes with the average for the length of the block."""
+        live = self._model.state_dict()
+        kept = {k: live[k].detach().clone() for k in self._floats}
+        try:
+            _put(live, self._state, self._floats)
+            yield
+        finally:
+            _put(live, kept, self._floats)
+
+
+def _put(target: Mapping[str, Tensor], source: Mapping[str, Tensor], names: list[str]) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_([target[k] for k in names], [source[k] for k in names])

@@ -1,0 +1,117 @@
+"""`ssdctl benchmark train`: figures that hang together, alone and on several ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import Result
+
+from ssdctl.benchmark.train import timed, train_flops
+from ssdctl.checkpoint.reader import Architecture
+
+Cli = Callable[..., Result]
+LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
+OPTIONS = LINE.split()
+
+
+@pytest.mark.parametrize(
+    ("backbone", "norm", "gflop"), [("resnet34", "none", 94.7), ("resnet50", "batch", 121)]
+)
+def test_arithmetic_of_a_step_is_what_the_facts_say(backbone: str, norm: str, gflop: float) -> None:
+    assert train_flops(Architecture(backbone, norm, 81)) / 1e9 == pytest.approx(gflop, rel=0.01)
+
+
+@pytest.mark.slow
+def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
+    result = cli(*OPTIONS, "--data", shapes)
+    assert result.code == 0, result.err
+    found = json.loads(result.out)
+    rate = found["images_per_second"]
+    assert found["data"] == "real"
+    assert found["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
+    assert found["tflops"] == pytest.approx(
+        rate * found["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
+    )
+    assert 0 < found["peak_fraction"] < 1
+    assert found["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
+    assert found["input_cost"] == pytest.approx(
+        1 - rate / found["images_per_second_fake"], abs=0.02
+    )
+    assert found["peak_memory_bytes"] > 1e8
+
+
+def on_two_ranks(*command: object) -> list[str]:
+    """What each rank printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    told = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], told[0][1]
+    return [out for out, _ in told]
+
+
+class Pair:
+    """Two threads that agree; a flag of one that the other does not answer is an error."""
+
+    def __init__(self) -> None:
+        self.flags = [False, False]
+        self.meeting = threading.Barrier(2, timeout=5)
+
+    def is_any(self, rank: int, flag: bool) -> bool:
+        self.flags[rank] = flag
+        self.meeting.wait()
+        answer = any(self.flags)
+        self.meeting.wait()
+        return answer
+
+    def run(self, rank: int, work_s: float) -> int:
+        times, spent = timed(
+            lambda: time.sleep(work_s), 0.2,
+            wait=lambda: None, is_any=lambda flag: self.is_any(rank, flag),
+        )  # fmt: skip
+        assert spent >= times * work_s
+        return times
+
+
+@pytest.mark.parametrize(
+    ("work_s", "possible"),
+    [
+        ((0.001, 0.002), range(10, 210, 10)),
+        ((0.001, 0.03), range(1, 8)),  # slow on one rank alone
+        ((0.3, 0.001), range(1, 2)),
+    ],
+)
+def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possible: range) -> None:
+    pair = Pair()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(pair.run, range(2), work_s)
+    assert first == second
+    assert first in possible
+
+
+@pytest.mark.slow
+def test_ranks_tell_their_scaling_efficiency() -> None:
+    first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
+    assert second == ""
+    found = json.loads(first)
+    assert found["world_size"] == 2
+    assert 0.1 < found["scaling_efficiency"] < 1.5

@@ -1,0 +1,333 @@
+"""Checkpoints are untrusted files: the newest intact one wins, nothing of theirs is run."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
+from ssdctl.checkpoint.reader import (
+    Architecture,
+    load_backbone,
+    load_network,
+    read_checkpoint,
+    same_classes,
+)
+from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.writer import CheckpointDir
+from ssdctl.data.formats.coco import ClassName
+from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.model.ssd300 import SSD300
+
+
+class Malice:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, (str(self.mark), "w"))
+
+
+def test_payload_is_plain(checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    assert all(isinstance(v, torch.Tensor) for v in payload["model"].values())
+    assert payload["step"] == 3
+    assert payload["samples_seen"] == 6
+    assert payload["classes"][3] == {"id": 7, "name": "star"}
+    assert payload["config"]["model.backbone"] == "resnet18"
+    assert payload["architecture"]["num_classes"] == 6
+
+
+def test_network_comes_back(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    for name, tensor in load_network(read).state_dict().items():
+        assert torch.equal(tensor, read.model[name])
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 half a zip"])
+def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.pt"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=str(path)) as caught:
+        read_checkpoint(path)
+    assert "weights_only" not in str(caught.value)  # nor any advice to load it all the same
+
+
+def _without(key: str) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.pop(key)
+
+
+def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
+    return lambda payload: payload.update(changes)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        *map(_without, ("architecture", "classes", "samples_seen", "images", "optimizer")),
+        _with(model={"weight": "no tensor"}),
+        _with(trained=[1, 2]),
+        _with(images=0),
+        _with(classes=[{"id": 1}]),
+        _with(classes=7),
+        _with(architecture={"backbone": "vgg16", "extra_norm": "none", "num_classes": 6}),
+        _with(architecture={"backbone": "resnet18"}),
+        _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
+        _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),
+        _with(step="x"),
+        _with(samples_seen=-1),
+        _with(global_batch=0),
+        _with(best_ap="x"),
+        _with(config=[1]),
+        _with(optimizer={"state": {}}),
+    ],
+)
+def test_a_payload_with_a_part_amiss_is_an_integrity_error(
+    spoil: Callable[[dict[str, Any]], object], checkpoint: Path, tmp_path: Path
+) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    spoil(payload)
+    path = tmp_path / "x.pt"
+    torch.save(payload, path)
+    with pytest.raises(IntegrityError, match="parts missing"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("payload", [{"format": 99}, {"state": 1}, [1, 2], torch.zeros(3)])
+def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(payload, path)
+    with pytest.raises(IntegrityError, match="no checkpoint that this version"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"model.layer1.0.weight": "a word"}, "its weights are no tensors"),
+        ({"model.layer1.0.weight": torch.zeros(64, 3, 7, 7)}, "no SSD300 on a ResNet"),
+    ],
+)
+def test_what_only_looks_like_a_peers_file(
+    state: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "peer.pt"
+    torch.save({"model": state}, path)
+    with pytest.raises(IntegrityError, match=f"looks like mlperf's, but .*{words}"):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
+def test_a_peers_file_with_nonsense_for_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "peer.pt"
+    state = to_peer(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    torch.save({"model": state, **changes}, path)
+    with pytest.raises(IntegrityError, match="no number"):
+        read_checkpoint(path)
+
+
+def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
+    with pytest.raises(IntegrityError, match="not a state dict"):
+        load_backbone(SSD300("resnet18", 3, "none"), checkpoint)
+
+
+def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder") as caught:
+        read_checkpoint(tmp_path)
+    assert "best.pt" in str(caught.value.hint)
+
+
+def test_whose_classes_a_checkpoint_knows(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    theirs = [ClassName(None, c.name) for c in read.classes]  # a peer's file has no ids
+    assert same_classes(read, read.classes)
+    assert same_classes(read._replace(classes=theirs), read.classes)
+    assert same_classes(read._replace(classes=[]), read.classes)  # nor names: their number must do
+    assert not same_classes(read._replace(classes=[]), read.classes[1:])
+    assert not same_classes(read, read.classes[::-1])
+    assert not same_classes(read, read.classes[1:])
+
+
+def test_absent_file_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file"):
+        read_checkpoint(tmp_path / "x.pt")
+
+
+def test_every_flipped_byte_of_the_weights_is_seen(checkpoint: Path, tmp_path: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    path = tmp_path / "x.pt"
+    for position in range(len(content) // 10, len(content), len(content) // 7):
+        spoiled = bytearray(content)
+        spoiled[position] ^= 1
+        path.write_bytes(spoiled)
+        with pytest.raises(IntegrityError):
+            read_checkpoint(path)
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_malicious_pickle_is_not_run(tmp_path: Path, as_zip: bool) -> None:
+    path, mark = tmp_path / "x.pt", tmp_path / "mark"
+    payload = {"format": 1, "model": Malice(mark)}
+    if as_zip:
+        torch.save(payload, path)
+    else:
+        path.write_bytes(pickle.dumps(payload, protocol=2))
+    with pytest.raises(IntegrityError):
+        read_checkpoint(path)
+    with pytest.raises(IntegrityError):
+        load_backbone(SSD300("resnet18", 3, "none"), path)
+    assert not mark.exists()
+
+
+def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> None:
+    read = read_checkpoint(checkpoint)
+    model = dict(read.model)
+    del model["backbone.conv1.weight"]
+    model["surplus"] = torch.zeros(1)
+    model["backbone.bn1.weight"] = torch.zeros(3)
+    with pytest.raises(IntegrityError) as caught:
+        load_network(read._replace(model=model))
+    for words in ("missing backbone.conv1", "unexpected surplus", "bn1.weight is (3,), not (64,)"):
+        assert words in str(caught.value)
+
+
+def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
+    """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
+    from torchvision.models import resnet18
+
+    state = {k: v for k, v in resnet18().state_dict().items() if "num_batches" not in k}
+    path = tmp_path / "old.pth"
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.conv1.weight, state["conv1.weight"])
+    assert model.backbone.bn1.num_batches_tracked == 0
+
+
+def test_peers_file_from_before_zip_is_read(tmp_path: Path) -> None:
+    state = to_peer(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
+    path = tmp_path / "epoch_1.pt"
+    torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
+    read = read_checkpoint(path)
+    assert read.architecture == Architecture("resnet18", "batch", 4)
+    load_network(read)
+
+
+def test_flipped_bits_in_the_zip_directory_are_damage(checkpoint: Path, tmp_path: Path) -> None:
+    content = checkpoint.read_bytes()
+    path = tmp_path / "x.pt"
+    start = content.rindex(b"PK\x01\x02", 0, len(content) - 3000)
+    for offset in range(4, 46, 3):
+        spoiled = bytearray(content)
+        spoiled[start + offset] ^= 0x55
+        path.write_bytes(spoiled)
+        try:
+            read_checkpoint(path)
+        except IntegrityError:
+            continue  # anything else would be a bug; some bits mean nothing
+
+
+def test_none_intact_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
+    with pytest.raises(IntegrityError, match="none of the 1 checkpoints") as error:
+        CheckpointDir(tmp_path, keep=1).newest_intact()
+    assert "trying the one before" not in str(error.value)
+
+
+def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
+    folder = CheckpointDir(tmp_path, keep=2)
+    (good,) = folder.steps()
+    later = good.with_name("step-00000009.pt")
+    later.write_bytes(good.read_bytes()[:-1000])
+    read, warnings = folder.newest_intact()
+    assert read is not None
+    assert read.path == good
+    assert len(warnings) == 1
+    assert later.name in warnings[0]
+
+
+def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
+    folder = CheckpointDir(tmp_path, keep=2)
+    for step in range(1, 6):
+        folder.write({"step": step})
+        if step == 2:
+            folder.mark_best(step)
+    assert [p.name for p in folder.steps()] == ["step-00000004.pt", "step-00000005.pt"]
+    assert folder.steps()[-1].samefile(folder.path / "last.pt")
+    assert torch.load(folder.path / "best.pt") == {"step": 2}
+
+
+def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    """Training goes on with the same tensors while they are written."""
+    moved = threading.Event()
+
+    class Slow(CheckpointDir):
+        def write(self, payload: dict[str, Any]) -> None:
+            assert moved.wait(30)
+            super().write(payload)
+
+    weights, momentum = torch.zeros(3), torch.zeros(2)
+    saver = AsyncCheckpointWriter(Slow(tmp_path, keep=1))
+    saver.save({"step": 1, "model": {"w": weights}, "optimizer": {"state": [(0, momentum)]}})
+    weights += 1
+    momentum += 1
+    moved.set()
+    saver.close()
+    saved = torch.load(tmp_path / "checkpoints/last.pt")
+    assert not saved["model"]["w"].any()
+    assert not saved["optimizer"]["state"][0][1].any()
+
+
+def test_a_save_that_failed_is_told_at_the_next_look(tmp_path: Path) -> None:
+    class Full(CheckpointDir):
+        def write(self, payload: dict[str, Any]) -> None:
+            raise DiskError("no space left")
+
+    def look() -> None:
+        for _ in range(3000):  # at the ends of steps, which never wait for a save
+            saver.check()
+            time.sleep(0.01)
+
+    saver = AsyncCheckpointWriter(Full(tmp_path, keep=1))
+    saver.save({"step": 1})
+    with pytest.raises(DiskError):
+        look()
+    saver.close()
+
+
+def test_stale_temporaries_go(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    dead, foreign = folder / ".step-00000001.pt.999999999.tmp", folder / "notes.tmp"
+    dead.touch()
+    foreign.touch()
+    CheckpointDir(tmp_path, keep=1).clean()
+    assert not dead.exists()
+    assert foreign.exists()
+
+
+def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(1)
+    whole = resnet18()
+    path = tmp_path / "resnet18.pth"
+    torch.save(whole.state_dict(), path)
+    model = SSD300("resnet18", 3, "none")
+    load_backbone(model, path)
+    assert torch.equal(model.backbone.layer3[1].conv2.weight, whole.layer3[1].conv2.weight)
+    with pytest.raises(IntegrityError, match=r"missing layer1\.2"):
+        load_backbone(SSD300("resnet34", 3, "none"), path)

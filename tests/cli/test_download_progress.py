@@ -1,0 +1,90 @@
+"""The progress display of downloads: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import sys
+import termios
+
+import pytest
+
+from ssdctl.cli import download_progress
+from ssdctl.cli.console import Console
+from ssdctl.cli.download_progress import ByteProgress
+
+MB = 1_000_000
+
+
+def test_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_progress, "LINE_S", 0.0)
+    progress = ByteProgress(Console())
+    progress("a.zip", 10 * MB, 100 * MB)
+    progress("a.zip", 50 * MB, 100 * MB)
+    progress("verifying a.zip", 100 * MB, 100 * MB)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "a.zip: 100.0 MB, 10.0 MB here already"
+    assert "50%" in lines[1]
+    assert "MB/s" in lines[1]
+    assert "min left" in lines[1]
+    assert lines[2].startswith("verifying a.zip")
+
+
+def test_what_is_read_here_did_not_lie_here_already(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ByteProgress(Console())
+    for verb in ("checking", "verifying", "unpacking"):
+        progress(f"{verb} a.zip", MB, 20 * MB)
+    assert "here already" not in capsys.readouterr().err
+
+
+def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
+    ByteProgress(Console(quiet=True))("a.zip", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_tell_of_all_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_progress, "LINE_S", 0.0)
+    progress = ByteProgress(Console(), {"a.zip": 100 * MB, "b.zip": 300 * MB})
+    progress("a.zip", 0, 100 * MB)
+    progress("a.zip", 100 * MB, 100 * MB)
+    progress("unpacking a.zip", 5, 10)
+    progress("b.zip", 0, 300 * MB)
+    progress("b.zip", 100 * MB, 300 * MB)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert "all files: 25%" in lines[1]
+    assert "all files: 50%" in lines[4]
+    assert lines[4].count("left") == 2
+
+
+def test_a_display_of_all_files_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    monkeypatch.setenv("TERM", "xterm")
+    with open(theirs, "w") as terminal:  # noqa: PTH123 - a descriptor
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = ByteProgress(Console(), {"a.zip": 100 * MB, "b.zip": 100 * MB})
+        progress("a.zip", 10 * MB, 100 * MB)
+        progress("a.zip", 0, 100 * MB)  # from zero
+        progress("a.zip", 100 * MB, 100 * MB)
+        progress("unpacking a.zip", 0, 100 * MB)
+        progress("b.zip", 20 * MB, 100 * MB)
+        progress.close()
+        content = b""
+        while select.select([ours], [], [], 0.2)[0]:
+            content += os.read(ours, 100_000)
+    os.close(ours)
+    shown = content.decode()
+    assert "all files" in shown
+    assert "120.0/200.0 MB" in shown
+    assert "b.zip" in shown
+    assert "20%" in shown
+    assert "60%" in shown

@@ -1,0 +1,202 @@
+"""Annotations are untrusted: what is refused, dropped or mended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.data.formats.coco import check, class_names, read
+from ssdctl.errors import DataError
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "images": [
+            {"id": 7, "file_name": "a.jpg", "width": 100, "height": 50},
+            {"id": 3, "file_name": "b.jpg", "width": 100, "height": 50},
+        ],
+        "annotations": [
+            {"id": 1, "image_id": 3, "category_id": 90, "bbox": [10, 10, 20, 20], "iscrowd": 0},
+            {"id": 2, "image_id": 3, "category_id": 12, "bbox": [0, 0, 5, 5], "iscrowd": 1},
+        ],
+        "categories": [{"id": 90, "name": "brush"}, {"id": 12, "name": "sign"}],
+        **changes,
+    }
+
+
+def written(folder: Path, content: Any) -> Path:
+    path = folder / "annotations.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_labels_are_ranks_in_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, document())
+    annotations = read(path)
+    boxes, findings = check(annotations, path)
+    assert [c.name for c in class_names(annotations)] == ["brush", "sign"]
+    assert boxes.labels.tolist() == [1, 2]
+    assert boxes.starts.tolist() == [0, 0, 2]
+    assert boxes.ltrb.tolist() == [[10, 10, 30, 30], [0, 0, 5, 5]]
+    assert boxes.is_crowd.tolist() == [False, True]
+    assert findings == []
+
+
+@pytest.mark.parametrize("cut", [1, 20, 200, 400])
+def test_truncated_json_is_refused_with_its_place(tmp_path: Path, cut: int) -> None:
+    path = written(tmp_path, json.dumps(document())[:-cut])
+    with pytest.raises(DataError, match=str(path)):
+        read(path)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
+def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> None:
+    path = written(
+        tmp_path, json.dumps(document()).replace("[10, 10, 20, 20]", f"[10, {number}, 1, 1]")
+    )
+    with pytest.raises(DataError):
+        check(read(path), path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images": [{"id": 7, "file_name": "a.jpg", "width": 9, "height": 9}] * 2}, "duplicate image ids: 7"),
+        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 12, "bbox": [0, 0, 5, 5]}] * 2}, "duplicate annotation ids: 5"),
+        ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5 .image 4."),
+        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5 .category 1."),
+        ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
+        ({"categories": [], "annotations": []}, "no categories"),
+        ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "no plain path"),
+        ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "no plain path"),
+        ({"images": [{"id": 3, "file_name": "x.jpg", "width": 0, "height": 9}]}, "size 0 x 9"),
+        ({"images": [{"id": 3, "file_name": "x.jpg", "width": 9, "height": 65536}]}, "size 9 x 65536"),
+    ],
+)  # fmt: skip
+def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = written(tmp_path, document(**changes))
+    with pytest.raises(DataError, match=words):
+        check(read(path), path)
+
+
+@pytest.mark.parametrize("number", [10**30, 2**63, -(2**63) - 1])
+@pytest.mark.parametrize("key", ["id", "image_id", "category_id", "width", "iscrowd"])
+def test_integers_beyond_64_bits_are_refused(tmp_path: Path, key: str, number: int) -> None:
+    broken = document()
+    for entry in (*broken["images"], *broken["annotations"]):
+        if key in entry:
+            entry[key] = number
+    path = written(tmp_path, broken)
+    with pytest.raises(DataError, match=rf"not in COCO's format.*{key}"):
+        read(path)
+
+
+def test_wrong_type_names_the_place(tmp_path: Path) -> None:
+    path = written(tmp_path, document(categories=[{"id": "x", "name": "y"}]))
+    with pytest.raises(DataError, match=r"\$\.categories\[0\]\.id"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("bbox", "kept", "kind"),
+    [
+        ([296.65, 8.33, 1.03, 0], None, "box of no size, dropped"),
+        ([5, 5, -1, 5], None, "box of no size, dropped"),
+        ([200, 5, 5, 5], None, "box outside its image, dropped"),
+        ([-5, 5, 5, 5], None, "box outside its image, dropped"),
+        ([90, 40, 20, 20], [90, 40, 100, 50], "box clipped to its image"),
+        ([-10, -10, 20, 20], [0, 0, 10, 10], "box clipped to its image"),
+        ([90, 40, 10.001, 10], [90, 40, 100, 50], None),
+        ([50, 5, 1e-30, 5], None, "box of no size, dropped"),
+    ],
+)
+def test_boxes_are_dropped_or_clipped_and_listed(
+    tmp_path: Path, bbox: list[float], kept: list[float] | None, kind: str | None
+) -> None:
+    entry = {"id": 918, "image_id": 7, "category_id": 12, "bbox": bbox}
+    path = written(tmp_path, document(annotations=[entry]))
+    boxes, findings = check(read(path), path)
+    assert boxes.ltrb.tolist() == ([] if kept is None else [kept])
+    assert [f.kind for f in findings] == ([] if kind is None else [kind])
+    assert all(f.annotation_id == 918 and f.image_id == 7 for f in findings)
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(-200, 200),
+    st.integers(-150, 150),
+    st.sampled_from([0, -0.0, 1e308, -1e308, 5e-324, 100, 50]),
+)
+
+
+@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=20))
+def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
+    tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
+) -> None:
+    """Kept boxes have a size and lie inside; each other one is listed; the plain rule agrees."""
+    entries = [
+        {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
+        for i, bbox in enumerate(bboxes)
+    ]
+    path = written(tmp_path_factory.getbasetemp(), document(annotations=entries))
+    boxes, findings = check(read(path), path)
+    assert (boxes.ltrb[:, 2:] > boxes.ltrb[:, :2]).all()
+    assert (boxes.ltrb >= 0).all()
+    assert (boxes.ltrb <= [100, 50, 100, 50]).all()
+    assert boxes.starts[-1] == len(boxes.ltrb)
+    dropped = {f.annotation_id for f in findings if "dropped" in f.kind}
+    assert len(boxes.ltrb) + len(dropped) == len(bboxes)
+    for i, (x, y, w, h) in enumerate(bboxes):
+        inside = max(x, 0) < min(x + w, 100) and max(y, 0) < min(y + h, 50)
+        if not (inside and w > 0 and h > 0):
+            assert i in dropped
+
+
+@given(st.data())
+def test_any_damage_is_a_data_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Bytes changed anywhere: read as something, or refused with the file's name; never a bug."""
+    content = bytearray(json.dumps(document()).encode())
+    places = st.integers(0, len(content) - 1)
+    for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
+        content[place] = value
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_bytes(content[: data.draw(places) + 1] if data.draw(st.booleans()) else content)
+    try:
+        check(read(path), path)
+    except DataError as error:
+        assert str(path) in str(error)  # noqa: PT017
+
+
+def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:
+    """As they are in train2017."""
+    images = [
+        {"id": 200365, "file_name": "000000200365.jpg", "width": 640, "height": 480},
+        {"id": 550395, "file_name": "000000550395.jpg", "width": 500, "height": 375},
+    ]
+    entries = [
+        {"id": 918, "image_id": 200365, "category_id": 12, "bbox": [296.65, 388.33, 1.03, 0]},
+        {"id": 2206849, "image_id": 550395, "category_id": 12, "bbox": [9.98, 188.56, 5.54, 0]},
+    ]
+    path = written(tmp_path, document(images=images, annotations=entries))
+    boxes, findings = check(read(path), path)
+    assert len(boxes.labels) == 0
+    assert [(f.image_id, f.annotation_id) for f in findings] == [(200365, 918), (550395, 2206849)]
+    assert findings[0].detail == "bbox [296.65, 388.33, 1.03, 0.0] in 640 x 480"
+
+
+def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
+    entries = [
+        {"id": 100 - i, "image_id": image, "category_id": 12, "bbox": [i, 0, 5, 5]}
+        for i, image in enumerate([3, 7, 3, 7] * 10)
+    ]
+    path = written(tmp_path, document(annotations=entries))
+    boxes, _ = check(read(path), path)
+    assert boxes.starts.tolist() == [0, 20, 40]
+    assert boxes.ltrb[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]

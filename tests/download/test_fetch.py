@@ -1,0 +1,526 @@
+"""Faults 1 to 14 of a download, each against a real server on the loopback."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import random
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from download.http_server import Reply, Request, Server, changed, file
+
+from ssdctl.download.fetch import claim, fetch
+from ssdctl.download.partial_file import Part
+from ssdctl.download.sources import PinnedFile
+from ssdctl.download.transfer import Patience
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
+
+CONTENT = random.Random(1).randbytes(2_500_000)
+QUICK = Patience(
+    connect_s=2, read_s=0.4, stall_s=1.2, retries=3, first_retries=1, backoff_s=0.02, restarts=2
+)
+
+
+def pinned(url: str, content: bytes = CONTENT, name: str = "a.bin") -> PinnedFile:
+    return PinnedFile(name, url, hashlib.sha256(content).hexdigest(), len(content))
+
+
+def fetch_quickly(pin: PinnedFile, folder: Path, connections: int = 4) -> Path:
+    return fetch(pin, folder, connections=connections, patience=QUICK)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def leave_part(folder: Path, pin: PinnedFile, arrived: int, validator: str = '"1"') -> None:
+    """What a killed download of `pin` leaves: its first `arrived` bytes."""
+    part = Part(folder / pin.name, len(CONTENT), 4, pin.url)
+    part.adopt(validator)
+    part.write(0, CONTENT[:arrived])
+    part.close()
+
+
+class TestFetch:
+    def test_a_file_arrives_whole_over_several_connections(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        slow = changed(file(CONTENT), lambda _, reply: setattr(reply, "pause_s", 0.02))
+        pin = pinned(server.route("/a.bin", slow))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+        assert names(tmp_path) == ["a.bin"]
+        assert 1 < server.num_connections <= 4
+        assert server.body_bytes == len(CONTENT)
+
+    def test_connections_are_used_again(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        fetch_quickly(pin, tmp_path, connections=1)
+        assert len(server.requests) > 1
+        assert server.num_connections == 1
+
+    def test_a_whole_file_is_not_fetched_again(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        fetch_quickly(pin, tmp_path)
+        before = len(server.requests)
+        fetch_quickly(pin, tmp_path)
+        assert len(server.requests) == before
+
+    def test_a_broken_old_file_is_replaced(self, server: Server, tmp_path: Path) -> None:
+        (tmp_path / "a.bin").write_bytes(CONTENT[:-1] + b"?")
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_an_unknown_size_is_asked_for(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))._replace(bytes=None)
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_a_prefix_of_the_hash_is_a_pin(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        assert fetch_quickly(pin._replace(sha256=pin.sha256[:8]), tmp_path).is_file()
+        wrong = pin._replace(sha256="00000000", name="b.bin")
+        with pytest.raises(IntegrityError):
+            fetch_quickly(wrong, tmp_path)
+
+    def test_progress_ends_at_the_end(self, server: Server, tmp_path: Path) -> None:
+        told: list[tuple[str, int, int]] = []
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        fetch(pin, tmp_path, patience=QUICK, report=lambda *what: told.append(what))
+        assert ("a.bin", len(CONTENT), len(CONTENT)) in told
+        assert told[-1] == ("verifying a.bin", len(CONTENT), len(CONTENT))
+
+    def test_a_mirror_may_hold_files_flat_or_in_the_hosts_layout(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        pin = pinned("https://example.invalid/bucket/zips/a.bin")
+        server.route("/mirror/zips/a.bin", file(CONTENT))
+        fetch(pin, tmp_path, mirror=server.url + "/mirror/", patience=QUICK)
+        assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+    def test_a_proxy_of_the_environment_is_used(
+        self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        url = "http://files.invalid/a.bin"
+        server.routes[url] = file(CONTENT)  # a proxy gets the whole URL
+        monkeypatch.setenv("http_proxy", server.url)
+        assert fetch_quickly(pinned(url), tmp_path).read_bytes() == CONTENT
+
+    def test_a_ca_bundle_of_the_environment_is_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if shutil.which("openssl") is None:
+            pytest.skip("openssl makes the certificate, and is not here")
+        key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=here"
+        more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+        subprocess.run(["openssl", *words.split(), *more], check=True, capture_output=True)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(certificate, key)
+        with Server(tls) as server:
+            pin = pinned(server.route("/a.bin", file(CONTENT)))
+            with pytest.raises(NetworkError, match=r"(?i)certificate"):
+                fetch_quickly(pin, tmp_path / "data")
+            monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+            assert fetch_quickly(pin, tmp_path / "data").read_bytes() == CONTENT
+
+    def test_certificates_that_are_not_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "absent.pem"))
+        with pytest.raises(NetworkError, match=r"absent\.pem") as failure:
+            fetch_quickly(pinned("https://127.0.0.1:1/a.bin"), tmp_path)
+        assert "REQUESTS_CA_BUNDLE" in str(failure.value.hint)
+
+    def test_a_name_cannot_leave_the_folder(self, tmp_path: Path) -> None:
+        pin = pinned("http://127.0.0.1:1/a.bin", name="../a.bin")
+        with pytest.raises(IntegrityError):
+            fetch_quickly(pin, tmp_path)
+
+
+class TestFaults:
+    def test_1_dropped_every_64_kb(self, server: Server, tmp_path: Path) -> None:
+        dropping = changed(file(CONTENT), lambda _, reply: setattr(reply, "cut", 65536))
+        pin = pinned(server.route("/a.bin", dropping))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+        assert server.body_bytes <= 1.05 * len(CONTENT)
+
+    def test_2_range_ignored(self, server: Server, tmp_path: Path) -> None:
+        def whole(request: Request) -> Reply:
+            return Reply(200, {}, CONTENT, cut=1_000_000 if request.number == 0 else None)
+
+        pin = pinned(server.route("/a.bin", whole))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_2_range_ignored_after_a_part_arrived(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(200, {}, CONTENT)))
+        leave_part(tmp_path, pin, 700_000)
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_2_range_ignored_and_always_broken(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(200, {}, CONTENT, cut=500_000)))
+        with pytest.raises(NetworkError, match="ignores ranges"):
+            fetch_quickly(pin, tmp_path)
+
+    @pytest.mark.parametrize(
+        "claimed",
+        [
+            *("bytes {0}-{1}/{2}", "bytes {0}-{3}/{2}", "bytes 0-99/*", "bytes 5-1/{2}"),
+            *("garbage", "bytes */{2}", ""),
+        ],
+    )
+    def test_3_wrong_content_range(self, server: Server, tmp_path: Path, claimed: str) -> None:
+        def shifted(request: Request, reply: Reply) -> None:
+            assert request.range is not None
+            first, last = request.range
+            reply.headers["Content-Range"] = claimed.format(first + 1, last + 1, len(CONTENT), last)
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), shifted)))
+        leave_part(tmp_path, pin, 1000)
+        with pytest.raises(IntegrityError, match="Content-Range"):
+            fetch_quickly(pin, tmp_path)
+        assert "a.bin" not in names(tmp_path)
+
+    def test_3_a_longer_range_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+        """Its end would be written over what another connection brings."""
+
+        def longer(request: Request, reply: Reply) -> None:
+            assert request.range is not None
+            first, last = request.range
+            reply.headers["Content-Range"] = f"bytes {first}-{last + 1}/{len(CONTENT)}"
+            reply.body = CONTENT[first : last + 2]
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), longer)))
+        with pytest.raises(IntegrityError, match="Content-Range"):
+            fetch_quickly(pin, tmp_path)
+
+    def test_4_416_on_a_complete_part(self, server: Server, tmp_path: Path) -> None:
+        refused = Reply(416, {"Content-Range": f"bytes */{len(CONTENT)}"})
+        pin = pinned(server.route("/a.bin", lambda _: refused))
+        (tmp_path / "a.bin.part").write_bytes(CONTENT)
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+        assert names(tmp_path) == ["a.bin"]
+
+    def test_4_416_on_a_complete_part_that_is_wrong(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        (tmp_path / "a.bin.part").write_bytes(bytes(len(CONTENT)))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_4_416_although_bytes_are_missing(self, server: Server, tmp_path: Path) -> None:
+        def no_ranges(request: Request) -> Reply:
+            return Reply(416) if request.range else Reply(200, {}, CONTENT)
+
+        pin = pinned(server.route("/a.bin", no_ranges))
+        leave_part(tmp_path, pin, 1000)
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_4_416_of_another_file(self, server: Server, tmp_path: Path) -> None:
+        refused = Reply(416, {"Content-Range": "bytes */999"})
+        pin = pinned(server.route("/a.bin", lambda _: refused))
+        with pytest.raises(IntegrityError, match=r"999 bytes, the pinned one 2,500,000"):
+            fetch_quickly(pin, tmp_path)
+
+    @pytest.mark.parametrize("honours_if_range", [True, False])
+    def test_5_etag_changed(self, server: Server, tmp_path: Path, honours_if_range: bool) -> None:
+        def other(request: Request) -> Reply:
+            if not honours_if_range:
+                request.headers.pop("if-range", None)
+            return file(CONTENT, etag='"2"')(request)
+
+        pin = pinned(server.route("/a.bin", other))
+        leave_part(tmp_path, pin, 100)
+        part = Part(tmp_path / "a.bin", len(CONTENT), 4, pin.url)
+        part.write(100, bytes(1000))  # another version's bytes
+        part.close()
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+        assert server.body_bytes >= len(CONTENT)
+        if honours_if_range:
+            assert server.requests[0].headers["if-range"] == '"1"'
+        if not honours_if_range:  # seen by the ETag, not after the hash of the mixture was wrong
+            assert server.body_bytes < 1.3 * len(CONTENT)
+
+    def test_5_etag_differs_with_every_reply(self, server: Server, tmp_path: Path) -> None:
+        def flapping(request: Request) -> Reply:
+            request.headers.pop("if-range", None)
+            return file(CONTENT, etag=f'"{request.number}"')(request)
+
+        pin = pinned(server.route("/a.bin", flapping))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_6_one_bit_flipped(self, server: Server, tmp_path: Path) -> None:
+        flipped = bytearray(CONTENT)
+        flipped[1_234_567] ^= 1
+        pin = pinned(server.route("/a.bin", file(bytes(flipped))))
+        with pytest.raises(IntegrityError, match="SHA-256"):
+            fetch_quickly(pin, tmp_path)
+        assert names(tmp_path) == ["a.bin.corrupt"]
+        assert (tmp_path / "a.bin.corrupt").read_bytes() == bytes(flipped)
+
+    def test_6_bits_lost_in_an_earlier_run_are_fetched_again(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        leave_part(tmp_path, pin, 500_000)
+        with (tmp_path / "a.bin.part").open("r+b") as part:
+            part.seek(1000)
+            part.write(bytes(1000))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    @pytest.mark.parametrize("kind", ["text/html; charset=utf-8", "application/xhtml+xml"])
+    def test_7_a_page_with_status_200(self, server: Server, tmp_path: Path, kind: str) -> None:
+        page = Reply(200, {"Content-Type": kind}, b"<html>log in</html>")
+        pin = pinned(server.route("/a.bin", lambda _: page))
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
+            fetch_quickly(pin, tmp_path)
+        with pytest.raises(IntegrityError, match=re.escape(kind)):
+            fetch_quickly(pin._replace(bytes=None), tmp_path)
+        assert names(tmp_path) == []
+
+    def test_8_a_stall_in_the_body(self, server: Server, tmp_path: Path) -> None:
+        def stalled(_: Request, reply: Reply) -> None:
+            reply.pause_s = 30
+            reply.slice_bytes = 10_000
+
+        self._ends_by_deadline(server, tmp_path, changed(file(CONTENT), stalled))
+
+    def test_8_a_byte_now_and_then(self, server: Server, tmp_path: Path) -> None:
+        def dripping(_: Request, reply: Reply) -> None:
+            reply.pause_s = 0.05
+            reply.slice_bytes = 1
+
+        self._ends_by_deadline(server, tmp_path, changed(file(CONTENT), dripping))
+
+    def test_8_no_head(self, server: Server, tmp_path: Path) -> None:
+        silent = changed(file(CONTENT), lambda _, reply: setattr(reply, "head_pause_s", 30))
+        self._ends_by_deadline(server, tmp_path, silent)
+
+    @staticmethod
+    def _ends_by_deadline(server: Server, tmp_path: Path, route: object) -> None:
+        pin = pinned(server.route("/a.bin", route))  # type: ignore[arg-type]
+        begun = time.monotonic()
+        with pytest.raises(NetworkError):
+            fetch_quickly(pin, tmp_path)
+        assert time.monotonic() - begun < 4
+
+    def test_8_slow_but_steady_is_no_stall(self, server: Server, tmp_path: Path) -> None:
+        def steady(_: Request, reply: Reply) -> None:
+            reply.pause_s = 0.2
+            reply.slice_bytes = 4000
+
+        small = CONTENT[:40_000]
+        pin = pinned(server.route("/a.bin", changed(file(small), steady)), small)
+        assert fetch_quickly(pin, tmp_path).read_bytes() == small
+
+    def test_8_one_stall_is_survived(self, server: Server, tmp_path: Path) -> None:
+        def stalled_once(request: Request, reply: Reply) -> None:
+            if request.number == 1:
+                reply.pause_s = 30
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), stalled_once)))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    @pytest.mark.parametrize("status", [429, 503])
+    def test_9_busy_is_waited_for(self, server: Server, tmp_path: Path, status: int) -> None:
+        def busy(request: Request) -> Reply:
+            if request.number == 0:
+                return Reply(status, {"Retry-After": "1"})
+            return file(CONTENT)(request)
+
+        pin = pinned(server.route("/a.bin", busy))
+        begun = time.monotonic()
+        # A wait that the server asked for is no stall, however long.
+        fetch(pin, tmp_path, patience=QUICK._replace(stall_s=0.6))
+        assert time.monotonic() - begun >= 1
+
+    def test_9_the_wait_is_capped(self, server: Server, tmp_path: Path) -> None:
+        dates = ["86400", "Fri, 31 Dec 9998 23:59:59 GMT", "nonsense"]
+
+        def busy(request: Request) -> Reply:
+            if request.number < len(dates):
+                return Reply(503, {"Retry-After": dates[request.number]})
+            return file(CONTENT)(request)
+
+        pin = pinned(server.route("/a.bin", busy))
+        path = fetch(pin, tmp_path, patience=QUICK._replace(longest_wait_s=0.1))
+        assert path.read_bytes() == CONTENT
+
+    def test_9_busy_for_ever_ends(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(503)))
+        with pytest.raises(NetworkError, match="503"):
+            fetch_quickly(pin, tmp_path)
+        assert len(server.requests) == QUICK.retries + 1
+
+    @pytest.mark.parametrize("status", [401, 404, 410])
+    def test_9_absent_fails_at_once(self, server: Server, tmp_path: Path, status: int) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(status)))
+        with pytest.raises(NetworkError, match=str(status)):
+            fetch_quickly(pin, tmp_path)
+        assert len(server.requests) == 1
+        assert names(tmp_path) == []
+
+    @pytest.mark.parametrize("to", ["/a.bin", "file:///etc/hostname", "ftp://127.0.0.1/a", "//"])
+    def test_10_redirects_that_lead_nowhere(self, server: Server, tmp_path: Path, to: str) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(302, {"Location": to})))
+        with pytest.raises(NetworkError):
+            fetch_quickly(pin, tmp_path)
+        assert len(server.requests) <= 11
+        assert names(tmp_path) == []
+
+    def test_10_a_redirect_is_followed(self, server: Server, tmp_path: Path) -> None:
+        server.route("/b.bin", file(CONTENT))
+        pin = pinned(server.route("/a.bin", lambda _: Reply(302, {"Location": "/b.bin"})))
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_11_a_longer_file(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", file(CONTENT + b"more")))
+        with pytest.raises(IntegrityError, match=r"2,500,004.*2,500,000"):
+            fetch_quickly(pin, tmp_path)
+
+    def test_11_another_content_length(self, server: Server, tmp_path: Path) -> None:
+        pin = pinned(server.route("/a.bin", lambda _: Reply(200, {}, CONTENT[:-1])))
+        with pytest.raises(IntegrityError, match=r"2,499,999.*2,500,000"):
+            fetch_quickly(pin, tmp_path)
+
+    def test_11_a_longer_body_than_said(self, server: Server, tmp_path: Path) -> None:
+        longer = Reply(200, {}, CONTENT + b"more", length=False)
+        pin = pinned(server.route("/a.bin", lambda _: longer))
+        with pytest.raises(IntegrityError, match="more than"):
+            fetch_quickly(pin, tmp_path)
+        assert "a.bin" not in names(tmp_path)
+
+    def test_11_a_longer_part_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+        def longer(_: Request, reply: Reply) -> None:
+            reply.body += b"more"
+
+        pin = pinned(server.route("/a.bin", changed(file(CONTENT), longer)))
+        with pytest.raises(IntegrityError, match="more than"):
+            fetch_quickly(pin, tmp_path)
+
+    def test_12_two_downloads_of_one_file(self, server: Server, tmp_path: Path) -> None:
+        slow = changed(file(CONTENT), lambda _, reply: setattr(reply, "pause_s", 0.05))
+        pin = pinned(server.route("/a.bin", slow))
+        threads = [threading.Thread(target=fetch_quickly, args=(pin, tmp_path)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (tmp_path / "a.bin").read_bytes() == CONTENT
+        assert names(tmp_path) == ["a.bin"]
+        assert server.body_bytes == len(CONTENT)
+
+    def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
+        """Its file goes with each holder: who waited must not hold one that is gone."""
+        target = tmp_path / "a.bin"
+        has_it, may_go = threading.Event(), threading.Event()
+
+        def waits() -> None:
+            with claim(target):
+                has_it.set()
+                may_go.wait(30)
+
+        second = threading.Thread(target=waits)
+        with claim(target):
+            second.start()
+            time.sleep(0.2)
+        try:
+            assert has_it.wait(30)
+            with (tmp_path / "a.bin.lock").open() as seen, pytest.raises(BlockingIOError):
+                fcntl.flock(seen, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            may_go.set()
+            second.join()
+        assert names(tmp_path) == []
+
+    def test_14_a_full_disk_is_seen_before_the_first_byte(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        (tmp_path / "a.bin").write_bytes(b"old")
+        pin = pinned(server.route("/a.bin", file(CONTENT)))._replace(bytes=1 << 60)
+        with pytest.raises(DiskError, match="GB"):
+            fetch_quickly(pin, tmp_path)
+        assert server.requests == []
+        assert names(tmp_path) == ["a.bin"]
+        assert (tmp_path / "a.bin").read_bytes() == b"old"
+
+    def test_14_a_folder_without_permission_is_a_disk_error(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_bytes(b"")
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        with pytest.raises(DiskError):
+            fetch_quickly(pin, tmp_path / "file" / "folder")
+
+    def test_14_a_disk_that_takes_no_more(self, server: Server, tmp_path: Path) -> None:
+        """A refusal while writing (here: no file above 1 MB) is a disk error, and mended later."""
+        pin = pinned(server.route("/a.bin", file(CONTENT)))
+        program = f"""
+import resource
+from pathlib import Path
+from ssdctl.download.fetch import claim, fetch
+from ssdctl.download.sources import PinnedFile
+from ssdctl.errors import DiskError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    fetch(PinnedFile(*{tuple(pin)!r}), Path({str(tmp_path)!r}))
+except DiskError as error:
+    print(error)
+"""
+        said = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        )
+        assert "a.bin" in said.stdout
+        assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_no_server(self, tmp_path: Path) -> None:
+        with Server() as gone:
+            url = gone.url + "/a.bin"
+        with pytest.raises(NetworkError, match="refused"):
+            fetch_quickly(pinned(url), tmp_path)
+
+
+class TestKills:
+    """Fault 13: kill -9 at any byte."""
+
+    def test_a_few(self, server: Server, tmp_path: Path) -> None:
+        self._kill(server, tmp_path, num_kills=3, seed=1)
+
+    @pytest.mark.slow
+    def test_many(self, server: Server, tmp_path: Path) -> None:
+        self._kill(server, tmp_path, num_kills=50, seed=2)
+
+    @staticmethod
+    def _kill(server: Server, folder: Path, num_kills: int, seed: int) -> None:
+        content = random.Random(seed).randbytes(800_000 * num_kills)
+        dice = random.Random(seed)
+        slow = changed(file(content), lambda _, reply: setattr(reply, "pause_s", 0.03))
+        pin = pinned(server.route("/a.bin", slow), content)
+        program = f"""
+from pathlib import Path
+from ssdctl.download.fetch import claim, fetch
+from ssdctl.download.sources import PinnedFile
+fetch(PinnedFile(*{tuple(pin)!r}), Path({str(folder)!r}), connections=2)
+"""
+        killed = 0
+        for _ in range(num_kills):
+            sent = server.body_bytes
+            process = subprocess.Popen([sys.executable, "-c", program])
+            until = sent + dice.randrange(700_000)
+            while server.body_bytes <= until and process.poll() is None:
+                time.sleep(dice.random() / 100)
+            os.kill(process.pid, signal.SIGKILL)
+            killed += process.wait() == -signal.SIGKILL
+        assert killed == num_kills
+        subprocess.run([sys.executable, "-c", program], check=True)
+        assert (folder / "a.bin").read_bytes() == content
+        assert names(folder) == ["a.bin"]
+        # What was on the wire when a process died is lost: two connections' buffers a kill.
+        in_flight = num_kills * 2 * 128 * 1024
+        assert server.body_bytes <= len(content) + in_flight

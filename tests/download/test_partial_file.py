@@ -1,0 +1,197 @@
+"""What is known of a file that was still arriving when its process, or its machine, went down."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdctl.download import partial_file as module
+from ssdctl.download.partial_file import HEADER_BYTES, MIN_PIECE_BYTES, RECORD, Part, part_paths
+from ssdctl.errors import DiskError
+
+CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
+URL = "http://host/a.bin"
+
+
+def opened(target: Path, url: str = URL) -> Part:
+    return Part(target, len(CONTENT), 4, url)
+
+
+def leave(target: Path, *, synced: int, arrived: int) -> None:
+    """What a download leaves of which so many bytes arrived, the first of them with an fsync."""
+    part = opened(target)
+    part.adopt('"1"')
+    part.write(0, CONTENT[:synced])
+    part.sync()
+    part.write(synced, CONTENT[synced:arrived])
+    part.close()
+
+
+def change_header(target: Path, **changes: object) -> None:
+    _, state = part_paths(target)
+    content = state.read_bytes()
+    header = {**json.loads(content[:HEADER_BYTES]), **changes}
+    state.write_bytes(json.dumps(header).encode().ljust(HEADER_BYTES) + content[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize(
+    ("boot", "expected"),
+    [
+        ("the same", 400_000),  # the kernel kept what the process had written
+        ("another", 300_000),  # the machine went down: what was not synced may be lost
+        ("", 300_000),  # a system that does not tell
+    ],
+)
+def test_what_counts_after_a_death(
+    boot: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.bin"
+    monkeypatch.setattr(module, "boot_id", lambda: "the same")
+    leave(target, synced=300_000, arrived=400_000)
+    monkeypatch.setattr(module, "boot_id", lambda: boot)
+    part = opened(target)
+    assert (part.inherited, part.arrived_bytes, part.validator) == (expected, expected, '"1"')
+    assert part.missing(expected // MIN_PIECE_BYTES).start == expected
+    part.write(expected, CONTENT[expected:])
+    assert part.pending() == []
+    part.publish(target)
+    part.close()
+    assert target.read_bytes() == CONTENT
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies between the two has claimed nothing that is not there."""
+    part = opened(tmp_path / "a.bin")
+    pwrite, left = os.pwrite, [1]
+
+    def dies(*given: Any) -> int:
+        if not left.pop():
+            raise OSError(errno.EIO, "died")
+        left.append(0)
+        return pwrite(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", dies)
+        with pytest.raises(DiskError):
+            part.write(0, CONTENT[:1000])
+    part.close()
+    part = opened(tmp_path / "a.bin")
+    assert part.inherited == 0
+    part.close()
+
+
+def test_a_part_has_its_length_after_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of full length without a state would pass for whole."""
+
+    def dies(*_: Any) -> None:
+        raise OSError(errno.EIO, "died")
+
+    monkeypatch.setattr(os, "ftruncate", dies)
+    with pytest.raises(DiskError):
+        opened(tmp_path / "a.bin")
+    path, state = part_paths(tmp_path / "a.bin")
+    assert path.stat().st_size == 0
+    assert state.is_file()
+
+
+def test_a_file_is_published_once_its_bytes_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a.bin"
+    part = opened(target)
+    part.write(0, CONTENT)
+    asked: list[str] = []
+    fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
+
+    def note_fsync(descriptor: int) -> None:
+        asked.append("fsync " + Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def note_replace(self: Path, name: Path) -> Path:
+        asked.append("rename")
+        return replace(self, name)
+
+    def note_unlink(self: Path, missing_ok: bool = False) -> None:
+        asked.append("unlink " + self.name)
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "replace", note_replace)
+    monkeypatch.setattr(Path, "unlink", note_unlink)
+    part.publish(target)
+    part.close()
+    assert asked == [
+        *("fsync a.bin.part", "rename", f"fsync {tmp_path.name}", "unlink a.bin.part.state")
+    ]
+
+
+def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    part = opened(tmp_path / "a.bin", "http://mirror/a.bin")
+    assert (part.inherited, part.validator) == (1000, "")
+    part.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"version": 99}, len(CONTENT)),  # nothing is known: the hash decides
+        ({"bytes": 1}, len(CONTENT)),
+        ({"piece_bytes": "many"}, len(CONTENT)),
+        ({"piece_bytes": 7}, 0),  # its records are of other pieces
+    ],
+)
+def test_a_state_that_makes_no_sense_is_not_believed(
+    changes: dict[str, object], expected: int, tmp_path: Path
+) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    change_header(tmp_path / "a.bin", **changes)
+    part = opened(tmp_path / "a.bin")
+    assert part.arrived_bytes == expected
+    part.close()
+
+
+def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    _, state = part_paths(tmp_path / "a.bin")
+    content = bytearray(state.read_bytes())
+    content[HEADER_BYTES : HEADER_BYTES + RECORD.size] = RECORD.pack(2**40, 2**40)
+    state.write_bytes(content)
+    part = opened(tmp_path / "a.bin")
+    assert part.arrived_bytes == 0
+    part.close()
+
+
+def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> None:
+    path, state = part_paths(tmp_path / "a.bin")
+    path.write_bytes(CONTENT)
+    part = opened(tmp_path / "a.bin")
+    assert (part.inherited, part.pending()) == (len(CONTENT), [])
+    assert state.is_file()
+    part.close()
+
+
+def test_a_version_too_long_to_remember_is_not_remembered(tmp_path: Path) -> None:
+    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
+    part = opened(tmp_path / "a.bin")
+    part.adopt('"' + 2000 * "x" + '"')
+    assert part.validator == ""
+    part.close()
+    part = opened(tmp_path / "a.bin")
+    assert (part.inherited, part.validator) == (1000, "")
+    part.close()
+
+
+def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
+    part_paths(tmp_path / "a.bin")[1].mkdir()  # where the state should lie
+    with pytest.raises(DiskError, match=r"a\.bin\.part"):
+        opened(tmp_path / "a.bin")

@@ -1,0 +1,58 @@
+"""Runs in processes of their own, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
+
+
+def records(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["kind"] == kind]
+
+
+def last(run: Path) -> Checkpoint:
+    return read_checkpoint(run / "checkpoints" / "last.pt")
+
+
+def assert_same_state(ours: Checkpoint, theirs: Checkpoint) -> None:
+    assert ours.step == theirs.step
+    for name, tensor in ours.model.items():
+        assert torch.equal(tensor, theirs.model[name]), name
+    for key, state in ours.optimizer["state"].items():
+        for name, value in state.items():
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(theirs.optimizer["state"][key][name])
+            )
+
+
+def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
+    environment = {**os.environ, **variables}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

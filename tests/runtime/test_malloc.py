@@ -1,0 +1,47 @@
+"""Freed memory stays in the process: the pages of the next step are there already."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from ssdctl.runtime.malloc import keep_freed_memory
+
+if sys.argv[1] == "keep" and not keep_freed_memory():
+    sys.exit(3)
+for _ in range(20):
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = bytearray(50_000_000)
+    for place in range(0, len(block), 4096):
+        block[place] = 1
+    del block
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+"""
+
+
+def page_faults(how: str, **variables: str) -> int:
+    """Of the last of many allocations of 50 MB."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    if done.returncode == 3:
+        pytest.skip("no glibc, or its settings are the user's")
+    return int(done.stdout)
+
+
+def test_an_allocation_finds_the_pages_of_the_one_before() -> None:
+    assert page_faults("keep") < 100 < 5000 < page_faults("leave")
+
+
+def test_the_users_own_settings_win() -> None:
+    from ssdctl.runtime.malloc import keep_freed_memory
+
+    assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})

@@ -1,0 +1,78 @@
+"""A network with SSD300's outputs that costs next to nothing, and steps on it: for tests of what
+surrounds the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import NUM_BOXES
+from ssdctl.config import TrainConfig, resolve
+from ssdctl.config.resolve import Override
+from ssdctl.device.base import Device
+from ssdctl.input.loader import Batch
+from ssdctl.train.loss_scale import loss_scale
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.step import TrainStep
+
+NUM_CLASSES = 4
+
+
+class Tiny(nn.Module):
+    """(B, 3, 300, 300) pictures -> (B, 4, 8732) offsets and (B, 4, 8732) logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.heads = nn.Conv2d(8, (4 + NUM_CLASSES) * 7, 1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.heads(self.norm(self.stem(images)).relu()).flatten(1)
+        found = found.unflatten(1, (4 + NUM_CLASSES, -1))[..., :NUM_BOXES]
+        return found[:, :4], found[:, 4:]
+
+
+def config(**changes: object) -> TrainConfig:
+    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
+
+
+def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
+    """Random pictures, two boxes and a padded one on each; an infinite jitter spoils them."""
+    generator = torch.Generator().manual_seed(seed)
+    low = torch.rand(size, 3, 2, generator=generator) * 0.5
+    boxes = torch.cat([low, low + 0.1 + 0.4 * torch.rand(size, 3, 2, generator=generator)], dim=-1)
+    labels = torch.randint(1, NUM_CLASSES, (size, 3), generator=generator)
+    labels[:, 2] = 0
+    colours = torch.tensor([[jitter, 1.0, 1.0, 0.1]]).expand(size, 4).contiguous()
+    images = torch.randint(0, 256, (size, 300, 300, 3), dtype=torch.uint8, generator=generator)
+    return Batch(images, boxes, labels, colours, rows=None)  # type: ignore[arg-type]
+
+
+def made(
+    device: Device, precision: str = "fp32", **changes: Any
+) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    settings = config(**changes)
+    model = device.place(Tiny()).train()
+    optimizer = build_optimizer(model, settings, device)
+    scale = loss_scale(precision, device, optimizer)
+    return model, optimizer, TrainStep(model, optimizer, device, settings, precision, scale=scale)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a step may move, on the host."""
+    found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
+    for key, entry in optimizer.state_dict()["state"].items():
+        found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
+    return found
+
+
+def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3, *, first: int = 0) -> list[float]:
+    """The losses of some steps, each on other pictures, read at the end alone."""
+    results = [step([batch(seed=n)], lr * n) for n in range(first, first + steps)]
+    return [float(result.losses.total) for result in results]
