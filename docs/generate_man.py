@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 from ssdctl.cli.main import click_tree
 
 FOLDER = Path(__file__).with_name("man")

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ssdctl._version import __version__
+
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "load"]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 from ssdctl.cli.command import MARKUP, exit_as_bug, make_options
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import Interrupted

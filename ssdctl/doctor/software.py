@@ -10,7 +10,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 from ssdctl.config import Config
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
 from ssdctl.doctor.subprocess_probe import Answer

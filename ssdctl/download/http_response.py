@@ -8,7 +8,7 @@ import re
 
 import requests
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 from ssdctl.errors import IntegrityError, NetworkError
 
 BUSY = (429, 503)

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import write_text
 from ssdctl.report import plots

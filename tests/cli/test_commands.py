@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import Result
 
-from ssdctl import __version__
+from ssdctl._version import __version__
 
 Cli = Callable[..., Result]
 COMMANDS = (
