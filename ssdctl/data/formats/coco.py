@@ -167,10 +167,12 @@ def parse(content: bytes, path: Path) -> Annotations:
     except msgspec.ValidationError as error:
         try:
             file = _normalized(decode(content, _LooseFile))
-        except (msgspec.ValidationError, _NotWholeError) as loose_error:
+        except _NotWholeError as fraction:
+            raise _not_coco(path, fraction) from None
+        except msgspec.ValidationError as loose_error:
             # The strict error says what was expected if both fail at the same place.
-            is_loose = isinstance(loose_error, _NotWholeError) or _place(error) != _place(loose_error)
-            raise _not_coco(path, loose_error if is_loose else error) from None
+            is_same = _place(error) == _place(loose_error)
+            raise _not_coco(path, error if is_same else loose_error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: broken JSON: {error}", hint="export or copy the file again"

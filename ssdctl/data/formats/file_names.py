@@ -1,9 +1,9 @@
 """Resolve the file names of annotation files to files below the image folder.
 
 Labelling tools write the paths of their own server or of another machine: `images\\x.jpg`,
-`/data/upload/3/x.jpg`, `..\\..\\label-studio\\media\\upload\\4\\x.jpg`. Backslashes become slashes,
-leading folders are removed as far as needed, and a base name that occurs once in the image folder is
-used. Other absolute names and names with `..` are left as they are; `check` refuses them.
+`/data/upload/3/x.jpg`, `..\\..\\label-studio\\media\\upload\\4\\x.jpg`. Backslashes become
+slashes, leading folders are removed as far as needed, and a base name that occurs once in the image
+folder is used. Other absolute names and names with `..` are left as they are; `check` refuses them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ssdctl.data.formats.coco import MAX_NAMED, ImageEntry
+from ssdctl.data.formats.coco import MAX_NAMED, ImageEntry, refuse
 from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -82,11 +82,8 @@ def _replace_names(images: list[ImageEntry], folder: Path) -> list[tuple[str, st
         replaced.append((image.file_name, tail or paths[0]))
         image.file_name = tail or paths[0]
     if ambiguous:
-        more = f" and {len(ambiguous) - MAX_NAMED} more" if len(ambiguous) > MAX_NAMED else ""
-        raise DataError(
-            f"{folder}: file names that fit several files: {', '.join(ambiguous[:MAX_NAMED])}{more}",
-            hint="write file_name as a path relative to the image folder",
-        )
+        hint = "write file_name as a path relative to the image folder"
+        refuse(folder, "file names that fit several files", ambiguous, hint)
     return replaced
 
 
