@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.model import vgg
-from ssdctl.model.backbone import OUT_CHANNELS, build_backbone
+from ssdctl.model.backbone import OUT_CHANNELS, build_backbone, freeze_stem
 from ssdctl.model.conventions import conventions_of
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
@@ -58,6 +58,13 @@ class SSD300(nn.Module):
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
+
+    def freeze_stem(self) -> None:
+        """Stop training the first layers; batch norm's statistics go on moving."""
+        if isinstance(self.first_map_norm, vgg.L2Norm):
+            vgg.freeze_first_stage(self.backbone)
+        else:
+            freeze_stem(self.backbone)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised (B, 3, 300, 300) pictures -> (B, 4, N) offsets and (B, C, N) logits."""
