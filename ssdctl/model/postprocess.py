@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.ops import nms
 
 from ssdctl.boxes.coder import decode
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb
@@ -111,6 +110,8 @@ def _detect_one(
     if len(scores) > CANDIDATES_PER_CLASS:
         best = _best_per_class(scores, labels)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
+    from torchvision.ops import nms
+
     keep = nms(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return Detections(boxes[keep], scores[keep], labels[keep])
 
