@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,7 @@ def build_backbone(name: str) -> nn.Sequential:
     The modules keep torchvision's names, so its weights load as they are.
     """
     network = BUILDERS[name]()
-    first = network.layer3[0]
+    first: Any = network.layer3[0]
     # A basic block strides in its first convolution, a bottleneck in its second.
     strided = first.conv1 if isinstance(first, BasicBlock) else first.conv2
     strided.stride = (1, 1)

@@ -43,7 +43,7 @@ class BasicBlock(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += identity
-        return self.relu(out)  # type: ignore[no-any-return]
+        return self.relu(out)
 
 
 class Bottleneck(nn.Module):
@@ -71,7 +71,7 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         out += identity
-        return self.relu(out)  # type: ignore[no-any-return]
+        return self.relu(out)
 
 
 class ResNet(nn.Module):
@@ -102,7 +102,7 @@ class ResNet(nn.Module):
         """Return the logits of normalized images."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(images_B3HW))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(torch.flatten(self.avgpool(x), 1))  # type: ignore[no-any-return]
+        return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 def _layer(
