@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +13,7 @@ from ssdctl.device.base import Device
 from ssdctl.distributed.process_group import host_group
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import SsdctlError
+from ssdctl.runtime.torch_compat import no_buffer_sync
 
 T = TypeVar("T")
 
@@ -24,11 +24,9 @@ def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
         return model
     ids = [device.torch_device] if device.torch_device.index is not None else None
     ddp = nn.parallel.DistributedDataParallel
-    # Batch norm's statistics are averaged before they are used, not copied at every step. The
-    # argument was renamed after torch 2.9.
-    renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
-    no_copies: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **no_copies)
+    # Batch norm's statistics are averaged before they are used, not copied at every step.
+    options: dict[str, Any] = dict(no_buffer_sync(ddp))
+    return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **options)
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
