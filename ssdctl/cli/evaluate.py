@@ -14,6 +14,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
@@ -66,10 +67,7 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
-        raise UsageError(
-            f"{path}: no such file or run folder",
-            hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
-        )
+        path = locate_checkpoint(what, mirror=call.config.download.mirror)
     if path.suffix == ".json":
         if find_ranks().is_main:  # one process is plenty
             _score_file(call, path, report)

@@ -19,6 +19,7 @@ COMMANDS = (
     "download",
     "prepare",
     "fetch_weights",
+    "models",
     "train",
     "launch",
     "evaluate",

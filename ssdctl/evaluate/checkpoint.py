@@ -90,7 +90,10 @@ def evaluate_checkpoint(
         return None
     found = merge(parts)
     if not len(found.scores):
-        talk.warn(f"no detection scores over {wishes.score_threshold:g}: AP is 0")
+        limit = model.conventions.score_threshold
+        if wishes.score_threshold is not None:
+            limit = wishes.score_threshold
+        talk.warn(f"no detection scores over {limit:g}: AP is 0")
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
         talk.say(f"{len(found.scores)} detections written to {detections_file}")

@@ -40,8 +40,8 @@ class DetectOptions(NamedTuple):
     batch_size: int
     precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float = 0.05
-    nms_iou: float = 0.5
+    score_threshold: float | None = None  # None: the network's convention
+    nms_iou: float | None = None
 
 
 def detect_split(

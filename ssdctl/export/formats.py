@@ -84,8 +84,8 @@ def export_onnx(
     data: tuple[Path, Path],
     *,
     has_nms: bool,
-    score_threshold: float,
-    nms_iou: float,
+    score_threshold: float | None,
+    nms_iou: float | None,
 ) -> tuple[Check, str]:
     """Write an ONNX file, once onnxruntime gives PyTorch's answers on pictures of the dataset.
 

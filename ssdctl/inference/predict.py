@@ -30,9 +30,9 @@ from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import BoxLabel
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.layout import find_checkpoint
 
 Picture = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 
@@ -73,7 +73,7 @@ class Predictor:
         device: Device,
         *,
         score: float = 0.3,
-        nms_iou: float = 0.5,
+        nms_iou: float | None = None,
         precision: str = "fp32",
     ) -> None:
         self._classes = list(classes) or [
@@ -131,12 +131,12 @@ def load(
     *,
     device: str = "auto",
     score: float = 0.3,
-    nms_iou: float = 0.5,
+    nms_iou: float | None = None,
     precision: str = "fp32",
 ) -> Predictor:
     """See `ssdctl.load`."""
     opened = open_device(device)
-    read = read_checkpoint(find_checkpoint(Path(checkpoint)))
+    read = read_checkpoint(locate_checkpoint(checkpoint))
     return Predictor(
         opened.place(load_network(read)),
         read.classes,

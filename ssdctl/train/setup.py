@@ -33,6 +33,7 @@ from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
@@ -199,7 +200,9 @@ def load_first_weights(setup: Setup, say: Say) -> None:
     """
     config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = read_checkpoint(Path(config.train.init))
+        checkpoint = read_checkpoint(
+            locate_checkpoint(config.train.init, mirror=config.download.mirror)
+        )
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
