@@ -27,7 +27,7 @@ from ssdctl.data import store
 from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require_split
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import Annotations, Boxes, Finding, ImageEntry
-from ssdctl.data.image_check import Wish, changed_images, file_sizes
+from ssdctl.data.image_check import PackOptions, changed_images, file_sizes
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -110,7 +110,7 @@ def prepare(
         DataError: The dataset cannot be trusted; the message names the place.
         DiskError: The store cannot be written.
     """
-    wish = Wish(pack, shrink if pack else None, verify_images)
+    wish = PackOptions(pack, shrink if pack else None, verify_images)
     how = _How(jobs, force, say, progress)
     splits = find_splits(root)
     if not how.force and (known := _still_true(folder, splits, wish)):
@@ -151,7 +151,7 @@ def is_prepared(root: Path, folder: Path) -> bool:
     )
 
 
-def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outcome | None:
+def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:
     """The last outcome, where it still describes the dataset and the wish."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
@@ -173,13 +173,15 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outc
         if not wish.pack:
             require_images(split, files)
         # With a packed store the images may be gone; those that are there must be the same.
-        if files.images.is_dir() and changed_images(files.images, *store.read_marks(folder, split)):
+        if files.images.is_dir() and changed_images(
+            files.images, *store.read_fingerprints(folder, split)
+        ):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
 def _prepare_split(
-    split: str, files: SplitFiles, folder: Path, wish: Wish, how: _How
+    split: str, files: SplitFiles, folder: Path, wish: PackOptions, how: _How
 ) -> SplitReport:
     require_images(split, files)
     annotations, mark = _read(files.annotations)
@@ -221,7 +223,7 @@ def _prepare_split(
         trainable=trainable,
         findings=findings,
         key=key,
-        warnings=warnings,
+        warnings=warnings + report.warnings(),
     )
 
 
@@ -246,7 +248,7 @@ def _check_files(job: Job, files: SplitFiles) -> None:
             f"among them {', '.join(missing[: coco.SHOWN])}",
             hint=_where_missing(files, missing[0]),
         )
-    if job.wish.pack and job.wish.shrink is None:
+    if job.options.pack and job.options.shrink is None:
         there = sum(
             p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
         )
@@ -311,9 +313,9 @@ def _write_index(
         "boxes": pa.ListArray.from_arrays(offsets, quads),
         "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
         "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
-        "bytes": pa.array([m.bytes for m in report.marks], pa.int64()),
-        "modified_ns": pa.array([m.modified_ns for m in report.marks], pa.int64()),
-        "sketch": pa.array([m.sketch for m in report.marks], pa.int64()),
+        "bytes": pa.array([m.bytes for m in report.fingerprints], pa.int64()),
+        "modified_ns": pa.array([m.modified_ns for m in report.fingerprints], pa.int64()),
+        "sketch": pa.array([m.sketch for m in report.fingerprints], pa.int64()),
     }
     table = pa.table(columns, metadata={store.METADATA_KEY: msgspec.json.encode(metadata)})
     with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -360,7 +362,7 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
     if metadata is None or metadata.packed:
         return
     require_images(split, files)
-    changed = changed_images(files.images, *store.read_marks(folder, split))
+    changed = changed_images(files.images, *store.read_fingerprints(folder, split))
     if changed:
         raise DataError(
             f"{files.images}: {len(changed)} images are missing or changed since {folder} was "

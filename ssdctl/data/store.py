@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from ssdctl.data.dataset import SplitFiles
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_check import FileFingerprint
+from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.errors import DataError
 
 FORMAT = 2
@@ -81,8 +82,20 @@ class Split(NamedTuple):
         """The encoded image of a row."""
         return self.images.read(row)
 
+    def decode(self, row: int, rows: int | None = None) -> Pixels:
+        """The (H, W, 3) RGB pixels of a row's image, or at least its first `rows` rows of pixels.
+
+        They may be in memory that the thread's next call overwrites.
+
+        Raises:
+            DataError: The image cannot be read.
+            ImageError: It cannot be decoded, or has another size.
+        """
+        width, height = (int(n) for n in self.pixel_sizes[row])
+        return decode(self.images.read(row), (width, height), rows)
+
     def place(self, row: int) -> str:
-        """Where the encoded image of a row lies, for messages."""
+        """Where the encoded image of a row is, for messages."""
         return self.images.place(row)
 
 
@@ -211,16 +224,16 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     )
 
 
-def read_marks(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
-    """The image files of a split, and what tells each from another version of it.
+def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
+    """The image files of a split and their fingerprints.
 
     Raises:
         DataError: The index cannot be read.
     """
     table = _map(index_path(folder, split))
     columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
-    marks = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
-    return table.column("file_name").to_pylist(), marks
+    fingerprints = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
+    return table.column("file_name").to_pylist(), fingerprints
 
 
 def _map(path: Path) -> Any:
