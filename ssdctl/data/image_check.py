@@ -1,6 +1,6 @@
 """Check one image file before it is trained on.
 
-    checked = check_image(path, entry, PackOptions(pack=True))
+    checked = check_image(path, (640, 480), PackOptions(pack=True))
     checked.problem     # None, or why it cannot be used
     checked.note        # None, or what a user should know although it is used
 
@@ -23,7 +23,6 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from ssdctl.data.formats.coco import ImageEntry
 from ssdctl.data.image_decode import (
     Header,
     apply_orientation,
@@ -72,19 +71,19 @@ class CheckedImage(NamedTuple):
     note: str | None
 
 
-def check_image(path: Path, entry: ImageEntry, options: PackOptions) -> CheckedImage:
-    """Check an image; what is wrong with it is returned, not raised.
+def check_image(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
+    """Check an image with its annotated width and height; problems are returned, not raised.
 
     Raises:
         DataError: The file does not exist, or cannot be read.
     """
     try:
-        return _check(path, entry, options)
+        return _check(path, size, options)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _check(path: Path, entry: ImageEntry, options: PackOptions) -> CheckedImage:
+def _check(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
     """Check an image with few and large reads: between reads, threads wait for each other."""
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
@@ -96,11 +95,11 @@ def _check(path: Path, entry: ImageEntry, options: PackOptions) -> CheckedImage:
         sketch = zlib.crc32(tail, zlib.crc32(content[:SKETCH_BYTES]))
         fingerprint = FileFingerprint(status.st_size, status.st_mtime_ns, sketch)
         if not read_all:
-            result = _inspect_head(content, tail, entry)
+            result = _inspect_head(content, tail, size)
             if result is not None:
                 return CheckedImage(fingerprint, None, None, result.note)
             content += file.readall()  # a long header, or a reason to look at the pixels
-    result = _inspect(content, entry, options)
+    result = _inspect(content, size, options)
     packed: bytes | None = None
     if options.pack:
         packed = b"" if result.problem is not None else result.content or content
@@ -113,9 +112,8 @@ class _Inspection(NamedTuple):
     content: bytes | None = None  # re-encoded
 
 
-def _inspect_head(head: bytes, tail: bytes, entry: ImageEntry) -> _Inspection | None:
+def _inspect_head(head: bytes, tail: bytes, size: tuple[int, int]) -> _Inspection | None:
     """Check an image by its first and last bytes; None if they do not suffice."""
-    size = (entry.width, entry.height)
     try:
         with open_image(io.BytesIO(head)) as picture:
             header = read_header(picture)
@@ -127,9 +125,8 @@ def _inspect_head(head: bytes, tail: bytes, entry: ImageEntry) -> _Inspection | 
     return _Inspection(note=_note(header, size))
 
 
-def _inspect(content: bytes, entry: ImageEntry, options: PackOptions) -> _Inspection:
+def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _Inspection:
     """Check an image by all of its bytes, and re-encode it if it is not packed as it is."""
-    size = (entry.width, entry.height)
     shorter = options.shrink if options.pack else None
     try:
         with open_image(io.BytesIO(content)) as picture:

@@ -155,7 +155,9 @@ def _check_in_threads(
 
     def check(first: int) -> list[CheckedImage]:
         return [
-            check_image(job.source / image.file_name, image, job.options)
+            check_image(
+                job.source / image.file_name, (image.width or 0, image.height or 0), job.options
+            )
             for image in job.images[first : first + TASK_IMAGES]
         ]
 

@@ -57,7 +57,7 @@ def _reader(evaluation: Evaluation) -> Callable[[Sample], Pixels]:
     try:
         split = open_split(Path(about.store), about.split, files)
     except DataError:
-        sizes = {i.id: (i.width, i.height) for i in coco.read(files.annotations).images}
+        sizes = {i.id: (i.width or 0, i.height or 0) for i in coco.read(files.annotations).images}
         return lambda sample: decode(
             safe_join(files.images, sample.file_name).read_bytes(), sizes[sample.image_id]
         )

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from ssdctl.data.formats.coco import ImageEntry
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
@@ -48,7 +47,7 @@ def checked(
     folder: Path, content: bytes, options: PackOptions = PLAIN, size: tuple[int, int] = (80, 60)
 ) -> CheckedImage:
     (folder / "a.jpg").write_bytes(content)
-    return check_image(folder / "a.jpg", ImageEntry(1, "a.jpg", *size), options)
+    return check_image(folder / "a.jpg", size, options)
 
 
 @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED])
@@ -232,12 +231,11 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def test_a_missing_image_or_a_folder(tmp_path: Path) -> None:
-    entry = ImageEntry(1, "a.jpg", 80, 60)
     with pytest.raises(DataError, match=r"a\.jpg: cannot be read: No such file"):
-        check_image(tmp_path / "a.jpg", entry, PLAIN)
+        check_image(tmp_path / "a.jpg", (80, 60), PLAIN)
     (tmp_path / "a.jpg").mkdir()
     with pytest.raises(DataError, match="Is a directory"):
-        check_image(tmp_path / "a.jpg", entry, PLAIN)
+        check_image(tmp_path / "a.jpg", (80, 60), PLAIN)
     assert file_sizes(tmp_path, ["a.jpg", "b.jpg", "x" * 300, "a\0b"]) == [None] * 4
 
 
