@@ -304,14 +304,18 @@ def _write_index(
     metadata: store.Metadata,
 ) -> None:
     offsets = pa.array(boxes.starts, pa.int32())
-    quads = pa.FixedSizeListArray.from_arrays(pa.array(boxes.ltrb.reshape(-1), pa.float32()), 4)
+    ltrb, fractions = (
+        pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 4)
+        for values in (boxes.ltrb, boxes.fractions)
+    )
     columns: dict[str, Any] = {
         "image_id": pa.array([i.id for i in images], pa.int64()),
         "file_name": pa.array([i.file_name for i in images], pa.string()),
         "width": pa.array([i.width for i in images], pa.int32()),
         "height": pa.array([i.height for i in images], pa.int32()),
         "usable": pa.array([problem is None for problem in report.problems], pa.bool_()),
-        "boxes": pa.ListArray.from_arrays(offsets, quads),
+        "boxes": pa.ListArray.from_arrays(offsets, ltrb),
+        "fractions": pa.ListArray.from_arrays(offsets, fractions),
         "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
         "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
         "bytes": pa.array([m.bytes for m in report.fingerprints], pa.int64()),

@@ -1,6 +1,6 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
-    prepared/index-train.arrow                  one row an image: id, file, size, boxes, labels
+    prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
     prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
     prepared/report.json                        what prepare dropped or mended
 
@@ -26,7 +26,7 @@ from ssdctl.data.image_check import FileFingerprint
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 METADATA_KEY = b"ssdctl"
 
 
@@ -100,20 +100,23 @@ class Split(NamedTuple):
 
 
 class ImageFiles(NamedTuple):
-    """Images that lie as files in a folder."""
+    """Images that are files in a folder."""
 
     folder: Path
-    names: list[str]
+    names: Any  # a sequence, or an Arrow array, of N strings
+
+    def path(self, row: int) -> Path:
+        return self.folder / str(self.names[row])
 
     def read(self, row: int) -> bytes:
-        path = self.folder / self.names[row]
+        path = self.path(row)
         try:
             return path.read_bytes()
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
     def place(self, row: int) -> str:
-        return str(self.folder / self.names[row])
+        return str(self.path(row))
 
 
 class PackedImages:
@@ -196,25 +199,23 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         )
     table = _map(index_path(folder, split))
     sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
-    labels = table.column("labels").combine_chunks()
+    labels = _array(table, "labels")
     starts = labels.offsets.to_numpy().astype(np.int64)
     counts = np.diff(starts)
-    boxes = table.column("boxes").combine_chunks().flatten().flatten()
-    pixels = boxes.to_numpy(zero_copy_only=False).reshape(-1, 4)
-    scale = np.repeat(np.tile(sizes, 2), counts, axis=0).astype(np.float32)
+    fractions = _array(table, "fractions").flatten().flatten()
     is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        images = ImageFiles(files.images, table.column("file_name").to_pylist())
+        images = ImageFiles(files.images, _array(table, "file_name"))
     return Split(
         classes=metadata.classes,
         image_ids=_numbers(table, "image_id"),
         sizes=sizes,
         pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
-        boxes=pixels / scale,
+        boxes=fractions.to_numpy().reshape(-1, 4),  # in the mapped file
         labels=labels.flatten().to_numpy(),
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
@@ -244,6 +245,12 @@ def _map(path: Path) -> Any:
         raise DataError(
             f"{path}: no readable part of a store: {error}", hint="run ssdctl prepare --force"
         ) from None
+
+
+def _array(table: Any, column: str) -> Any:
+    """A column as one Arrow array; it is in the mapped file if that has a single chunk."""
+    chunks = table.column(column)
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
 def _numbers(table: Any, column: str) -> NDArray[Any]:
