@@ -30,6 +30,7 @@ from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
 from ssdctl.data.formats.coco_check import Boxes, Finding, check, format_warnings
 from ssdctl.data.image_check import PackOptions, changed_images, file_sizes
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     atomic_write,
@@ -111,6 +112,11 @@ def prepare(
         DataError: The dataset cannot be trusted; the message names the place.
         DiskError: The store cannot be written.
     """
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
+        if pack:
+            say("only the index is written there: --store DIR packs the images, too")
+            pack = False
     wish = PackOptions(pack, shrink if pack else None, verify_images)
     how = _How(jobs, force, say, progress)
     splits = find_splits(root)
@@ -356,7 +362,10 @@ def open_dataset(
                 say(f"  {report.split}: {count} x {kind}")
             for warning in report.warnings:
                 say(f"  {report.split}: {warning}")
-    elif check_images:
+        return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder}")
+    if check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)
     return {split: store.open_split(folder, split, files) for split, files in splits.items()}
