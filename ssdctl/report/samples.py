@@ -15,9 +15,9 @@ from ssdctl.data.formats import coco
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
-from ssdctl.evaluate.analysis import Box, Evaluation, Sample
 from ssdctl.files import safe_join
 from ssdctl.inference.drawing import BoxLabel, draw
+from ssdctl.runs.evaluation import Box, Evaluation, SampleImage
 
 WIDTH = 300  # pixels of one picture, as embedded
 
@@ -50,7 +50,7 @@ def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture],
     return pictures, problem
 
 
-def _reader(evaluation: Evaluation) -> Callable[[Sample], Pixels]:
+def _reader(evaluation: Evaluation) -> Callable[[SampleImage], Pixels]:
     """Return a function that decodes an image: from the store if there is one, else its file."""
     about = evaluation.about
     files = find_splits(Path(about.data))[about.split]
@@ -65,7 +65,7 @@ def _reader(evaluation: Evaluation) -> Callable[[Sample], Pixels]:
     return lambda sample: split.decode(rows[sample.image_id])
 
 
-def _pair(evaluation: Evaluation, sample: Sample, pixels: Pixels) -> SamplePicture:
+def _pair(evaluation: Evaluation, sample: SampleImage, pixels: Pixels) -> SamplePicture:
     picture = Image.fromarray(pixels)
     scale = min(WIDTH / picture.width, 1.0)
     size = (max(round(picture.width * scale), 1), max(round(picture.height * scale), 1))

@@ -27,13 +27,13 @@ def test_fractions_equal_exact_arithmetic(tmp_path: Path) -> None:
     rng = random.Random(0)
     images, annotations = [], []
     (tmp_path / "train2017").mkdir()
-    for image_id in range(1, 41):
-        width, height = rng.randint(20, 700), rng.randint(20, 700)
+    for image_id in range(1, 21):
+        width, height = rng.randint(20, 700), rng.randint(20, 99)
         images.append(
             {"id": image_id, "file_name": f"{image_id}.png", "width": width, "height": height}
         )
         Image.new("L", (width, height)).save(tmp_path / f"train2017/{image_id}.png")
-        for _ in range(25):
+        for _ in range(50):
             left, top = rng.uniform(0, width - 3), rng.uniform(0, height - 3)
             box = [left, top, rng.uniform(1, width - left), rng.uniform(1, height - top)]
             bbox = [round(v, rng.choice([0, 1, 2, 2, 6])) for v in box]
