@@ -187,7 +187,7 @@ def read_rgb(picture: Picture) -> Pixels:
         return _rgb_of_image(picture)
     if isinstance(picture, np.ndarray):
         return _rgb_of_array(picture)
-    if hasattr(picture, "detach"):
+    if hasattr(picture, "cpu"):
         return _rgb_of_tensor(picture)
     name, content = _read_content(picture)
     try:

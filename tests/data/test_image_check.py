@@ -126,7 +126,7 @@ def test_other_formats_are_packed_without_loss(
 ) -> None:
     Image.init()
     if format == "16-bit PNG":
-        deep = NOISE[..., 0].astype(np.uint16) * 257 + 3
+        deep = NOISE[..., 0].astype(np.uint16) * 256 + 7
         content = encoded(Image.fromarray(deep), "PNG")
         expected = np.repeat(NOISE[..., :1], 3, axis=2)
     elif format not in Image.SAVE:
