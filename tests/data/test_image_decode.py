@@ -311,7 +311,7 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
             decode(bytes(content), size)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "MPO"]))
 def test_damaged_files_raise_only_image_errors(data: st.DataObject, kind: str) -> None:
     content = bytearray(with_orientation(picture(16, 12, 1), kind, 6))
