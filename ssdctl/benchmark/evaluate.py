@@ -23,6 +23,7 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.evaluate.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
 from ssdctl.inference.detector import Detector
 from ssdctl.input.loader import evaluation_batches
@@ -195,7 +196,7 @@ def _scoring(num_images: int) -> Figures:
             num_detections=max(int(NUM_DETECTIONS * share), 3),
         )
         start = time.perf_counter()
-        run_scoring(path, found)
+        run_scoring(read_ground_truth(path), found)
         spent = time.perf_counter() - start
     return {
         "score_s": round(spent, 4),

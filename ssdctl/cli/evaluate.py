@@ -151,20 +151,19 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     import numpy as np
 
     from ssdctl.data.dataset import dataset_folders, find_splits, require_split
-    from ssdctl.data.formats import coco
     from ssdctl.evaluate.analysis import About, analyse
-    from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
+    from ssdctl.evaluate.coco_ap import read_detections, run_scoring
+    from ssdctl.evaluate.ground_truth import read_ground_truth
 
     root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
     splits = find_splits(root)
     annotations = require_split(splits, wishes.split, root).annotations
-    coco.check_ids(annotations)
+    truth = read_ground_truth(annotations)
     found = read_detections(path)
-    chosen = None
-    if wishes.limit is not None or wishes.annotated_only:
-        chosen = image_ids(annotations, wishes.annotated_only)[: wishes.limit]
-    scoring = run_scoring(annotations, found, image_ids=chosen, verify=wishes.verify)
+    chosen = truth.annotated_image_ids if wishes.annotated_only else truth.image_ids
+    chosen = chosen[: wishes.limit]
+    scoring = run_scoring(truth, found, image_ids=chosen, verify=wishes.verify)
     call.console.say(f"{len(found.scores)} detections against {annotations}")
     if not len(found.scores):
         call.console.warn(f"{path} holds no detection: AP is 0")

@@ -1,6 +1,6 @@
 """Why the AP is what it is, and what to mend next: hotcoco's answers, kept as one JSON. Torch-free.
 
-    evaluation = analyse(run_scoring(annotations, detections), detections, about)
+    evaluation = analyse(run_scoring(truth, detections), detections, about)
     write_evaluation(folder / "evaluation.json", evaluation)
 
 The report page is drawn from this file, so a network need not run again for it.
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ssdctl.errors import DataError
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
+from ssdctl.evaluate.ground_truth import GroundTruth
 from ssdctl.files import write_bytes
 
 FILE = "evaluation.json"
@@ -180,7 +181,7 @@ def analyse(scoring: Scoring, detections: Detections, about: About) -> Evaluatio
         ],
         calibration_error=calibration["ece"],
         confusions=_confusions(engine),
-        samples=_samples(engine, detections),
+        samples=_samples(scoring, detections),
     )
 
 
@@ -245,20 +246,18 @@ def _confusions(engine: Any) -> list[Confusion]:
     return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
 
 
-def _samples(engine: Any, detections: Detections) -> list[Sample]:
-    """Images spread evenly over those that were scored, such with objects first."""
-    truth = engine.coco_gt
-    scored = np.sort(np.array(engine.params.img_ids, np.int64))
+def _samples(scoring: Scoring, detections: Detections) -> list[Sample]:
+    """Choose images spread evenly over those that were scored, preferably with objects."""
+    truth, scored = scoring.truth, scoring.image_ids
     if not len(scored):
         return []
-    told = np.array([a["image_id"] for a in truth.load_anns(truth.get_ann_ids())], np.int64)
-    with_objects = scored[np.isin(scored, told)]
+    with_objects = scored[np.isin(scored, truth.annotated_image_ids)]
     pool = with_objects if len(with_objects) >= NUM_SAMPLES else scored
     chosen = np.unique(np.linspace(0, len(pool) - 1, NUM_SAMPLES).astype(int))
     return [_sample(truth, detections, int(image_id)) for image_id in pool[chosen]]
 
 
-def _sample(truth: Any, detections: Detections, image_id: int) -> Sample:
+def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> Sample:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
     found = [
         Found(c, _box(b), round(s, 4))
@@ -269,14 +268,15 @@ def _sample(truth: Any, detections: Detections, image_id: int) -> Sample:
             strict=True,
         )
     ]
-    there = [
-        Truth(a["category_id"], _box(a["bbox"]))
-        for a in truth.load_anns(truth.get_ann_ids(img_ids=[image_id]))
+    row = int(np.flatnonzero(truth.image_ids == image_id)[0])
+    objects = [
+        Truth(int(truth.classes[truth.labels[m] - 1].id or 0), _box(truth.boxes[m]))
+        for m in np.flatnonzero(truth.rows == row)
     ]
-    file_name = truth.load_imgs([image_id])[0]["file_name"]
-    return Sample(image_id, file_name, there, sorted(found, key=lambda f: -f.score))
+    found.sort(key=lambda f: -f.score)
+    return Sample(image_id, truth.file_names[row], objects, found)
 
 
-def _box(values: Sequence[float]) -> Box:
+def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:
     left, top, width, height = (round(float(v), 2) for v in values)
     return left, top, width, height

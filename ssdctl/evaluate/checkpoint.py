@@ -21,6 +21,7 @@ from ssdctl.errors import IntegrityError
 from ssdctl.evaluate.analysis import About, Evaluation, analyse
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.evaluate.together import Together, all_parts, share_of_cores
 from ssdctl.files import write_bytes
 
@@ -92,7 +93,8 @@ def evaluate_checkpoint(
         write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
         talk.say(f"{len(found.scores)} detections written to {detections_file}")
     ids = split.image_ids[rows]
-    scoring = run_scoring(split.annotations, found, image_ids=ids, verify=wishes.verify)
+    truth = read_ground_truth(split.annotations)
+    scoring = run_scoring(truth, found, image_ids=ids, verify=wishes.verify)
     about = About(
         source=str(path),
         step=checkpoint.step,

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ssdctl.errors import SsdctlError
 from ssdctl.evaluate.analysis import About, Evaluation, analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 
 
 class BackgroundScoring:
@@ -83,7 +84,8 @@ def evaluate(
     image_ids: NDArray[np.int64] | None,
 ) -> Evaluation:
     """Score detections and say why the score is what it is, in this process."""
-    return analyse(run_scoring(annotations, detections, image_ids=image_ids), detections, about)
+    truth = read_ground_truth(annotations)
+    return analyse(run_scoring(truth, detections, image_ids=image_ids), detections, about)
 
 
 def _packed(detections: Detections, about: About, image_ids: NDArray[np.int64] | None) -> bytes:

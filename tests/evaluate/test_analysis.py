@@ -17,6 +17,7 @@ from ssdctl.evaluate.analysis import (
     write_evaluation,
 )
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 
 BOX = [20.0, 20.0, 100.0, 100.0]
 NUM_IMAGES = 4
@@ -43,7 +44,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
         np.array([r[1] for r in rows], np.int64),
     )
     about = About(source="x.json", data=".", store=".", split="val", images=4, detections=len(rows))
-    return analyse(run_scoring(path, found), found, about)
+    return analyse(run_scoring(read_ground_truth(path), found), found, about)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ class Annotation(msgspec.Struct, gc=False):
     category_id: Int64
     bbox: Bbox
     iscrowd: Int64 = 0
+    area: float | None = None  # of the mask; None: the file does not give it
 
 
 class Category(msgspec.Struct, gc=False):
@@ -64,22 +65,6 @@ class Annotations(msgspec.Struct):
     images: list[ImageEntry]
     annotations: list[Annotation]
     categories: list[Category]
-
-
-class _Id(msgspec.Struct, gc=False):
-    id: Int64
-
-
-class _Link(msgspec.Struct, gc=False):
-    id: Int64
-    image_id: Int64
-    category_id: Int64
-
-
-class _Links(msgspec.Struct):
-    images: list[_Id]
-    annotations: list[_Link]
-    categories: list[_Id]
 
 
 class ClassName(msgspec.Struct, frozen=True):
@@ -178,12 +163,12 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     Raises:
         DataError: Duplicate ids, ids that point nowhere, unsafe file names, absurd sizes.
     """
-    row, label = _linked(annotations, path)
+    row, label = linked_rows(annotations, path)
     if not annotations.categories:
         raise DataError(f"{path}: no categories")
     sizes = _sizes(path, annotations.images)
     entries = annotations.annotations
-    sides = (_column(entries, f"bbox.{s}", np.float64) for s in Bbox.__struct_fields__)
+    sides = (column(entries, f"bbox.{s}", np.float64) for s in Bbox.__struct_fields__)
     bbox = np.stack(list(sides), axis=1)
     ltrb, kind = _mended(bbox, sizes[row])
     findings = [_finding(annotations, int(i), int(row[i]), kind[i]) for i in np.nonzero(kind)[0]]
@@ -191,29 +176,24 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     kept = kept[np.argsort(row[kept], kind="stable")]  # image by image, in the file's order
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(np.bincount(row[kept], minlength=len(sizes)), out=starts[1:])
-    is_crowd = _column(entries, "iscrowd") != 0
+    is_crowd = column(entries, "iscrowd") != 0
     return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
 
 
-def check_ids(path: Path) -> None:
-    """Refuse what nothing can be scored against; asks no more of the file than its ids.
+def linked_rows(read: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the row of each annotation's image, and its label.
 
     Raises:
-        DataError: Duplicate ids, ids that point nowhere.
+        DataError: Ids that are not unique, or that refer to entries that the file does not list.
     """
-    _linked(_decoded(read_bytes(path), path, _Links), path)
-
-
-def _linked(read: Annotations | _Links, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The place of each annotation's image, and its label."""
-    image_ids, category_ids = _column(read.images, "id"), _column(read.categories, "id")
+    image_ids, category_ids = column(read.images, "id"), column(read.categories, "id")
     entries = read.annotations
     _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "annotation ids", _column(entries, "id"))
+    _refuse_duplicates(path, "annotation ids", column(entries, "id"))
     _refuse_duplicates(path, "category ids", category_ids)
-    row = _places(image_ids, _column(entries, "image_id"))
+    row = _places(image_ids, column(entries, "image_id"))
     _refuse_strangers(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
-    label = 1 + _places(category_ids, _column(entries, "category_id"))
+    label = 1 + _places(category_ids, column(entries, "category_id"))
     _refuse_strangers(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
     return row, label
 
@@ -307,14 +287,14 @@ def _sizes(path: Path, images: list[ImageEntry]) -> NDArray[np.int64]:
                 f"{path}: image {image.id}: {image.file_name!r} is no plain path below its folder",
                 hint="file_name is relative to the split's image folder, as in 'a.jpg'",
             )
-    sizes = np.stack([_column(images, "width"), _column(images, "height")], axis=1)
+    sizes = np.stack([column(images, "width"), column(images, "height")], axis=1)
     for row in np.nonzero(((sizes < 1) | (sizes > LONGEST_SIDE)).any(axis=1))[0]:
         image = images[row]
         raise DataError(f"{path}: image {image.id}: size {image.width} x {image.height}")
     return sizes
 
 
-def _column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
+def column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
     """One field of many structs, without a step of the interpreter for each."""
     return np.fromiter(map(attrgetter(name), structs), kind, len(structs))
 
@@ -335,7 +315,7 @@ def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must be there once")
 
 
-def _refuse_strangers(path: Path, kind: str, found: Sequence[Annotation | _Link]) -> None:
+def _refuse_strangers(path: Path, kind: str, found: Sequence[Annotation]) -> None:
     """Refuse annotations of images or categories that the file does not list."""
     many = {"image": "images", "category": "categories"}[kind]
     named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]
