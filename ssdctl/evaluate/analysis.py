@@ -269,10 +269,8 @@ def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> Sample
         )
     ]
     row = int(np.flatnonzero(truth.image_ids == image_id)[0])
-    objects = [
-        Truth(int(truth.classes[truth.labels[m] - 1].id or 0), _box(truth.boxes[m]))
-        for m in np.flatnonzero(truth.rows == row)
-    ]
+    of_image = np.flatnonzero(truth.boxes.image_ids == image_id)
+    objects = [Truth(int(truth.boxes.category_ids[m]), _box(truth.boxes.bbox[m])) for m in of_image]
     found.sort(key=lambda f: -f.score)
     return Sample(image_id, truth.file_names[row], objects, found)
 

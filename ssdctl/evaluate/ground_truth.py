@@ -15,22 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.formats.coco import BoxColumns, ClassName
 
 
 class GroundTruth(NamedTuple):
-    """N images, C classes and M annotations of a split, in the order of the file."""
+    """N images, C classes and M annotated boxes of a split, in the order of the file."""
 
     path: Path
     image_ids: NDArray[np.int64]  # N
     file_names: list[str]  # N
     sizes: NDArray[np.int64]  # N x 2: width, height in pixels
     classes: list[ClassName]  # C
-    rows: NDArray[np.int64]  # M: the image of each annotation, 0 to N - 1
-    labels: NDArray[np.int64]  # M: the class of each annotation, 1 to C
-    boxes: NDArray[np.float64]  # M x 4: left, top, width, height in pixels, not clipped
-    areas: NDArray[np.float64]  # M: of the mask if the file gives it, else of the box
-    is_crowd: NDArray[np.bool_]  # M
+    boxes: BoxColumns  # M
 
     @property
     def classes_by_id(self) -> list[ClassName]:
@@ -40,7 +36,7 @@ class GroundTruth(NamedTuple):
     @property
     def annotated_image_ids(self) -> NDArray[np.int64]:
         """The ids of the images that have annotations, in the order of the file."""
-        return self.image_ids[np.isin(np.arange(len(self.image_ids)), self.rows)]
+        return self.image_ids[np.isin(self.image_ids, self.boxes.image_ids)]
 
 
 def read_ground_truth(path: Path) -> GroundTruth:
@@ -51,22 +47,14 @@ def read_ground_truth(path: Path) -> GroundTruth:
             refer to entries that it does not list.
     """
     parsed = coco.read(path)
-    rows, labels = coco.linked_rows(parsed, path)
-    entries = parsed.annotations
-    sides = [coco.column(entries, f"bbox.{s}", np.float64) for s in coco.Bbox.__struct_fields__]
-    boxes = np.stack(sides, axis=1)
-    areas = np.array([np.nan if a.area is None else a.area for a in entries], np.float64)
+    coco.link(parsed, path)
     return GroundTruth(
         path=path,
         image_ids=coco.column(parsed.images, "id"),
         file_names=[image.file_name for image in parsed.images],
-        sizes=np.array([(i.width, i.height) for i in parsed.images], np.int64).reshape(-1, 2),
+        sizes=np.array([(i.width or 0, i.height or 0) for i in parsed.images], np.int64),
         classes=coco.class_names(parsed),
-        rows=rows,
-        labels=labels,
-        boxes=boxes,
-        areas=np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas),
-        is_crowd=coco.column(entries, "iscrowd") != 0,
+        boxes=coco.box_columns(parsed),
     )
 
 
@@ -94,7 +82,8 @@ class DenseIds(NamedTuple):
 
 def dense_ids(truth: GroundTruth) -> DenseIds:
     """Number the images and classes of a split."""
-    return DenseIds(np.sort(truth.image_ids), np.sort(_category_ids(truth)))
+    category_ids = np.array([c.id for c in truth.classes], np.int64)
+    return DenseIds(np.sort(truth.image_ids), np.sort(category_ids))
 
 
 def engine_columns(truth: GroundTruth, ids: DenseIds) -> dict[str, Any]:
@@ -113,11 +102,11 @@ def engine_columns(truth: GroundTruth, ids: DenseIds) -> dict[str, Any]:
         "categories": [
             {"id": n, "name": c.name} for n, c in enumerate(truth.classes_by_id, start=1)
         ],
-        "image_ids": ids.images(truth.image_ids[truth.rows]),
-        "category_ids": ids.classes(_category_ids(truth)[truth.labels - 1]),
-        "boxes": truth.boxes,
-        "area": truth.areas,
-        "iscrowd": truth.is_crowd,
+        "image_ids": ids.images(truth.boxes.image_ids),
+        "category_ids": ids.classes(truth.boxes.category_ids),
+        "boxes": truth.boxes.bbox,
+        "area": truth.boxes.area,
+        "iscrowd": truth.boxes.is_crowd,
     }
 
 
@@ -143,7 +132,3 @@ def coco_document(columns: dict[str, Any]) -> dict[str, Any]:
         "categories": columns["categories"],
         "annotations": annotations,
     }
-
-
-def _category_ids(truth: GroundTruth) -> NDArray[np.int64]:
-    return np.array([c.id for c in truth.classes], np.int64)
