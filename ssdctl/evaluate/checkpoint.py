@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint, same_classes
+from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
+from ssdctl.data.class_match import class_differences, match_classes
 from ssdctl.data.dataset import dataset_folders, require_split
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
@@ -71,7 +73,7 @@ def evaluate_checkpoint(
     root, folder = dataset_folders(data)
     splits = _open_together(root, folder, talk, together)
     split = require_split(splits, wishes.split, root)
-    refuse_other_classes(checkpoint, split.classes, root)
+    category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
     rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)
     place = f"{wishes.split} of {root}" + ("" if data.root else ", the default dataset")
@@ -83,7 +85,8 @@ def evaluate_checkpoint(
     options = _options(wishes, together)
     share = rows[together.rank :: together.world_size]
     found = all_parts(
-        lambda: detect_split(model, split, share, device, options, talk.progress), together
+        lambda: detect_split(model, split, share, device, options, talk.progress, category_ids),
+        together,
     )
     if found is None:
         return None
@@ -142,18 +145,34 @@ def _counted(split: Split, rows: np.ndarray[Any, Any], wishes: EvaluateConfig) -
     return f"{len(rows)} images"
 
 
-def refuse_other_classes(checkpoint: Checkpoint, classes: list[ClassName], root: Path) -> None:
-    """Raise IntegrityError where a checkpoint and a dataset do not speak of the same classes."""
-    if not same_classes(checkpoint, classes):
-        raise IntegrityError(
-            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes "
-            f"({_names(checkpoint.classes)}), {root} has {len(classes)} ({_names(classes)})",
-            hint="name the dataset that it was trained on: --data DIR",
-        )
+def dataset_category_ids(
+    checkpoint: Checkpoint, classes: list[ClassName], root: Path
+) -> NDArray[np.int64]:
+    """Return the dataset's category id of each class of a checkpoint, matched by name.
 
+    Args:
+        checkpoint: Its classes may have other ids, or another order.
+        classes: The dataset's.
+        root: The dataset's folder, for messages.
 
-def _names(classes: list[ClassName]) -> str:
-    return ", ".join(c.name for c in classes[:4]) + (", ..." if len(classes) > 4 else "")
+    Raises:
+        IntegrityError: One has classes that the other does not have.
+    """
+    ids = np.array([c.id for c in classes], np.int64)
+    count = checkpoint.architecture.num_classes - 1
+    if not checkpoint.classes:  # a third-party file without names: only the number can be compared
+        if count == len(classes):
+            return ids
+        difference = f"it has {count} classes without names, the dataset has {len(classes)}"
+    else:
+        order = match_classes(checkpoint.classes, classes)
+        if order is not None:
+            return ids[order]
+        difference = class_differences(checkpoint.classes, classes)
+    raise IntegrityError(
+        f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
+        hint="name the dataset that it was trained on: --data DIR",
+    )
 
 
 def data_of(checkpoint: Checkpoint) -> tuple[Path, Path]:

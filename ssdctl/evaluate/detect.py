@@ -51,6 +51,7 @@ def detect_split(
     device: Device,
     options: DetectOptions,
     progress: Progress | None = None,
+    category_ids: NDArray[np.int64] | None = None,
 ) -> Detections:
     """The detections on some images of a split; an image that does not open has none.
 
@@ -61,6 +62,7 @@ def detect_split(
         device: Where the network is.
         options: See `DetectOptions`.
         progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
+        category_ids: The category id of each class of the network; None: the split's, in order.
 
     Raises:
         NonFiniteError: The network's output is NaN or infinite.
@@ -82,16 +84,23 @@ def detect_split(
     if progress is not None:
         total = -(-len(rows) // options.batch_size)
         batches = progress(batches, total=total, label="detecting", unit="batch")
+    if category_ids is None:
+        category_ids = np.array([c.id for c in split.classes], np.int64)
     was_training = model.training
     model.eval()
     try:
-        return merge(list(_found(detector, split, batches, least, behind)))
+        return merge(list(_found(detector, split, category_ids, batches, least, behind)))
     finally:
         model.train(was_training)
 
 
 def _found(
-    detector: Detector, split: Split, batches: Iterable[Batch], least: int, behind: int
+    detector: Detector,
+    split: Split,
+    category_ids: NDArray[np.int64],
+    batches: Iterable[Batch],
+    least: int,
+    behind: int,
 ) -> Iterator[Detections]:
     """The detections of each image, in the order of the batches.
 
@@ -102,14 +111,16 @@ def _found(
     if behind == 0:
         for batch in batches:
             output = detector.forward(_filled(batch.images, least))
-            yield from _finish(detector, split, batch.rows, output)
+            yield from _finish(detector, split, category_ids, batch.rows, output)
         return
     pending: deque[Future[list[Detections]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
             for batch in batches:
                 output = detector.forward(_filled(batch.images, least))
-                pending.append(pool.submit(_finish, detector, split, batch.rows, output))
+                pending.append(
+                    pool.submit(_finish, detector, split, category_ids, batch.rows, output)
+                )
                 if len(pending) > behind:
                     yield from pending.popleft().result()
             while pending:
@@ -127,7 +138,11 @@ def _filled(images_BHW3: Tensor, least: int) -> Tensor:
 
 
 def _finish(
-    detector: Detector, split: Split, rows: NDArray[np.int64], output: Output
+    detector: Detector,
+    split: Split,
+    category_ids: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    output: Output,
 ) -> list[Detections]:
     try:
         pictures = detector.finish(Output(*(t[: len(rows)] for t in output)))
@@ -135,7 +150,6 @@ def _finish(
         ids = ", ".join(map(str, split.image_ids[rows[:5]].tolist()))
         more = ", ..." if len(rows) > 5 else ""
         raise NonFiniteError(f"{error} (images {ids}{more})", hint=error.hint) from None
-    category_ids = np.array([c.id for c in split.classes], np.int64)
     return [
         _in_pixels(picture, int(split.image_ids[row]), split.sizes[row], category_ids)
         for row, picture in zip(rows, pictures, strict=True)
