@@ -205,6 +205,8 @@ def tables(evaluation: Evaluation) -> Group:
     from rich.console import Group
     from rich.table import Table
 
+    from ssdctl.evaluate.analysis import ERROR_NAMES
+
     def table(*columns: str) -> Table:
         result = Table()
         for number, column in enumerate(columns):
@@ -218,10 +220,11 @@ def tables(evaluation: Evaluation) -> Group:
     for entry in evaluation.per_class:
         values = (entry.AP, entry.AP50, entry.APs, entry.APm, entry.APl)
         classes.add_row(entry.name, *map(shown, values), str(entry.objects))
-    errors = table("error", "what it is", "count", "AP50 without it")
+    errors = table("error type", "count", "AP50 gain", "meaning")
     for error in evaluation.errors:
         gain = f"+{error.delta_ap:.3f}"
-        errors.add_row(error.kind, error.meaning, str(error.count), gain)
+        name = ERROR_NAMES.get(error.kind, error.kind)
+        errors.add_row(name, str(error.count), gain, error.meaning)
     return Group(figures, classes, errors)
 
 

@@ -33,13 +33,21 @@ from ssdctl.runs.evaluation import (
 CURVE_IOUS = (0.5, 0.75, 0.9)
 NUM_SAMPLES = 12
 NUM_CONFUSIONS = 12
-ERRORS = {  # TIDE's kinds (Bolya et al. 2020), in their order
+ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
     "Cls": "right place, wrong class",
-    "Loc": "right class, badly placed",
-    "Both": "wrong class, badly placed",
-    "Dupe": "found a second time",
-    "Bkg": "nothing is there",
-    "Miss": "not found at all",
+    "Loc": "right class, IoU with the object between 0.1 and 0.5",
+    "Both": "wrong class and IoU between 0.1 and 0.5",
+    "Dupe": "another detection with a higher score matches the object already",
+    "Bkg": "IoU below 0.1 with every object",
+    "Miss": "object that no detection, right or wrong, accounts for",
+}
+ERROR_NAMES = {
+    "Cls": "Classification",
+    "Loc": "Localization",
+    "Both": "Both",
+    "Dupe": "Duplicate",
+    "Bkg": "Background",
+    "Miss": "Missed",
 }
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 
@@ -91,7 +99,7 @@ def error_kinds(scoring: Scoring) -> list[ErrorKind]:
     tide = scoring.engine.tide_errors(pos_thr=IOU_FOUND, bg_thr=IOU_BACKGROUND)
     kinds = [
         ErrorKind(kind, meaning, tide["counts"][kind], tide["delta_ap"][kind])
-        for kind, meaning in ERRORS.items()
+        for kind, meaning in ERROR_MEANINGS.items()
     ]
     return sorted(kinds, key=lambda e: -e.delta_ap)
 

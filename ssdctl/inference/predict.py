@@ -29,7 +29,7 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
-from ssdctl.inference.drawing import BoxLabel
+from ssdctl.inference.drawing import BoxLabel, one_line
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import find_checkpoint
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 
     def as_box_label(self) -> BoxLabel:
         """As `ssdctl.inference.drawing.draw` takes it."""
-        return BoxLabel(self.box, f"{self.name} {self.score:.2f}", self.label)
+        return BoxLabel(self.box, f"{one_line(self.name)} {self.score:.2f}", self.label)
 
 
 class Predictor:

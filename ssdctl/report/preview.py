@@ -23,7 +23,7 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
-from ssdctl.inference.drawing import PALETTE, letters
+from ssdctl.inference.drawing import PALETTE, label_font, one_line
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
@@ -68,7 +68,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
     size = (GAP + (1 + EPOCHS) * step, LINE + GAP + count * (step + LINE))
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
-    font = letters(14)
+    font = label_font(14)
     headings = ["as annotated", *(f"to the network, epoch {n + 1}" for n in range(EPOCHS))]
     for column, text in enumerate(headings):
         pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
@@ -132,7 +132,7 @@ def _names(split: Split) -> list[str]:
 def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> None:
     """Boxes with the names of their classes; a dark edge tells them from a bright picture."""
     pen = ImageDraw.Draw(picture)
-    font = letters(10)
+    font = label_font(10)
     scale = np.array([picture.width - 1, picture.height - 1] * 2)
     for box, label in zip(boxes, labels, strict=True):
         left, top, right, bottom = (float(v) for v in box * scale)
@@ -141,7 +141,7 @@ def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[
         pen.rectangle((left, top, max(right, left), max(bottom, top)), outline=colour, width=2)
     for box, label in zip(boxes, labels, strict=True):  # names on top of all boxes
         left, top = float(box[0] * scale[0]), float(box[1] * scale[1])
-        text = names[int(label) - 1]
+        text = one_line(names[int(label) - 1])
         width = pen.textlength(text, font=font) + 4
         left = max(min(left, picture.width - width), 0)
         above = top - 14 if top >= 14 else top
