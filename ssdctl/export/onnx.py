@@ -132,6 +132,7 @@ def onnx_model(
         model = onnx.compose.merge_models(
             model, onnx.parser.parse_model(text), io_map=[(name, name) for name in WHOLE_NAMES]
         )
+        _merge_opsets(model)
         _compare_detections(runtime, model, network, pictures, score_threshold, nms_iou)
     facts = {
         "producer": "ssdctl",
@@ -144,6 +145,17 @@ def onnx_model(
     onnx.helper.set_model_props(model, facts)
     onnx.checker.check_model(model)
     return model.SerializeToString(), check
+
+
+def _merge_opsets(model: Any) -> None:
+    """List each operator set once: merging two models lists both of theirs.
+
+    onnxruntime runs such a model, but its quantization refuses it.
+    """
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    del model.opset_import[:]
+    for domain, version in opsets.items():
+        model.opset_import.add(domain=domain, version=version)
 
 
 class _Deployed(nn.Module):
