@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-# Okabe and Ito's palette: told apart by colour-blind eyes too.
+# Okabe and Ito's palette, also for colour-blind readers.
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
-BRIGHT = 0.45  # of a colour's luma, above which black letters are read on it, else white
+BRIGHT = 0.45  # luma of a background above which text is black, else white
 NOT_PRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
 MAX_LABEL = 40  # characters of a name in a picture or plot
 
@@ -22,7 +22,7 @@ class BoxLabel(NamedTuple):
 
     box: tuple[float, float, float, float]  # left, top, right, bottom in pixels
     text: str
-    number: int  # chooses the colour: the same class, the same colour
+    number: int  # of the class; selects the colour
 
 
 def one_line(name: str, limit: int = MAX_LABEL) -> str:
@@ -48,7 +48,7 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
     try:
         return ImageFont.truetype(Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSans.ttf", size)
-    except OSError:  # a distribution's matplotlib may leave it out
+    except OSError:  # some distributions remove it from matplotlib
         return ImageFont.load_default(size)
 
 

@@ -94,7 +94,7 @@ def test_turned_pictures_are_put_upright(predictor: Predictor, picture: Path) ->
 @pytest.mark.parametrize("content", [b"", b"no picture", b"\xff\xd8\xff\xe0 cut"])
 def test_no_picture(predictor: Predictor, content: bytes) -> None:
     Path("x.jpg").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.jpg: no readable picture"):
+    with pytest.raises(DataError, match=r"x\.jpg: not a readable picture"):
         predictor.predict("x.jpg")
 
 
@@ -127,7 +127,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
         "--score", 0.02, "--device", "cpu",
     )  # fmt: skip
     assert result.code == 3  # one was bad, the rest went on
-    assert "bad.png: no readable picture" in result.err
+    assert "bad.png: not a readable picture" in result.err
     assert "1 of 4 files" in result.err
     answers = json.loads(result.out)
     names = [a["image"] for a in answers]
