@@ -1,4 +1,4 @@
-"""Why the AP is what it is, and what to mend next: hotcoco's answers, kept as one JSON. Torch-free.
+"""Analyse an evaluation: errors by type, curves, calibration, confusions. Torch-free.
 
     evaluation = analyse(run_scoring(truth, detections), detections, about)
     write_evaluation(folder / "evaluation.json", evaluation)
@@ -53,12 +53,12 @@ IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 
 
 def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
-    """Ask the engine for all it knows.
+    """Compute the evaluation record of scored detections.
 
     Args:
-        scoring: Of these detections.
-        detections: What was scored.
-        about: Where it comes from.
+        scoring: The scores of the detections.
+        detections: The scored detections.
+        about: What was evaluated.
     """
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
@@ -95,7 +95,7 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
 
 
 def error_kinds(scoring: Scoring) -> list[ErrorKind]:
-    """TIDE's errors at IoU 0.5, the one that costs most first."""
+    """Return TIDE's errors at IoU 0.5, sorted by their cost in AP50."""
     tide = scoring.engine.tide_errors(pos_thr=IOU_FOUND, bg_thr=IOU_BACKGROUND)
     kinds = [
         ErrorKind(kind, meaning, tide["counts"][kind], tide["delta_ap"][kind])
@@ -105,13 +105,13 @@ def error_kinds(scoring: Scoring) -> list[ErrorKind]:
 
 
 def _curve(precision: NDArray[np.float64]) -> list[float]:
-    """(K, 101) precisions of classes -> their mean; classes without objects (-1) left out."""
+    """Return the mean of (K, 101) precisions, without classes that have no objects (-1)."""
     measured = precision[(precision > -1).all(axis=1)]
     return measured.mean(axis=0).round(4).tolist() if len(measured) else []
 
 
 def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[float, float]:
-    """The best F1 over a curve's recalls, and the score threshold that gives it."""
+    """Return the best F1 over a curve's recalls, and the score threshold that gives it."""
     if not (precision > -1).all():
         return -1.0, -1.0
     recall = np.linspace(0, 1, len(precision))

@@ -45,7 +45,7 @@ VERIFY_TOLERANCE = 1e-12
 
 
 class Detections(NamedTuple):
-    """Detections of a split in COCO's terms: K rows."""
+    """Detections of a split in COCO's format: K rows."""
 
     image_ids: NDArray[np.int64]  # K
     boxes: NDArray[np.float64]  # K x 4: left, top, width, height in pixels
@@ -53,7 +53,7 @@ class Detections(NamedTuple):
     category_ids: NDArray[np.int64]  # K
 
     def to_coco(self) -> list[dict[str, Any]]:
-        """COCO's results format."""
+        """Return the detections in COCO's results format."""
         return [
             {"image_id": i, "category_id": c, "bbox": b, "score": s}
             for i, c, b, s in zip(
@@ -67,7 +67,7 @@ class Detections(NamedTuple):
 
 
 class ClassScore(NamedTuple):
-    """The AP of one class, as a whole and by the size of the objects."""
+    """The AP of one class, for all objects and by their size."""
 
     category_id: int
     name: str
@@ -79,7 +79,7 @@ class ClassScore(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The 12 figures of COCO by name (-1 where there is nothing to measure), and AP per class."""
+    """The 12 figures of COCO by name (-1 if there is nothing to measure), and AP per class."""
 
     figures: dict[str, float]
     per_class: list[ClassScore]
@@ -103,10 +103,10 @@ class _Result(msgspec.Struct, gc=False):
 
 
 def read_detections(path: Path) -> Detections:
-    """Detections from a file in COCO's results format.
+    """Read detections from a file in COCO's results format.
 
     Raises:
-        DataError: It is not such a file; the message names the place.
+        DataError: It is not such a file; the message gives the place.
     """
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
@@ -114,7 +114,7 @@ def read_detections(path: Path) -> Detections:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: no COCO results: {error}".replace("`", ""),
+            f"{path}: not in COCO's results format: {error}".replace("`", ""),
             hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',
         ) from None
     return Detections(
@@ -191,12 +191,12 @@ def _scores(evaluation: Any, truth: GroundTruth, images: int) -> Scores:
 
 
 def _figure(
-    precision: Any, recall: Any, source: str, iou: float | None, area: int, most: int
+    precision: Any, recall: Any, source: str, iou: float | None, area: int, max_dets: int
 ) -> float:
     values = precision if source == "precision" else recall
     if iou is not None:
         values = values[np.isclose(IOU_THRESHOLDS, iou)]
-    return _mean(values[..., area, most])
+    return _mean(values[..., area, max_dets])
 
 
 def _mean(values: NDArray[np.float64]) -> float:

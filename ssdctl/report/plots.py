@@ -1,4 +1,4 @@
-"""Charts as inline SVG: curves of training, precision and recall, calibration."""
+"""Draw charts as inline SVG: training curves, precision and recall, calibration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's yellow is too pale for a line on white.
 LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
-SIZE = (4.6, 2.9)  # inches: small, so that the letters stay readable on a phone
+SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
 MOST_POINTS = 600  # of a line; more are averaged to keep the page small
 
 
@@ -58,7 +58,7 @@ def curve(
         runs: Each has its colour; each key has its line style.
         kind: `train` or `eval`.
         keys: Figures of the records.
-        title: What is drawn, with its unit.
+        title: The quantity, with its unit.
         over: `step` or `epoch`.
     """
     figure, axes = _chart(title, over)

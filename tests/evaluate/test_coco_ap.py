@@ -122,5 +122,5 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
 def test_no_results_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "detections.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match="no COCO results"):
+    with pytest.raises(DataError, match="results format"):
         read_detections(path)
