@@ -158,7 +158,7 @@ def _finish(
 
 
 def _in_pixels(
-    found: postprocess.Detections,
+    found: postprocess.ImageDetections,
     image_id: int,
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],

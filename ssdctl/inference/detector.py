@@ -19,7 +19,7 @@ from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
 from ssdctl.model.conventions import conventions_of_model
-from ssdctl.model.postprocess import Detections, detect
+from ssdctl.model.postprocess import ImageDetections, detect
 
 
 class Output(NamedTuple):
@@ -66,7 +66,7 @@ class Detector:
         self._conventions = conventions_of_model(model)
         self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
-    def __call__(self, images_BHW3: Tensor) -> list[Detections]:
+    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
 
         Raises:
@@ -86,7 +86,7 @@ class Detector:
             self._device.mark_step()
             return output
 
-    def finish(self, output: Output) -> list[Detections]:
+    def finish(self, output: Output) -> list[ImageDetections]:
         """Decode the output of `forward`; may run in another thread.
 
         Raises:

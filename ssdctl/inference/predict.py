@@ -109,7 +109,7 @@ class Predictor:
             for image, result in zip(opened, self._detector(pixels), strict=True)
         ]
 
-    def _found(self, image: Image.Image, result: postprocess.Detections) -> list[Detection]:
+    def _found(self, image: Image.Image, result: postprocess.ImageDetections) -> list[Detection]:
         scale = np.array([image.width, image.height] * 2)
         boxes: NDArray[np.float64] = result.boxes.cpu().numpy().clip(0, 1) * scale
         found = []
