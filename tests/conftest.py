@@ -74,9 +74,11 @@ def run_cli(*arguments: object) -> Result:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes
-    or reads the trained run, else `unit`."""
+    or reads the trained run, else `unit`. The tests of the network build all of it."""
     for item in items:
         assert isinstance(item, pytest.Function)
+        if item.path.parent.name == "model":
+            item.add_marker("full_network")
         if item.get_closest_marker("process") or item.get_closest_marker("slow"):
             continue
         is_process = "tiny_run" in item.fixturenames or starts_processes(item)

@@ -17,7 +17,13 @@ from typing import Any
 
 MODULE = "ssdctl.model.ssd300"
 DIVISOR = 8
-BLOCKS = 2  # of each layer
+DEPTHS = {  # blocks of the three layers
+    "resnet18": (2, 2, 2),
+    "resnet34": (3, 4, 6),
+    "resnet50": (3, 4, 6),
+    "resnet101": (3, 4, 23),
+    "resnet152": (3, 8, 36),
+}
 
 
 def install() -> None:
@@ -71,7 +77,7 @@ def _is_narrow() -> bool:
 
 
 def narrow_backbone(name: str) -> Any:
-    """Return a trunk with the module names of `ssdctl.model.backbone.build_backbone`."""
+    """Return a trunk with the modules of `ssdctl.model.backbone.build_backbone`."""
     from torch import nn
 
     try:
@@ -80,16 +86,16 @@ def narrow_backbone(name: str) -> Any:
         from torchvision.models import resnet
 
     block = resnet.BasicBlock if name in ("resnet18", "resnet34") else resnet.Bottleneck
-    width = 64 // DIVISOR
+    width, depths = 64 // DIVISOR, DEPTHS[name]
 
-    def layer(inputs: int, width: int, stride: int) -> nn.Sequential:
+    def layer(inputs: int, width: int, depth: int, stride: int) -> nn.Sequential:
         outputs = width * block.expansion
         downsample = None
         if stride != 1 or inputs != outputs:
             downsample = nn.Sequential(
                 nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             )
-        others = [block(outputs, width, 1, None) for _ in range(BLOCKS - 1)]
+        others = [block(outputs, width, 1, None) for _ in range(depth - 1)]
         return nn.Sequential(block(inputs, width, stride, downsample), *others)
 
     trunk = nn.Sequential(
@@ -98,9 +104,9 @@ def narrow_backbone(name: str) -> Any:
             bn1=nn.BatchNorm2d(width),
             relu=nn.ReLU(inplace=True),
             maxpool=nn.MaxPool2d(3, stride=2, padding=1),
-            layer1=layer(width, width, 1),
-            layer2=layer(width * block.expansion, 2 * width, 2),
-            layer3=layer(2 * width * block.expansion, 4 * width, 1),
+            layer1=layer(width, width, depths[0], 1),
+            layer2=layer(width * block.expansion, 2 * width, depths[1], 2),
+            layer3=layer(2 * width * block.expansion, 4 * width, depths[2], 1),
         )
     )
     for module in trunk.modules():
