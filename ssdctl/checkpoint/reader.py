@@ -21,7 +21,7 @@ from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.backbone import BUILDERS
+from ssdctl.model.resnet import BUILDERS
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1

@@ -26,7 +26,8 @@ import pyarrow as pa
 from ssdctl.data import store
 from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require_split
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import Annotations, Boxes, Finding, ImageEntry
+from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
+from ssdctl.data.formats.coco_check import Boxes, Finding, check, format_warnings
 from ssdctl.data.image_check import Wish, changed_images, file_sizes
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
 from ssdctl.errors import DataError, DiskError
@@ -183,8 +184,8 @@ def _prepare_split(
 ) -> SplitReport:
     require_images(split, files)
     annotations, mark = _read(files.annotations)
-    boxes, findings = coco.check(annotations, files.annotations)
-    warnings = coco.format_warnings(annotations, boxes, findings)
+    boxes, findings = check(annotations, files.annotations)
+    warnings = format_warnings(annotations, boxes, findings)
     annotations.annotations.clear()  # hundreds of MB that nobody needs any more
 
     # What a part is true for. With `force` nothing that was done before counts.
@@ -243,7 +244,7 @@ def _check_files(job: Job, files: SplitFiles) -> None:
     if missing:
         raise DataError(
             f"{files.images}: {len(missing)} of {len(names)} images are missing, "
-            f"among them {', '.join(missing[: coco.SHOWN])}",
+            f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=_where_missing(files, missing[0]),
         )
     if job.wish.pack and job.wish.shrink is None:
@@ -364,7 +365,7 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
     if changed:
         raise DataError(
             f"{files.images}: {len(changed)} images are missing or changed since {folder} was "
-            f"prepared: {', '.join(changed[: coco.SHOWN])}",
+            f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )
 
@@ -381,5 +382,5 @@ def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
         split = store.open_split(folder, "train", files)
         return len(split.trainable), len(split.classes)
     annotations = coco.read(files.annotations)
-    boxes, _ = coco.check(annotations, files.annotations)
+    boxes, _ = check(annotations, files.annotations)
     return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)

@@ -8,11 +8,15 @@ Shapes: B batch, C classes with background, N default boxes, K detections of a p
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.ops import nms
 
 from ssdctl.boxes.coder import decode
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb
@@ -111,8 +115,27 @@ def _detect_one(
     if len(scores) > CANDIDATES_PER_CLASS:
         best = _best_per_class(scores, labels)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
-    keep = nms(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = _nms()(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return Detections(boxes[keep], scores[keep], labels[keep])
+
+
+@functools.cache
+def _nms() -> Callable[[Tensor, Tensor, float], Tensor]:
+    """Return torchvision's NMS kernel, loaded without the Python package if possible.
+
+    The package takes 9 seconds of CPU time to import, its compiled library a few milliseconds.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in Path(folder).glob("_C*.so"):
+            with contextlib.suppress(OSError):
+                torch.ops.load_library(library)
+    if hasattr(torch.ops.torchvision, "nms"):
+        kernel: Callable[[Tensor, Tensor, float], Tensor] = torch.ops.torchvision.nms
+        return kernel
+    from torchvision.ops import nms
+
+    return nms
 
 
 def _best_per_class(scores_K: Tensor, labels_K: Tensor) -> Tensor:

@@ -63,7 +63,9 @@ def test_verdicts_of_the_self_test(ask: Ask, machine: Machine, tmp_path: Path) -
     assert state(checks["all-reduce"])[0] == "ok"
     assert re.search(r"4 MB in 2\.0 ms", checks["all-reduce"]["detail"])
     assert state(checks["train step"])[0] == "ok"
-    assert re.search(r"Test CPU, fp32, eager.*first 3\.0 s.*0\.25 s", checks["train step"]["detail"])
+    assert re.search(
+        r"Test CPU, fp32, eager.*first 3\.0 s.*0\.25 s", checks["train step"]["detail"]
+    )
 
     machine.probe_prints("disk", '{"write": 4e8}\n{"read": 4e7}')
     machine.probe_prints("ranks", "{}", EXIT_1)

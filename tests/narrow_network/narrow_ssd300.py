@@ -80,10 +80,7 @@ def narrow_backbone(name: str) -> Any:
     """Return a trunk with the modules of `ssdctl.model.backbone.build_backbone`."""
     from torch import nn
 
-    try:
-        from ssdctl.model import resnet
-    except ImportError:
-        from torchvision.models import resnet
+    from ssdctl.model import resnet
 
     block = resnet.BasicBlock if name in ("resnet18", "resnet34") else resnet.Bottleneck
     width, depths = 64 // DIVISOR, DEPTHS[name]

@@ -1,8 +1,10 @@
-"""Read and check COCO annotations.
+"""Read COCO annotation files as labelling tools write them.
 
     annotations = read(path)            # typed; DataError names the place of what is broken
-    boxes, findings = check(annotations, path)
+    boxes, findings = check(annotations, path)          # see coco_check.py
 
+Only the fields that training and scoring need are typed; every other field may hold anything.
+Whole numbers written as floats, `iscrowd: false`, null areas and a byte order mark are accepted.
 `category_id` is COCO's; `label` is dense: the category's rank in the file plus one, 0 = background.
 """
 
@@ -20,107 +22,134 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name
 
-SHOWN = 5  # offenders named in a message
-LONGEST_SIDE = 65535  # what a JPEG can have
+MAX_NAMED = 5  # offenders named in a message
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 T = TypeVar("T")
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class ImageEntry(msgspec.Struct, gc=False):
+    """An image of an annotation file; width and height in pixels, 0 = not given."""
+
     id: Int64
-    file_name: str
-    width: Int64
-    height: Int64
+    file_name: str = ""
+    width: Int64 | None = 0
+    height: Int64 | None = 0
 
 
 class Bbox(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A box in pixels. A struct, not a tuple: half the time and two thirds of the memory."""
+    """A box in pixels. A struct, not a tuple: half the time and two thirds of the memory.
 
-    left: float
-    top: float
-    width: float
-    height: float
+    Numbers that the file does not give are NaN, which JSON cannot contain.
+    """
+
+    left: float = np.nan
+    top: float = np.nan
+    width: float = np.nan
+    height: float = np.nan
+
+
+NO_BBOX = Bbox()
 
 
 class Annotation(msgspec.Struct, gc=False):
+    """An object of an image. `bbox` and `area` are None if the file does not give them."""
+
     id: Int64
     image_id: Int64
     category_id: Int64
-    bbox: Bbox
-    iscrowd: Int64 = 0
+    bbox: Bbox | None = None
+    area: float | None = None
+    iscrowd: Int64 | bool | None = 0
 
 
 class Category(msgspec.Struct, gc=False):
+    """A class of an annotation file."""
+
     id: Int64
     name: str
+    supercategory: Any = None
 
 
-class Annotations(msgspec.Struct):
-    """What training needs of an annotation file; its other keys are not read."""
+class Annotations(NamedTuple):
+    """What training and scoring need of an annotation file."""
+
+    images: list[ImageEntry]
+    annotations: list[Annotation]
+    categories: list[Category]
+    supercategories: Sequence[Category] = ()  # listed as categories, but not classes: left out
+
+
+class _File(msgspec.Struct):
+    """The JSON document, decoded strictly: the fast path."""
 
     images: list[ImageEntry]
     annotations: list[Annotation]
     categories: list[Category]
 
 
-class _Id(msgspec.Struct, gc=False):
-    id: Int64
+# The same fields with every number type that tools write: the fallback.
+Number = int | float
 
 
-class _Link(msgspec.Struct, gc=False):
-    id: Int64
-    image_id: Int64
-    category_id: Int64
+class _LooseImage(msgspec.Struct):
+    id: Number
+    file_name: str = ""
+    width: Number | None = 0
+    height: Number | None = 0
 
 
-class _Links(msgspec.Struct):
-    images: list[_Id]
-    annotations: list[_Link]
-    categories: list[_Id]
+class _LooseAnnotation(msgspec.Struct):
+    id: Number
+    image_id: Number
+    category_id: Number
+    bbox: Bbox | None = None
+    area: Any = None
+    iscrowd: Number | bool | None = 0
+
+
+class _LooseCategory(msgspec.Struct):
+    id: Number
+    name: str | int | float
+    supercategory: Any = None
+
+
+class _LooseFile(msgspec.Struct):
+    images: list[_LooseImage]
+    annotations: list[_LooseAnnotation]
+    categories: list[_LooseCategory]
 
 
 class ClassName(msgspec.Struct, frozen=True):
     """A class: COCO's category id and its name. Its label is its place in the list plus one."""
 
-    id: int | None  # None where a peer's checkpoint tells the name alone
+    id: int | None  # None if a third-party checkpoint gives only the name
     name: str
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One thing that was dropped or mended."""
+class BoxColumns(NamedTuple):
+    """The annotated boxes of a file as arrays, unclipped: what detections are scored against."""
 
-    kind: str
-    image_id: int
-    annotation_id: int | None
-    detail: str
-
-
-class Boxes(NamedTuple):
-    """The checked boxes of a split, image by image, as they are trained on.
-
-    `starts[i]:starts[i + 1]` are image i's rows of `ltrb` (pixels) and `labels`.
-    """
-
-    starts: NDArray[np.int64]  # N + 1
-    ltrb: NDArray[np.float32]  # M x 4
-    labels: NDArray[np.int32]  # M
+    image_ids: NDArray[np.int64]  # M
+    category_ids: NDArray[np.int64]  # M
+    bbox: NDArray[np.float64]  # M x 4: left, top, width, height in pixels
+    area: NDArray[np.float64]  # M, square pixels; width * height if the file gives none
     is_crowd: NDArray[np.bool_]  # M
 
 
 def read(path: Path) -> Annotations:
-    """An annotation file, typed.
+    """Return an annotation file, typed.
 
     Raises:
-        DataError: It cannot be read, is no JSON, or a field is absent or of the wrong type.
+        DataError: It cannot be read, is not JSON, or a field is absent or of the wrong type.
     """
     return parse(read_bytes(path), path)
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of an annotation file.
+    """Return the content of an annotation file.
 
     Raises:
         DataError: It cannot be read.
@@ -132,29 +161,108 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(content: bytes, path: Path) -> Annotations:
-    """The content of an annotation file, typed; see `read`."""
-    return _decoded(content, path, Annotations)
-
-
-def _decoded(content: bytes, path: Path, kind: type[T]) -> T:
+    """Return the content of an annotation file, typed; see `read`."""
     try:
-        with _without_gc():
-            return msgspec.json.decode(content, type=kind)
+        file = decode(content, _File)
     except msgspec.ValidationError as error:
-        raise DataError(
-            f"{path}: not in COCO's format: {error}".replace("`", ""),
-            hint="expected images (id, file_name, width, height), annotations (id, image_id, "
-            "category_id, bbox) and categories (id, name)",
-        ) from None
+        try:
+            file = _normalized(decode(content, _LooseFile))
+        except _NotWholeError as fraction:
+            raise _not_coco(path, fraction) from None
+        except msgspec.ValidationError as loose_error:
+            # The strict error says what was expected if both fail at the same place.
+            is_same = _place(error) == _place(loose_error)
+            raise _not_coco(path, error if is_same else loose_error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: broken JSON: {error}", hint="export or copy it again, whole"
+            f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
+    categories, supercategories = _without_supercategories(file)
+    return Annotations(file.images, file.annotations, categories, supercategories)
+
+
+def decode(content: bytes, kind: type[T]) -> T:
+    """Decode JSON, which may begin with a byte order mark.
+
+    Raises:
+        msgspec.DecodeError, UnicodeDecodeError: It is not JSON, or not of that type.
+    """
+    start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
+    with _without_gc():
+        return msgspec.json.decode(memoryview(content)[start:], type=kind)
+
+
+def _not_coco(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: not in COCO's format: {error}".replace("`", ""),
+        hint="expected images (id, file_name, width, height), annotations (id, image_id, "
+        "category_id, bbox) and categories (id, name)",
+    )
+
+
+def _place(error: Exception) -> str:
+    """The JSON path at the end of a msgspec message."""
+    return str(error).rpartition(" - at ")[2]
+
+
+class _NotWholeError(ValueError):
+    """Raised for a fraction where a whole number belongs."""
+
+
+def _normalized(file: _LooseFile) -> _File:
+    images = [
+        ImageEntry(
+            _whole(image.id, "images", i, "id"),
+            image.file_name,
+            _whole(image.width or 0, "images", i, "width"),
+            _whole(image.height or 0, "images", i, "height"),
+        )
+        for i, image in enumerate(file.images)
+    ]
+    annotations = [
+        Annotation(
+            _whole(entry.id, "annotations", i, "id"),
+            _whole(entry.image_id, "annotations", i, "image_id"),
+            _whole(entry.category_id, "annotations", i, "category_id"),
+            entry.bbox,
+            float(entry.area) if isinstance(entry.area, int | float) else None,
+            _whole(entry.iscrowd or 0, "annotations", i, "iscrowd"),
+        )
+        for i, entry in enumerate(file.annotations)
+    ]
+    categories = [
+        Category(_whole(c.id, "categories", i, "id"), str(c.name), c.supercategory)
+        for i, c in enumerate(file.categories)
+    ]
+    return _File(images, annotations, categories)
+
+
+def _whole(value: float, table: str, index: int, key: str) -> int:
+    """A whole number of 64 bits, whatever JSON type it has."""
+    number = int(value) if abs(value) < 2**63 else None
+    if number is None or number != value:
+        raise _NotWholeError(f"Expected int, got {value} - at $.{table}[{index}].{key}")
+    return number
+
+
+def _without_supercategories(file: _File) -> tuple[list[Category], list[Category]]:
+    """The classes, and the entries that only name other entries' supercategory (Roboflow's 0)."""
+    parents = {c.supercategory for c in file.categories if isinstance(c.supercategory, str)}
+    candidates = [
+        c
+        for c in file.categories
+        if c.name in parents and c.supercategory in (None, "", "none") and len(file.categories) > 1
+    ]
+    if not candidates:
+        return file.categories, []
+    used = {a.category_id for a in file.annotations}
+    unused = [c for c in candidates if c.id not in used]
+    return [c for c in file.categories if c not in unused], unused
 
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """Millions of objects that all stay: looking for garbage among them takes longer than they."""
+    """Disable garbage collection: searching millions of live objects takes longer than decoding."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -165,187 +273,99 @@ def _without_gc() -> Iterator[None]:
 
 
 def class_names(annotations: Annotations) -> list[ClassName]:
-    """The classes in the order of the file."""
+    """Return the classes in the order of the file."""
     return [ClassName(c.id, c.name) for c in annotations.categories]
 
 
-def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
-    """Refuse what cannot be trusted, drop or mend what cannot be trained on.
-
-    Returns:
-        The boxes clipped to their images, and a finding for each one dropped or clipped.
-
-    Raises:
-        DataError: Duplicate ids, ids that point nowhere, unsafe file names, absurd sizes.
-    """
-    row, label = _linked(annotations, path)
-    if not annotations.categories:
-        raise DataError(f"{path}: no categories")
-    sizes = _sizes(path, annotations.images)
+def box_columns(annotations: Annotations) -> BoxColumns:
+    """Return the annotated boxes as arrays; annotations without a bbox are left out."""
     entries = annotations.annotations
-    sides = (_column(entries, f"bbox.{s}", np.float64) for s in Bbox.__struct_fields__)
-    bbox = np.stack(list(sides), axis=1)
-    ltrb, kind = _mended(bbox, sizes[row])
-    findings = [_finding(annotations, int(i), int(row[i]), kind[i]) for i in np.nonzero(kind)[0]]
-    kept = np.nonzero(kind <= CLIPPED)[0]
-    kept = kept[np.argsort(row[kept], kind="stable")]  # image by image, in the file's order
-    starts = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(np.bincount(row[kept], minlength=len(sizes)), out=starts[1:])
-    is_crowd = _column(entries, "iscrowd") != 0
-    return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
+    bbox = bboxes(entries)
+    area = np.array([np.nan if a.area is None else a.area for a in entries], np.float64)
+    area = np.where(np.isnan(area), bbox[:, 2] * bbox[:, 3], area)
+    has_bbox = ~np.isnan(bbox).any(axis=1)
+    return BoxColumns(
+        column(entries, "image_id")[has_bbox],
+        column(entries, "category_id")[has_bbox],
+        bbox[has_bbox],
+        area[has_bbox],
+        crowd_flags(entries)[has_bbox],
+    )
+
+
+def bboxes(entries: Sequence[Annotation]) -> NDArray[np.float64]:
+    """Return the boxes of annotations, M x 4: left, top, width, height; NaN if not given."""
+    result = np.empty((len(entries), 4))
+    boxes = [entry.bbox or NO_BBOX for entry in entries]
+    for index, side in enumerate(Bbox.__struct_fields__):
+        result[:, index] = column(boxes, side, np.float64)
+    return result
+
+
+def crowd_flags(entries: Sequence[Annotation]) -> NDArray[np.bool_]:
+    """Return which annotations are crowds."""
+    return np.fromiter((bool(entry.iscrowd) for entry in entries), np.bool_, len(entries))
 
 
 def check_ids(path: Path) -> None:
-    """Refuse what nothing can be scored against; asks no more of the file than its ids.
+    """Refuse annotations that nothing can be scored against: reads only their ids.
 
     Raises:
-        DataError: Duplicate ids, ids that point nowhere.
+        DataError: Duplicate ids, ids that refer to nothing.
     """
-    _linked(_decoded(read_bytes(path), path, _Links), path)
+    link(read(path), path)
 
 
-def _linked(read: Annotations | _Links, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The place of each annotation's image, and its label."""
-    image_ids, category_ids = _column(read.images, "id"), _column(read.categories, "id")
-    entries = read.annotations
+def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the row of each annotation's image, and its label.
+
+    Raises:
+        DataError: Duplicate ids, ids that refer to nothing.
+    """
+    entries = annotations.annotations
+    image_ids, category_ids = column(annotations.images, "id"), column(annotations.categories, "id")
     _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "annotation ids", _column(entries, "id"))
+    _refuse_duplicates(path, "annotation ids", column(entries, "id"))
     _refuse_duplicates(path, "category ids", category_ids)
-    row = _places(image_ids, _column(entries, "image_id"))
-    _refuse_strangers(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
-    label = 1 + _places(category_ids, _column(entries, "category_id"))
-    _refuse_strangers(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
+    row = _positions(image_ids, column(entries, "image_id"))
+    _refuse_unlisted(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
+    label = 1 + _positions(category_ids, column(entries, "category_id"))
+    _refuse_unlisted(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
     return row, label
 
 
-SPECK_PX = 1.5  # a fraction is 1 at most
-NEARLY_ALL = 0.95
-FEW_CLIPPED, MANY_CLIPPED = 5, 0.1  # fewer overshoots, as a number and a share, tell nothing
-
-
-def format_warnings(
-    annotations: Annotations, boxes: Boxes, findings: Sequence[Finding]
-) -> list[str]:
-    """What makes boxes look written otherwise than as left, top, width, height in pixels.
-
-    Args:
-        annotations: A split's.
-        boxes: What `check` made of them.
-        findings: Those of `check`.
-
-    Returns:
-        At most one sentence with its remedy. Nobody is refused for it: such boxes may be meant.
-    """
-    low, high = boxes.ltrb[:, :2], boxes.ltrb[:, 2:]
-    number = len(boxes.ltrb)
-    specks = int(((low <= 1) & (high - low < SPECK_PX)).all(axis=1).sum())
-    if specks and specks >= NEARLY_ALL * number:
-        return [
-            f"{specks:,} of {number:,} boxes are smaller than {SPECK_PX} pixels and lie in the "
-            "image's top left corner: they look like fractions of the image (0 to 1). Write bbox "
-            "as left, top, width, height in pixels: multiply by the image's width and height"
-        ]
-    clipped = sum(f.kind == KINDS[CLIPPED] for f in findings)
-    if clipped < max(FEW_CLIPPED, MANY_CLIPPED * number):
-        return []
-    bbox = np.array([msgspec.structs.astuple(a.bbox) for a in annotations.annotations])
-    image = {i.id: (i.width, i.height) for i in annotations.images}
-    size = np.array([image[a.image_id] for a in annotations.annotations])
-    fit = (bbox[:, 2:] > bbox[:, :2]) & (bbox[:, 2:] <= size + 1)
-    if fit.all(axis=1).mean() < NEARLY_ALL:
-        return []
-    return [
-        f"{clipped:,} of {number:,} boxes leave their image, and would not if bbox were left, top, "
-        "right, bottom. Write it as left, top, width, height: width = right - left, "
-        "height = bottom - top"
-    ]
-
-
-FINE, CLIPPED, NO_SIZE, OUTSIDE = range(4)
-KINDS = (
-    "",
-    "box clipped to its image",
-    "box of no size, dropped",
-    "box outside its image, dropped",
-)
-
-
-def _mended(
-    bbox: NDArray[np.float64], size: NDArray[np.int64]
-) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Boxes (M x 4: left, top, width, height) as ltrb inside their images (M x 2), and what had
-    to be done to each: nothing, clipped, or dropped for a reason."""
-    with np.errstate(all="ignore"):  # overflows are judged here by their results
-        low, extent = bbox[:, :2], bbox[:, 2:]
-        high = low + extent
-        empty = ((extent <= 0) | (high == low)).any(axis=1)
-        inside = np.maximum(low, 0), np.minimum(high, size)
-        outside = (inside[1] <= inside[0]).any(axis=1)
-        # COCO's own boxes overshoot by rounding: a hundredth of a pixel is no finding.
-        overshoot = np.maximum(inside[0] - low, high - inside[1]).max(axis=1, initial=0)
-        ltrb = np.concatenate(inside, axis=1).astype(np.float32)
-        tiny = (ltrb[:, 2:] <= ltrb[:, :2]).any(axis=1)
-    kind = np.where(overshoot > 0.01, CLIPPED, FINE).astype(np.uint8)
-    kind[tiny] = NO_SIZE
-    kind[outside] = OUTSIDE
-    kind[empty] = NO_SIZE
-    return ltrb, kind
-
-
-def _finding(annotations: Annotations, index: int, row: int, kind: int) -> Finding:
-    entry, image = annotations.annotations[index], annotations.images[row]
-    bbox = list(msgspec.structs.astuple(entry.bbox))
-    detail = f"bbox {bbox} in {image.width} x {image.height}"
-    return Finding(KINDS[kind], entry.image_id, entry.id, detail)
-
-
-def _sizes(path: Path, images: list[ImageEntry]) -> NDArray[np.int64]:
-    """Widths and heights, N x 2, once names and sizes are found fit."""
-    for image in images:
-        if not is_plain_name(image.file_name):
-            raise DataError(
-                f"{path}: image {image.id}: {image.file_name!r} is no plain path below its folder",
-                hint="file_name is relative to the split's image folder, as in 'a.jpg'",
-            )
-    sizes = np.stack([_column(images, "width"), _column(images, "height")], axis=1)
-    for row in np.nonzero(((sizes < 1) | (sizes > LONGEST_SIDE)).any(axis=1))[0]:
-        image = images[row]
-        raise DataError(f"{path}: image {image.id}: size {image.width} x {image.height}")
-    return sizes
-
-
-def _column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
-    """One field of many structs, without a step of the interpreter for each."""
+def column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
+    """Return one field of many structs as an array, without a Python step for each."""
     return np.fromiter(map(attrgetter(name), structs), kind, len(structs))
 
 
-def _places(known: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each wanted id stands among the known ones; -1 where it does not."""
-    if not len(known):
+def _positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The position of each wanted id in `listed`; -1 if it is not listed."""
+    if not len(listed):
         return np.full(len(wanted), -1)
-    order = np.argsort(known, kind="stable")
-    ranked = known[order]
-    rank = np.searchsorted(ranked, wanted).clip(max=len(known) - 1)
+    order = np.argsort(listed, kind="stable")
+    ranked = listed[order]
+    rank = np.searchsorted(ranked, wanted).clip(max=len(listed) - 1)
     return np.where(ranked[rank] == wanted, order[rank], -1)
 
 
 def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     ranked = np.sort(ids)  # np.unique takes many times as long
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
-    refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must be there once")
+    refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must occur once")
 
 
-def _refuse_strangers(path: Path, kind: str, found: Sequence[Annotation | _Link]) -> None:
+def _refuse_unlisted(path: Path, kind: str, entries: Sequence[Annotation]) -> None:
     """Refuse annotations of images or categories that the file does not list."""
-    many = {"image": "images", "category": "categories"}[kind]
-    named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in found]
-    hint = f"each {kind}_id must be the id of an entry in {many}"
-    refuse(path, f"annotations of {many} that the file does not list", named, hint)
+    plural = {"image": "images", "category": "categories"}[kind]
+    named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in entries]
+    hint = f"each {kind}_id must be the id of an entry in {plural}"
+    refuse(path, f"annotations of {plural} that the file does not list", named, hint)
 
 
 def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
     """Raise a DataError that names the first few offenders, if there are any."""
     if offenders:
-        named = ", ".join(map(str, offenders[:SHOWN]))
-        more = f" and {len(offenders) - SHOWN} more" if len(offenders) > SHOWN else ""
+        named = ", ".join(map(str, offenders[:MAX_NAMED]))
+        more = f" and {len(offenders) - MAX_NAMED} more" if len(offenders) > MAX_NAMED else ""
         raise DataError(f"{path}: {what}: {named}{more}", hint=hint)

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.data.formats.coco import check, class_names, read
+from ssdctl.data.formats.coco import box_columns, class_names, read
+from ssdctl.data.formats.coco_check import check
 from ssdctl.errors import DataError
 
 
@@ -72,8 +73,8 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> Non
         ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5 .category 1."),
         ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
         ({"categories": [], "annotations": []}, "no categories"),
-        ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "no plain path"),
-        ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "no plain path"),
+        ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "not a plain path"),
+        ({"images": [{"id": 3, "file_name": "/etc/passwd", "width": 9, "height": 9}]}, "not a plain path"),
         ({"images": [{"id": 3, "file_name": "x.jpg", "width": 0, "height": 9}]}, "size 0 x 9"),
         ({"images": [{"id": 3, "file_name": "x.jpg", "width": 9, "height": 65536}]}, "size 9 x 65536"),
     ],
@@ -200,3 +201,144 @@ def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
     boxes, _ = check(read(path), path)
     assert boxes.starts.tolist() == [0, 20, 40]
     assert boxes.ltrb[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
+
+
+def with_field(table: str, key: str, value: Any) -> dict[str, Any]:
+    """The document with one field of every entry of a table replaced, or removed if `...`."""
+    changed = document()
+    for entry in changed[table]:
+        entry[key] = value
+        if value is ...:
+            del entry[key]
+    return changed
+
+
+def header(**fields: Any) -> dict[str, Any]:
+    return document(**fields)
+
+
+# As CVAT (datumaro), Roboflow, Label Studio and others write them.
+VARIANTS: dict[str, Any] = {
+    "info null": header(info=None),
+    "info with text as numbers": header(info={"year": "2026", "version": "3", "date_created": ""}),
+    "year empty": header(info={"year": "", "contributor": "", "url": ""}),
+    "year a number": header(info={"year": 2026}),
+    "licenses null": header(licenses=None),
+    "license with text id": header(licenses=[{"id": "1", "name": "", "url": ""}]),
+    "date_captured 0": with_field("images", "date_captured", 0),
+    "date_captured null": with_field("images", "date_captured", None),
+    "image license text": with_field("images", "license", "1"),
+    "image license null": with_field("images", "license", None),
+    "flickr_url 0": with_field("images", "flickr_url", 0),
+    "image extra object": with_field("images", "extra", {"name": "a.jpg"}),
+    "width as float": with_field("images", "width", 100.0),
+    "image text fields null": with_field("images", "coco_url", None),
+    "segmentation flat": with_field("annotations", "segmentation", [1, 2, 3, 4, 5, 6]),
+    "segmentation empty": with_field("annotations", "segmentation", []),
+    "segmentation null": with_field("annotations", "segmentation", None),
+    "segmentation nested empty": with_field("annotations", "segmentation", [[]]),
+    "segmentation text": with_field("annotations", "segmentation", ""),
+    "segmentation RLE": with_field(
+        "annotations", "segmentation", {"counts": [1], "size": [50, 100]}
+    ),
+    "attributes": with_field("annotations", "attributes", {"occluded": False, "rotation": 0.0}),
+    "attributes null": with_field("annotations", "attributes", None),
+    "ignore": with_field("annotations", "ignore", 0),
+    "score null": with_field("annotations", "score", None),
+    "area null": with_field("annotations", "area", None),
+    "area missing": with_field("annotations", "area", ...),
+    "area 0": with_field("annotations", "area", 0),
+    "area text": with_field("annotations", "area", ""),
+    "category id as float": with_field("annotations", "category_id", 12.0),
+    "image id as float": with_field("annotations", "image_id", 3.0),
+    "supercategory null": with_field("categories", "supercategory", None),
+    "supercategory a number": with_field("categories", "supercategory", 0),
+    "supercategory missing": with_field("categories", "supercategory", ...),
+    "keypoints null": with_field("categories", "keypoints", None),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_labelling_tools_write_is_read(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path, VARIANTS[name])
+    annotations = read(path)
+    boxes, findings = check(annotations, path)
+    assert boxes.ltrb.tolist() == [[10, 10, 30, 30], [0, 0, 5, 5]]
+    assert findings == []
+    columns = box_columns(annotations)
+    assert columns.image_ids.tolist() == [3, 3]
+    assert columns.bbox.tolist() == [[10, 10, 20, 20], [0, 0, 5, 5]]
+    assert columns.area.tolist() == ([0, 0] if name == "area 0" else [400, 25])
+
+
+@pytest.mark.parametrize(
+    ("values", "crowds"),
+    [
+        ([False, True], [False, True]),
+        ([None, 1], [False, True]),
+        ([..., 1], [False, True]),
+        ([0.0, 1.0], [False, True]),
+    ],
+)
+def test_crowd_flags_of_any_type(tmp_path: Path, values: list[Any], crowds: list[bool]) -> None:
+    content = document()
+    for entry, value in zip(content["annotations"], values, strict=True):
+        entry["iscrowd"] = value
+        if value is ...:
+            del entry["iscrowd"]
+    path = written(tmp_path, content)
+    assert check(read(path), path)[0].is_crowd.tolist() == crowds
+
+
+def test_ids_count_from_0(tmp_path: Path) -> None:
+    """As Label Studio's do."""
+    content = document(categories=[{"id": 0, "name": "brush"}, {"id": 1, "name": "sign"}])
+    for number, entry in enumerate(content["annotations"]):
+        entry |= {"id": number, "category_id": number, "image_id": 0}
+    content["images"] = [{"id": 0, "file_name": "a.jpg", "width": 100, "height": 50}]
+    path = written(tmp_path, content)
+    assert check(read(path), path)[0].labels.tolist() == [1, 2]
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "annotations.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(document()).encode())
+    assert len(read(path).images) == 2
+
+
+@pytest.mark.parametrize("bbox", [None, [], ...])
+def test_annotations_without_bbox_are_dropped(tmp_path: Path, bbox: Any) -> None:
+    content = document()
+    content["annotations"][0]["bbox"] = bbox
+    if bbox is ...:
+        del content["annotations"][0]["bbox"]
+    path = written(tmp_path, content)
+    annotations = read(path)
+    boxes, findings = check(annotations, path)
+    assert boxes.ltrb.tolist() == [[0, 0, 5, 5]]
+    assert [(f.annotation_id, "dropped" in f.kind) for f in findings] == [(1, True)]
+    assert len(box_columns(annotations).bbox) == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("id", 1.5), ("category_id", 1e300)])
+def test_fractions_are_not_ids(tmp_path: Path, key: str, value: float) -> None:
+    content = document()
+    content["annotations"][1][key] = value
+    with pytest.raises(DataError, match=rf"annotations\[1\]\.{key}"):
+        read(written(tmp_path, content))
+
+
+def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
+    """Roboflow lists the project's name as category 0."""
+    categories = [
+        {"id": 0, "name": "parts", "supercategory": "none"},
+        {"id": 90, "name": "brush", "supercategory": "parts"},
+        {"id": 12, "name": "sign", "supercategory": "parts"},
+    ]
+    annotations = read(written(tmp_path, document(categories=categories)))
+    assert [c.name for c in class_names(annotations)] == ["brush", "sign"]
+    assert [c.name for c in annotations.supercategories] == ["parts"]
+    used = document(categories=categories)
+    used["annotations"][0]["category_id"] = 0
+    annotations = read(written(tmp_path, used))
+    assert [c.name for c in class_names(annotations)] == ["parts", "brush", "sign"]
