@@ -80,7 +80,7 @@ def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
         _with(images=0),
         _with(classes=[{"id": 1}]),
         _with(classes=7),
-        _with(architecture={"backbone": "vgg16", "extra_norm": "none", "num_classes": 6}),
+        _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
         _with(architecture={"backbone": "resnet18"}),
         _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
         _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),
@@ -201,6 +201,7 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
         assert words in str(caught.value)
 
 
+@pytest.mark.full_network
 def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
     from torchvision.models import resnet18
@@ -319,6 +320,7 @@ def test_stale_temporaries_go(tmp_path: Path) -> None:
     assert foreign.exists()
 
 
+@pytest.mark.full_network
 def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 

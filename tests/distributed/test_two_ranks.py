@@ -28,14 +28,15 @@ SCENARIOS = """
 import json, os, sys
 import tiny_network, torch
 from ssdctl.device import open_device
-from ssdctl.distributed import collectives
+from ssdctl.distributed.collectives import any_rank
+from ssdctl.distributed.process_group import process_group
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.train.step import TrainStep
 
 ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
 steps = []
-with collectives.process_group(ranks, device, 60):
+with process_group(ranks, device, 60):
     torch.manual_seed(0)
     model = device.place(tiny_network.Tiny()).train()
     optimizer = build_optimizer(model, settings, device)
@@ -47,7 +48,7 @@ with collectives.process_group(ranks, device, 60):
         result = step([batch], 1e-3)
         weights = [p.detach().double().sum().item() for p in model.parameters()]
         steps.append([bool(result.is_bad), weights])
-    flags = collectives.any_rank([ranks.rank == 1, False], ranks)
+    flags = any_rank([ranks.rank == 1, False], ranks)
 print(json.dumps({"steps": steps, "agreed": flags}), flush=True)
 
 from ssdctl.download import sources

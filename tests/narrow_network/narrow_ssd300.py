@@ -1,4 +1,4 @@
-"""Give SSD300 an eighth of its channels, in the test process and in processes that it starts.
+"""Give SSD300 on a ResNet an eighth of its channels, in the test process and in processes that it starts.
 
 It has an effect only if TEST_NETWORK is `narrow` when a network is built; `tests/conftest.py` sets
 it for each test. The switch is not part of the package: users cannot build such a network.
@@ -55,10 +55,13 @@ class _Finder:
 
 
 def _replace(ssd300: Any) -> None:
+    if hasattr(ssd300, "is_replaced_by_tests"):  # pytest imports conftest.py twice
+        return
+    ssd300.is_replaced_by_tests = True
     full = {n: getattr(ssd300, n) for n in ("feature_channels", "_extra_block", "build_backbone")}
 
     def feature_channels(backbone: str) -> tuple[int, ...]:
-        divisor = DIVISOR if _is_narrow() else 1
+        divisor = DIVISOR if _is_narrow() and backbone in DEPTHS else 1
         return tuple(channels // divisor for channels in full["feature_channels"](backbone))
 
     def extra_block(inputs: int, width: int, *others: Any) -> Any:
