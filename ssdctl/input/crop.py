@@ -53,12 +53,12 @@ def sample_crops(
             are, and the boxes refer to them exactly. None: anywhere.
     """
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
-    waiting = np.arange(len(row))
+    unfinished = np.arange(len(row))
     for first in range(0, MAX_ATTEMPTS, ATTEMPTS_AT_ONCE):
         attempts = np.arange(first, first + ATTEMPTS_AT_ONCE)[:, None]
-        keys = (epoch[waiting, None, None], row[waiting, None, None], attempts, np.arange(5))
-        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # W waiting samples x attempts
-        owner = np.repeat(waiting, ATTEMPTS_AT_ONCE)
+        keys = (epoch[unfinished, None, None], row[unfinished, None, None], attempts, np.arange(5))
+        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # unfinished samples x attempts
+        owner = np.repeat(unfinished, ATTEMPTS_AT_ONCE)
         mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
         proposal = _proposal(draw[:, 1:])
         if sizes is not None:
@@ -66,12 +66,12 @@ def sample_crops(
         is_good = _is_valid(proposal, mode, boxes[owner], labels[owner] > 0)
         ends = (is_good | (mode == WHOLE)).reshape(-1, ATTEMPTS_AT_ONCE)
         end = (
-            ends.argmax(axis=1) + np.arange(len(waiting)) * ATTEMPTS_AT_ONCE
+            ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
         )  # the first that ends it
         taken = is_good[end] & ends.any(axis=1)
-        rect[waiting[taken]] = proposal[end[taken]]
-        waiting = waiting[~ends.any(axis=1)]
-        if not len(waiting):
+        rect[unfinished[taken]] = proposal[end[taken]]
+        unfinished = unfinished[~ends.any(axis=1)]
+        if not len(unfinished):
             break
     return crop_boxes(rect, boxes, labels)
 

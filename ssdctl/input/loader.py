@@ -114,7 +114,8 @@ class TrainLoader:
         raise DataError(
             f"{len(tried)} images in a row cannot be decoded, the first {split.place(bad)}: "
             f"{problem}",
-            hint="check that the dataset's disk is mounted; ssdctl prepare --force checks every image",
+            hint="check that the dataset's disk is mounted; `ssdctl prepare --force` checks every "
+            "image",
         )
 
 
