@@ -39,7 +39,7 @@ class ByteProgress:
         self._display: Progress | None = None
         self._all: TaskID | None = None
         self._current: TaskID | None = None
-        self._first = self._told = (0.0, 0)
+        self._first = self._last_line = (0.0, 0)
 
     def __call__(self, label: str, done: int, total: int) -> None:
         self._count(label, done)
@@ -47,7 +47,7 @@ class ByteProgress:
             self._draw(label, done, total)
         elif label != self._label:
             self._begin(label, done, total)
-        elif time.monotonic() - self._told[0] >= LINE_S:
+        elif time.monotonic() - self._last_line[0] >= LINE_S:
             self._tell(label, done, total)
         self._label = label
 
@@ -84,7 +84,7 @@ class ByteProgress:
             self._display.update(self._all, completed=sum(self._arrived.values()))
 
     def _begin(self, label: str, done: int, total: int) -> None:
-        self._first = self._told = (time.monotonic(), done)
+        self._first = self._last_line = (time.monotonic(), done)
         is_fetched = not label.startswith(READING)  # else what is done was read a moment ago
         here = f", {done / 1e6:,.1f} MB here already" if is_fetched and 0 < done < total else ""
         self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
@@ -101,7 +101,7 @@ class ByteProgress:
             if rate > 0 and label in self._expected:
                 text += f", {_minutes(whole - here, rate)} left"
         self._console.say(text)
-        self._told = (time.monotonic(), done)
+        self._last_line = (time.monotonic(), done)
 
 
 def _minutes(num_bytes: int, rate: float) -> str:

@@ -145,7 +145,7 @@ def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
 def _draw_object(
     rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box]
 ) -> Box | None:
-    """Draw one object of about `size` pixels where it covers no other one too much."""
+    """Draw one object of about `size` pixels that does not cover another one too much."""
     height, width, _ = canvas.shape
     kind = CLASSES[rng.integers(len(CLASSES))]
     stretch = math.exp(rng.uniform(-0.7, 0.7)) if kind.name != "star" else 1.0
@@ -182,7 +182,7 @@ def _draw_object(
 
 
 def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
-    """A swarm too dense to label one by one: one box around it, marked as a crowd."""
+    """Draw a swarm too dense to label one by one: one box around it, marked as a crowd."""
     height, width, _ = canvas.shape
     side_w, side_h = int(rng.integers(60, width // 3)), int(rng.integers(50, height // 3))
     left, top = int(rng.integers(0, width - side_w)), int(rng.integers(0, height - side_h))
@@ -200,7 +200,7 @@ def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
 
 
 def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
-    """How far a point lies inside the shape of half size 1 (negative: outside)."""
+    """Return how far a point is inside the shape of half size 1 (negative: outside)."""
     radius = np.hypot(u, v)
     if name == "ball":
         return 1 - radius

@@ -2,7 +2,7 @@
 
 Pick one of seven modes: the whole picture; a crop whose IoU with every box is over .1, .3, .5, .7
 or .9; any crop. A crop's sides are .3 to 1 of the picture's and its aspect .5 to 2; it must hold
-the centre of a box. One attempt, then a new mode. Boxes whose centre lies inside stay, clipped.
+the centre of a box. One attempt, then a new mode. Boxes with their centre inside are kept, clipped.
 Shapes: B batch, G boxes (padded).
 """
 
@@ -65,9 +65,8 @@ def sample_crops(
             proposal = _at_whole_pixels(proposal, sizes[owner])
         is_good = _is_valid(proposal, mode, boxes[owner], labels[owner] > 0)
         ends = (is_good | (mode == WHOLE)).reshape(-1, ATTEMPTS_AT_ONCE)
-        end = (
-            ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
-        )  # the first that ends it
+        # The first attempt that ends the search, as an index into all.
+        end = ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
         taken = is_good[end] & ends.any(axis=1)
         rect[unfinished[taken]] = proposal[end[taken]]
         unfinished = unfinished[~ends.any(axis=1)]
