@@ -3,8 +3,8 @@
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
 During the download, `a.zip.part`, `a.zip.part.state` and `a.zip.lock` are next to the target; a
-file with the wrong hash is kept as `a.zip.corrupt` for inspection. Proxies and CA bundles are those of
-the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
+file with the wrong hash is kept as `a.zip.corrupt` for inspection. Proxies and CA bundles are those
+of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
 """
 
 from __future__ import annotations
