@@ -141,11 +141,12 @@ def our_losses(
 
 # ResNet-50 at its recipe's own rate. At 2e-2 its loss rises from 56 to 137, and a change of 1e-15 in
 # the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
+REAL_SIZE = (pytest.mark.slow, pytest.mark.full_network)
 CASES = [
     pytest.param("mlperf", "resnet18", 2e-2),
     pytest.param("nvidia", "resnet18", 2e-2),
-    pytest.param("mlperf", "resnet34", 2e-2, marks=pytest.mark.slow),
-    pytest.param("nvidia", "resnet50", 2.6e-3, marks=pytest.mark.slow),
+    pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
+    pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]
 
 
