@@ -11,6 +11,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, patience
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,6 +59,8 @@ def download(
     Resumes after any end, checks every file against its pinned SHA-256 and unpacks it.
     """
     config = call.config.download
+    if dest is not None:
+        refuse_url(dest, "--dest")
     if verify and dry_run:
         raise UsageError("--verify and --dry-run exclude each other")
     if config.manifest and config.part:
