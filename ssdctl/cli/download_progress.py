@@ -1,4 +1,4 @@
-"""What the commands that fetch share: the progress display, the patience."""
+"""Progress display and timeouts of the commands that download."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ssdctl.download.transfer import Patience
 
 READING = ("checking ", "verifying ", "unpacking ")
-LINE_S = 30.0  # between two lines of progress where no display can be drawn
+LINE_S = 30.0  # between two lines of progress if no display can be drawn
 
 
 class ByteProgress:
     """Shows bytes, rate and time left over all files: a display on a terminal, lines elsewhere.
 
-    Called as the engine's `report`: (what is done, bytes done, bytes in all). What is done is a
-    file's name while it is fetched; while it is verified or unpacked, a verb and the name.
+    Called as the transfer's `report`: (label, bytes done, bytes in total). The label is a file's
+    name while it is fetched; while it is verified or unpacked, a verb and the name.
 
     Args:
-        console: Where to.
+        console: Where it is displayed.
         expected: The files to fetch and their bytes; with several there is a line for all of them.
     """
 
@@ -48,11 +48,11 @@ class ByteProgress:
         elif label != self._label:
             self._begin(label, done, total)
         elif time.monotonic() - self._last_line[0] >= LINE_S:
-            self._tell(label, done, total)
+            self._print_line(label, done, total)
         self._label = label
 
     def close(self) -> None:
-        """Take the display away."""
+        """Remove the display."""
         if self._display is not None:
             self._display.stop()
             self._display = self._all = self._current = None
@@ -89,7 +89,7 @@ class ByteProgress:
         here = f", {done / 1e6:,.1f} MB here already" if is_fetched and 0 < done < total else ""
         self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
 
-    def _tell(self, label: str, done: int, total: int) -> None:
+    def _print_line(self, label: str, done: int, total: int) -> None:
         begun, had = self._first
         rate = (done - had) / (time.monotonic() - begun)
         text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"

@@ -1,4 +1,4 @@
-"""Get a dataset's files and unpack them: what `ssdctl download` does.
+"""Fetch a dataset's files and unpack them, for `ssdctl download`.
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
 what it held (path, size, CRC). So a second run knows what is done without the archive, and
@@ -35,7 +35,7 @@ READ_BYTES = 1024 * 1024
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What an archive held when it was unpacked."""
+    """The content of an archive when it was unpacked."""
 
     name: str
     sha256: str
@@ -126,7 +126,7 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
 
 
 def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -> int:
-    """The most space that the download will take beyond what it has, archives and content.
+    """Return how many more bytes the download needs at most, archives and content.
 
     The content of an archive of unknown size is assumed to be as large as the archive.
     """
@@ -145,7 +145,7 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
 
 
 def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
-    """What a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
+    """Return what a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
     (`present` or `missing`) and `unpack` of each file."""
     planned = []
     for file in files:

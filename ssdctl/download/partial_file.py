@@ -1,4 +1,4 @@
-"""A file that is still arriving, in pieces, from several connections; it survives kill -9.
+"""A file that is received in pieces, over several connections; it survives kill -9.
 
 `NAME.part` has the final length from the start (sparse). `NAME.part.state` says how much of each
 piece has arrived: a header of 1 KiB (JSON), then one record of 16 bytes a piece, (arrived, synced).
@@ -30,7 +30,7 @@ LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
 
 
 def piece_size(num_bytes: int, connections: int) -> int:
-    """Bytes a piece: about four pieces a connection, so that the last ones end together."""
+    """Return the bytes per piece: about four pieces per connection, to end at the same time."""
     wanted = -(-num_bytes // (4 * connections))
     return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
@@ -81,27 +81,27 @@ class Part:
                 raise
 
     def reset(self, validator: str) -> None:
-        """Forget what arrived: the server has another file now, called `validator`."""
+        """Discard the received bytes: the server has another file now, called `validator`."""
         self.inherited = 0
         self.validator = _short(validator)
         self._write_state([0] * self._count())
 
     def adopt(self, validator: str) -> None:
-        """Remember what the server calls its file, so that a later change is seen."""
+        """Store the server's name of the file version, to detect a later change."""
         self.validator = _short(validator)
         os.pwrite(self._state, self._header(), 0)
 
     def span(self, piece: int) -> range:
-        """The bytes of a piece, arrived or not."""
+        """Return the bytes of a piece, received or not."""
         start = piece * self.piece_bytes
         return range(start, min(start + self.piece_bytes, self.num_bytes))
 
     def missing(self, piece: int) -> range:
-        """The bytes of a piece that have not arrived."""
+        """Return the missing bytes of a piece."""
         return self.span(piece)[self.arrived[piece] :]
 
     def pending(self) -> list[int]:
-        """The pieces of which bytes are missing."""
+        """Return the pieces with missing bytes."""
         return [i for i in range(self._count()) if self.missing(i)]
 
     @property
@@ -136,7 +136,7 @@ class Part:
         os.fsync(self._state)
 
     def publish(self, target: Path) -> None:
-        """Rename the whole, verified part to `target` and drop the state."""
+        """Rename the complete, verified part to `target` and delete the state."""
         with disk_errors(target, "writing"):
             os.fsync(self._data)
             self.path.replace(target)
@@ -207,7 +207,7 @@ class Part:
 
 @contextlib.contextmanager
 def _all_disk_errors(path: Path) -> Iterator[None]:
-    """`disk_errors`, and the rarer ones too (a file system without files of this size)."""
+    """Convert all errors of the disk, also rare ones (a file system without such large files)."""
     try:
         with disk_errors(path, "writing"):
             yield
