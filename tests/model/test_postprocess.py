@@ -11,7 +11,7 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.model.postprocess import (
     CANDIDATES_PER_CLASS,
     DETECTIONS_PER_IMAGE,
-    Detections,
+    ImageDetections,
     detect,
 )
 
@@ -35,11 +35,11 @@ def run(
     defaults: torch.Tensor,
     score_threshold: float = 0.05,
     nms_iou: float = 0.5,
-) -> list[Detections]:
+) -> list[ImageDetections]:
     return detect(offsets, logits, defaults, score_threshold=score_threshold, nms_iou=nms_iou)
 
 
-def check_equal(actual: Detections, expected: list[reference.Detection]) -> None:
+def check_equal(actual: ImageDetections, expected: list[reference.Detection]) -> None:
     """Compare class by class: between classes, fp32 may order equal scores otherwise."""
     assert actual.scores.diff().le(0).all()
     order = actual.labels.argsort(stable=True)
