@@ -34,6 +34,7 @@ class Device(Protocol):
     backend: str  # of torch.distributed
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
+    auto_precision: str  # the fastest of them that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
     notices: tuple[str, ...]  # what the user should know, such as why a wish was not granted
     is_host: bool  # tensors of the host are its own: nothing is copied
@@ -149,3 +150,15 @@ def fused_adamw(
 ) -> torch.optim.Optimizer:
     """PyTorch's AdamW as one kernel."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def capturable_adamw(
+    groups: ParameterGroups, lr: float, betas: tuple[float, float], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return PyTorch's AdamW as operations whose step count and rate are tensors on the device.
+
+    A step that is left out can then be undone there, its count included, and a rate that is a
+    tensor is an input of a compiled graph, whatever its value.
+    """
+    rate = torch.tensor(lr, device=device)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)

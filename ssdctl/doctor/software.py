@@ -14,12 +14,13 @@ from ssdctl._version import __version__
 from ssdctl.config import Config
 from ssdctl.doctor.check import FAIL, OK, WARN, Check
 from ssdctl.doctor.subprocess_probe import Answer
+from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
 SHOWN = ("torch", "torchvision")  # the others share a line
 VENDORS = "it belongs to the vendor's image: take a newer image"
 PURPOSES = {
-    "dali": "--pipeline dali",
+    dali_extra(): "--pipeline dali",
     "tpu": "--device xla",
     "onnx": "export --format onnx",
     "export": "export --format safetensors",
@@ -106,7 +107,7 @@ def _torchvision() -> list[Check]:
 def _extras(config: Config, requirements: list[Requirement]) -> list[Check]:
     """What exports, DALI and the like need: absent is fine unless the config asks for it."""
     wanted = {
-        "dali": config.train.pipeline == "dali",
+        dali_extra(): config.train.pipeline == "dali",
         "tensorboard": config.train.tensorboard,
     }
     here, away, wrong = [], [], []

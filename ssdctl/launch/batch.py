@@ -20,7 +20,7 @@ from pathlib import Path
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch import pod_status
 from ssdctl.launch.exit_codes import DISTRIBUTED, INTERRUPTED, PASSED_ON
-from ssdctl.launch.plan import Plan
+from ssdctl.launch.request import LaunchPlan
 
 Write = Callable[[str], object]
 POLL_S = 2.0
@@ -35,7 +35,7 @@ ENDED = re.compile(
 )
 
 
-def require_engine(plan: Plan) -> None:
+def require_engine(plan: LaunchPlan) -> None:
     """See that this machine can hand the plan over.
 
     Raises:
@@ -45,7 +45,7 @@ def require_engine(plan: Plan) -> None:
         raise UsageError(f"{plan.argv[0]} is not on PATH", hint=REMEDIES[plan.launcher])
 
 
-def submit(plan: Plan) -> str:
+def submit(plan: LaunchPlan) -> str:
     """Hand the job over; return its id.
 
     Raises:
@@ -57,12 +57,12 @@ def submit(plan: Plan) -> str:
     return done.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
 
 
-def how_to_end(job: str, plan: Plan) -> str:
+def how_to_end(job: str, plan: LaunchPlan) -> str:
     """The command that ends a job."""
     return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
 
 
-def follow(job: str, plan: Plan, write: Write, say: Write = print) -> int:
+def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
     """Pass on what the first rank says, to the job's end; return the job's exit code.
 
     Args:
@@ -119,7 +119,7 @@ def _pass_on(path: Path, told: int, write: Write) -> int:
 class _Pods:
     """The pods of a job, as often as they are asked after; what is told of each is told once."""
 
-    def __init__(self, job: str, plan: Plan, write: Write, say: Write) -> None:
+    def __init__(self, job: str, plan: LaunchPlan, write: Write, say: Write) -> None:
         self.write, self.say, self.end = write, say, how_to_end(job, plan)
         self.space = ["-n", n] if (n := _namespace(plan)) else []
         name = job.rpartition("/")[2]
@@ -178,7 +178,7 @@ class _Pods:
             _pass_log_on(["kubectl", "logs", *self.space, name, *options], self.write)
 
 
-def _follow_kubernetes(job: str, plan: Plan, write: Write, say: Write) -> int:
+def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write, say: Write) -> int:
     pods = _Pods(job, plan, write, say)
     while True:
         pods.pass_on()
@@ -200,11 +200,11 @@ def _pass_log_on(argv: list[str], write: Write) -> None:
             write(line)
 
 
-def _namespace(plan: Plan) -> str | None:
+def _namespace(plan: LaunchPlan) -> str | None:
     return plan.manifest["metadata"].get("namespace") if plan.manifest else None
 
 
-def _space(plan: Plan) -> str:
+def _space(plan: LaunchPlan) -> str:
     return f" -n {name}" if (name := _namespace(plan)) else ""
 
 

@@ -12,13 +12,10 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
 from ssdctl.launch.node import Node
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, whatever they are saving. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` reads it as "stop".
@@ -38,7 +35,7 @@ IN_AN_MPI_JOB = "K_MPI_JOB_ROLE"  # the MPI operator sets it in its pods
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
     """The command line, the variables it needs, and what the user must still say."""
     config, missing = request.config, None
     if config.rdzv_endpoint is not None:
@@ -82,7 +79,7 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     return argv, dict(request.settings), missing
 
 
-def warnings(request: Request) -> tuple[str, ...]:
+def warnings(request: LaunchRequest) -> tuple[str, ...]:
     """Return what depends on the version of Open MPI and was decided without the user."""
     config, version = request.config, request.open_mpi
     found = []
@@ -94,10 +91,21 @@ def warnings(request: Request) -> tuple[str, ...]:
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
+    is_elsewhere = request.is_written or version is None or _is_absent(request)
+    if is_elsewhere and config.cores_per_node is None and config.bind_to == "core":
+        found.append(
+            "cores are divided as on this machine, which need not be as on the nodes: give "
+            "--cores-per-node N"
+        )
     return tuple(found)
 
 
-def _first_rank(request: Request) -> str:
+def _is_absent(request: LaunchRequest) -> bool:
+    """Return whether the host file does not list this machine."""
+    return bool(request.hosts) and not set(request.hosts) & set(request.own_names)
+
+
+def _first_rank(request: LaunchRequest) -> str:
     """Return the host of rank 0, by the name that the other hosts use.
 
     Open MPI 4 begins with the launching host if the file lists it; version 5 with the first host.
@@ -110,7 +118,7 @@ def _first_rank(request: Request) -> str:
     return request.own_names[0] if is_loopback and len(request.hosts) > 1 else own
 
 
-def _placement(request: Request, node: Node) -> list[str]:
+def _placement(request: LaunchRequest, node: Node) -> list[str]:
     """How ranks share a node's cores: each gets PE of them for itself, near each other."""
     config, ranks = request.config, request.ranks_per_node
     cores = config.cores_per_node or node.cores
@@ -129,7 +137,7 @@ def _placement(request: Request, node: Node) -> list[str]:
     return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
 
 
-def _shares(request: Request, cores: int) -> list[str]:
+def _shares(request: LaunchRequest, cores: int) -> list[str]:
     """What ranks that no binding keeps apart need to know of each other, lest each takes it all."""
     ranks = request.ranks_per_node
     told = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
@@ -172,7 +180,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     return tuple(hosts)
 
 
-def _check_hosts(request: Request) -> None:
+def _check_hosts(request: LaunchRequest) -> None:
     if len(request.hosts) < request.config.nodes:
         raise UsageError(
             f"--nodes {request.config.nodes}, but {request.config.hostfile} "

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import KubernetesConfig
 from ssdctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -26,7 +25,6 @@ FORMS = {
     "node_selector": rf"({QUALIFIED})=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?",
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
-DEVICES = {"cuda": "nvidia.com/gpu", "hpu": "habana.ai/gaudi", "xla": "google.com/tpu"}
 # What no YAML reader takes for anything but text.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 
@@ -57,14 +55,14 @@ def environment(config: KubernetesConfig) -> dict[str, str]:
     return pairs("env", config.env)
 
 
-def resources(request: Request, *, has_devices: bool) -> dict[str, dict[str, str]]:
+def resources(request: LaunchRequest, *, has_devices: bool) -> dict[str, dict[str, str]]:
     """What a container gets: its limits are its requests, as devices and huge pages demand."""
     config = request.kubernetes
     if not has_devices:
         amounts = pairs("launcher_resources", config.launcher_resources)
     else:
         amounts = pairs("resources", config.resources)
-        if device := DEVICES.get(request.device):
+        if device := DEVICE_TYPES[request.device].kubernetes_resource:
             amounts = {device: str(request.ranks_per_node), **amounts}
     return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
 

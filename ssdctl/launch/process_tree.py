@@ -58,6 +58,22 @@ def children(root: int) -> list[int]:
     return [pid for pid, parent in _parents().items() if parent == root]
 
 
+def direct_children(pid: int) -> list[int]:
+    """Return what the main thread of a process started; one read, for frequent polling."""
+    with contextlib.suppress(OSError):
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def variable_of(pid: int, names: Collection[str]) -> str | None:
+    """Return the first of these environment variables that a process was started with."""
+    with contextlib.suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variables = dict(entry.partition(b"=")[::2] for entry in entries)
+        return next((v.decode() for n in names if (v := variables.get(n.encode()))), None)
+    return None
+
+
 def _parents() -> dict[int, int]:
     found = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):

@@ -32,18 +32,21 @@ from ssdctl.launch.exit_codes import (
     DISTRIBUTED,
     EXITS_VARIABLE,
     INTERRUPTED,
+    RANK_VARIABLES,
     STOPPED,
     job_exit_code,
     read_exits,
 )
-from ssdctl.launch.plan import Plan
 from ssdctl.launch.process_tree import (
     POLL_S,
     become_subreaper,
     children,
     descendants,
+    direct_children,
     end_processes,
+    variable_of,
 )
+from ssdctl.launch.request import LaunchPlan
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchrun"
 ASK_AGAIN_S = 5.0
@@ -56,14 +59,24 @@ FOREIGN = {
 }
 
 
-class Outcome(NamedTuple):
-    """How a job ended: its exit code, and the codes that ranks of this machine left."""
+LOST = "lost"  # a file among the exit codes: the rank that ended first without leaving one
+
+
+class JobOutcome(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: Its exit code.
+        exits: The codes that ranks of this machine left, the first to end first.
+        lost: The rank that was seen to end without leaving one.
+    """
 
     code: int
     exits: dict[int, int]
+    lost: int | None = None
 
 
-def require_launcher(plan: Plan) -> None:
+def require_launcher(plan: LaunchPlan) -> None:
     """See that this machine can run the plan.
 
     Raises:
@@ -95,7 +108,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
+def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     """Run the plan to its end (exits.py says what the job came to).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
@@ -128,13 +141,20 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
     try:
         _, status = os.waitpid(guardian, 0)
         end_processes(not_ours)
-        left = read_exits(exits)
+        left, lost = read_exits(exits), _read_lost(exits)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
         os.close(held)
         shutil.rmtree(exits, ignore_errors=True)
-    return Outcome(os.WEXITSTATUS(status) if os.WIFEXITED(status) else DISTRIBUTED, left)
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else DISTRIBUTED
+    return JobOutcome(code, left, lost)
+
+
+def _read_lost(exits: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int((exits / LOST).read_text())
+    return None
 
 
 def _forward_to(process: int) -> Any:
@@ -146,7 +166,7 @@ def _forward_to(process: int) -> Any:
 
 
 def _guarded(
-    plan: Plan,
+    plan: LaunchPlan,
     environment: Mapping[str, str],
     lifeline: int,
     signals: list[signal.Signals],
@@ -170,7 +190,7 @@ def _guarded(
 
 
 def _guard(
-    plan: Plan,
+    plan: LaunchPlan,
     environment: Mapping[str, str],
     lifeline: int,
     asked: list[int],
@@ -184,7 +204,7 @@ def _guard(
         start_new_session=True,
     )
     exits = Path(environment[EXITS_VARIABLE])
-    stop = _Stop(plan, launcher)
+    stop, watch = _Stop(plan, launcher), _RankWatch(launcher.pid, exits)
     interrupted = abandoned = hung = False
     failed_at: float | None = None
     while launcher.poll() is None and not (interrupted or abandoned or hung):
@@ -194,6 +214,8 @@ def _guard(
             failed_at = time.monotonic()
         hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
         interrupted = asked.count(signal.SIGINT) > 1
+        if plan.launcher == "mpirun":
+            watch.poll()
         abandoned = bool(select.select([lifeline], [], [], POLL_S)[0])
     early = stop.is_early()
     launcher_code = launcher.returncode  # None where the launcher is among those to end
@@ -217,6 +239,32 @@ def _without_traceback(argv: Sequence[str]) -> list[str]:
     return list(argv)
 
 
+class _RankWatch:
+    """Record which rank of this machine ends first without leaving an exit code.
+
+    Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
+    """
+
+    def __init__(self, launcher: int, exits: Path) -> None:
+        self.launcher, self.exits = launcher, exits
+        self.ranks: dict[int, int] = {}  # by process id
+        self.has_lost = False
+
+    def poll(self) -> None:
+        running = direct_children(self.launcher)
+        for pid in running:
+            if pid not in self.ranks:
+                rank = variable_of(pid, RANK_VARIABLES)
+                if rank is not None and rank.isdigit():
+                    self.ranks[pid] = int(rank)
+        ended = [rank for pid, rank in self.ranks.items() if pid not in running]
+        lost = [rank for rank in ended if rank not in read_exits(self.exits)] if ended else []
+        if len(lost) == 1 and not self.has_lost:
+            self.has_lost = True
+            with contextlib.suppress(OSError):
+                (self.exits / LOST).write_text(str(lost[0]))
+
+
 class _Stop:
     """Asking a job to save and stop.
 
@@ -225,7 +273,7 @@ class _Stop:
     nodes mpirun forwards the signal, to the ranks it has started so far: so it is repeated.
     """
 
-    def __init__(self, plan: Plan, launcher: subprocess.Popen[bytes]) -> None:
+    def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes]) -> None:
         self.plan, self.launcher = plan, launcher
         self.told: set[int] = set()
         self.began_at = self.last_at = 0.0

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING
 
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.sections.launch import SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.exit_codes import EXITS_VARIABLE
 from ssdctl.launch.node import Node
-
-if TYPE_CHECKING:
-    from ssdctl.config import SlurmConfig
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
-DEVICES = {"cuda": "gpu", "hpu": "hpu"}  # what sites mostly call them (slurm.gres)
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:@+&|()*=/-]*"
 FORMS = {
     "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
@@ -29,6 +26,8 @@ FORMS = {
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
     "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
 }
+# Options of the user that decide about hardware threads; Slurm refuses --hint next to them.
+THREAD_OPTIONS = ("--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind")
 START_S = 60  # imports and first reads, before which no signal is of use
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
@@ -56,7 +55,7 @@ fi
 """
 
 
-def build(request: Request, node: Node) -> str:
+def build(request: LaunchRequest, node: Node) -> str:
     """The script.
 
     Raises:
@@ -100,7 +99,7 @@ def build(request: Request, node: Node) -> str:
     return "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
 
 
-def warnings(request: Request) -> tuple[str, ...]:
+def warnings(request: LaunchRequest) -> tuple[str, ...]:
     """What the nodes may have otherwise than this machine."""
     if request.config.cores_per_node is not None:
         return ()
@@ -108,15 +107,17 @@ def warnings(request: Request) -> tuple[str, ...]:
     return (f"{said}: say --cores-per-node N",)
 
 
-def _options(request: Request, ranks: int, cores: int) -> list[str]:
+def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     slurm = request.slurm
-    gres = DEVICES.get(request.device, "none") if slurm.gres is None else slurm.gres
+    gres = slurm.gres or DEVICE_TYPES[request.device].slurm_gres or "none"
     found = {
         "job-name": _checked("job_name", slurm.job_name),
         "nodes": str(request.config.nodes),
         "ntasks": str(request.count),
         "ntasks-per-node": str(ranks),
         "cpus-per-task": str(cores),
+        # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
+        "hint": None if _decides_threads(slurm) else "nomultithread",
         "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
         "mem": _checked("memory", slurm.memory),
         "partition": _checked("partition", slurm.partition),
@@ -130,6 +131,12 @@ def _options(request: Request, ranks: int, cores: int) -> list[str]:
     options = [f"--{name}={value}" for name, value in found.items() if value is not None]
     options.append("--requeue" if slurm.requeue else "--no-requeue")
     return [*options, *(str(_checked("options", option)) for option in slurm.options)]
+
+
+def _decides_threads(slurm: SlurmConfig) -> bool:
+    """Return whether the user's own options say how hardware threads are used."""
+    given = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
+    return any(option in THREAD_OPTIONS for option in given)
 
 
 def _check_time(slurm: SlurmConfig) -> None:

@@ -17,7 +17,8 @@ from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.node import Node, read_node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 GAUDI = Node(cores=48, sockets=2)
 # What can stand in an argument vector: any text without NUL and lone surrogates.
@@ -35,8 +36,8 @@ def plan_for(
     own_names: tuple[str, ...] = (),
     open_mpi: int | None = 4,
     **settings: Any,
-) -> Plan:
-    request = Request(
+) -> LaunchPlan:
+    request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),

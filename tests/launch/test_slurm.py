@@ -32,7 +32,8 @@ from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.batch import follow, submit
 from ssdctl.launch.node import Node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -67,8 +68,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def plan_for(
     device: str, count: int, *command: str, slurm: dict[str, Any] | None = None, **launch: Any
-) -> Plan:
-    request = Request(
+) -> LaunchPlan:
+    request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),
@@ -79,7 +80,7 @@ def plan_for(
     return make_plan(request, Node(2, 1))
 
 
-def directives(plan: Plan) -> list[str]:
+def directives(plan: LaunchPlan) -> list[str]:
     """The options as sbatch reads them: up to the first line that is no comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
