@@ -31,9 +31,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     # The stand-in computes on the CPU, where PyTorch's AdamW refuses what "hpu" supports.
-    for module in ("adam", "adamw"):
-        name = f"torch.optim.{module}._get_capturable_supported_devices"
-        monkeypatch.setattr(name, lambda *_, **__: ["cpu"], raising=False)
+    for name in ("adam", "adamw"):
+        module = sys.modules[f"torch.optim.{name}"]
+        supported = "_get_capturable_supported_devices"
+        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
     for name in (hpu.MODE, hpu.RECIPES):  # set by the device: undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
