@@ -92,7 +92,13 @@ def test_what_is_asked_of_slurm() -> None:
     plan = plan_for("hpu", 16, nodes=2, cores_per_node=48, slurm=wanted)
     assert directives(plan) == [
         *("--job-name=ssdctl", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8"),
-        *("--cpus-per-task=6", "--gres=hpu:8", "--partition=gaudi", "--time=1-00:00:00"),
+        *(
+            "--cpus-per-task=6",
+            "--hint=nomultithread",
+            "--gres=hpu:8",
+            "--partition=gaudi",
+            "--time=1-00:00:00",
+        ),
         *("--signal=USR1@300", "--open-mode=append", "--requeue", "--exclusive"),
     ]
     assert "--gres=gpu:4" in directives(plan_for("cuda", 4))
