@@ -109,7 +109,8 @@ def warnings(request: LaunchRequest) -> tuple[str, ...]:
 
 def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     slurm = request.slurm
-    gres = slurm.gres or DEVICE_TYPES[request.device].slurm_gres or "none"
+    usual = DEVICE_TYPES[request.device].slurm_gres or "none"
+    gres = usual if slurm.gres is None else slurm.gres
     found = {
         "job-name": _checked("job_name", slurm.job_name),
         "nodes": str(request.config.nodes),

@@ -172,6 +172,7 @@ def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> 
 
 def test_a_plan_without_a_local_mpirun_names_the_host_to_start_it_on() -> None:
     settings: dict[str, Any] = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
+    settings["cores_per_node"] = 48
     (warning,) = plan_for("hpu", 16, open_mpi=None, **settings).warnings
     assert "start this on a" in warning
     assert plan_for("hpu", 16, open_mpi=5, **settings).warnings == ()

@@ -149,7 +149,7 @@ def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
         assert done.returncode == 0, done.stderr
         asked = (folder / "srun.asked").read_bytes().decode().split("\0")[:-1]
         assert asked[asked.index("evaluate") + 1 :] == arguments
-    assert len(directives(plan)) == 8
+    assert len(directives(plan)) == 9
 
 
 def free_ports() -> tuple[int, int]:
