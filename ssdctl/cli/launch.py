@@ -64,7 +64,7 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the command, script or manifest alone",
+            help="Only print the command, script or manifest",
             rich_help_panel="Launch",
         ),
     ] = False,
@@ -132,7 +132,7 @@ def launch(
     if plan.missing and write is not None:
         raise UsageError(plan.missing)
     if plan.missing:
-        call.console.warn(f"{plan.missing}: put it where HOST stands")
+        call.console.warn(f"{plan.missing}: replace HOST by it")
     if write is not None:
         _write_script(Path(write), plan)
         answer["written"] = write

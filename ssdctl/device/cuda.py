@@ -35,7 +35,7 @@ class Cuda:
     """See `ssdctl.device.base.Device`."""
 
     name = "cuda"
-    backend = "cpu:gloo,cuda:nccl"  # what ranks tell each other beside the gradients needs no GPU
+    backend = "cpu:gloo,cuda:nccl"  # what ranks exchange besides gradients needs no GPU
     precisions = DEVICE_TYPES["cuda"].precisions
     is_host = False
     averages_in_backward = True
@@ -161,7 +161,7 @@ def open_cuda(local_rank: int, execution: str | None) -> Cuda:
         )
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_LOCALID" in os.environ:
-        local_rank = 0  # srun can show each task its own GPU alone (--gpus-per-task)
+        local_rank = 0  # srun can show each task only its own GPU (--gpus-per-task)
     if local_rank >= count:
         raise UsageError(f"device cuda: local rank {local_rank} has no GPU; this node has {count}")
     return Cuda(local_rank, execution)

@@ -39,7 +39,7 @@ class Hpu:
 
     name = "hpu"
     label = "Intel Gaudi"
-    backend = "cpu:gloo,hpu:hccl"  # what ranks tell each other beside the gradients needs no card
+    backend = "cpu:gloo,hpu:hccl"  # what ranks exchange besides gradients needs no card
     has_native_bf16 = True
     precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"

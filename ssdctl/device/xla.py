@@ -35,7 +35,7 @@ class Xla:
     """See `ssdctl.device.base.Device`."""
 
     name = "xla"
-    backend = "cpu:gloo,xla:xla"  # what ranks tell each other beside the gradients needs no graph
+    backend = "cpu:gloo,xla:xla"  # what ranks exchange besides gradients needs no graph
     has_native_bf16 = True
     precisions = DEVICE_TYPES["xla"].precisions
     auto_precision = "bf16"
@@ -48,7 +48,7 @@ class Xla:
     decoder: Decoder | None = None
 
     def __init__(self, local_rank: int) -> None:
-        # A learning rate of 0 or 1 would else become part of the graph, and compile it anew.
+        # A learning rate of 0 or 1 would become part of the graph, and compile it again.
         os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")

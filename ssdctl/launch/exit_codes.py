@@ -49,7 +49,7 @@ def recorded_exit() -> Iterator[None]:
 
 
 def _record(folder: str | None, code: int) -> bool:
-    """Write the code down; tell whether there was anyone to write it for."""
+    """Write the exit code for the launch; return whether a launch asked for it."""
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
     if not folder or not rank or not rank.isdigit():
         return False

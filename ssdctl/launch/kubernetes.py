@@ -2,8 +2,8 @@
 
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
-the operator writes, so what happens inside a cluster is what happens on one machine. ssdctl gets in
-by an init container (pod_install.py), which leaves the image's torch alone. Workers count as ready
+the operator writes, so what happens inside a cluster is what happens on one machine.
+ssdctl is installed by an init container (pod_install.py), which keeps the image's torch. Workers count as ready
 when their sshd answers, and the launcher waits for that: no `sleep`.
 """
 
@@ -76,7 +76,7 @@ def build(request: LaunchRequest) -> Manifest:
 
 
 def warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """What the cluster may miss in the manifest."""
+    """Return what the cluster may need in addition to the manifest."""
     if is_mpi(request) and request.config.cores_per_node is None:
         return ("ranks are not bound to cores, whose number is unknown: give --cores-per-node N",)
     labels = pod_spec.pairs("node_selector", request.kubernetes.node_selector)
@@ -128,7 +128,7 @@ def _mpi_job(request: LaunchRequest) -> Manifest:
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-            # The launcher waits for all workers: one whose installation fails must try again.
+            # The launcher waits for all workers: one that fails to install must try again.
             "Worker": {
                 "replicas": config.nodes,
                 "restartPolicy": "OnFailure",
@@ -169,7 +169,7 @@ def _program(request: LaunchRequest) -> list[str]:
 
 
 def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: bool) -> Manifest:
-    """A pod template of one container, with ssdctl installed beside it."""
+    """A pod template of one container, with ssdctl installed by an init container."""
     config = request.kubernetes
     mounts, volumes = pod_spec.volumes(config)
     image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
@@ -238,7 +238,7 @@ def _check_written(request: LaunchRequest) -> None:
     example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
     more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
     raise UsageError(
-        f"{option} {folder or '(its default)'} lies on no persistent volume: it would be lost "
+        f"{option} {folder or '(its default)'} is on no persistent volume: it would be lost "
         "with the pods",
         hint=f"for example {option} {example}{more}",
     )

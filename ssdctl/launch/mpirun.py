@@ -22,7 +22,7 @@ from ssdctl.launch.request import LaunchRequest
 # (On one node run.py asks the ranks itself.)
 STOP_SIGNAL = signal.SIGUSR1
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
-PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
 CARRIED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
@@ -41,7 +41,7 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     if config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
     if ":" in request.command:
-        raise UsageError("mpirun reads a lone ':' as its own: it cannot be an argument")
+        raise UsageError("mpirun takes a single ':' as its own separator: it cannot be an argument")
     options = ["-n", str(request.count), *_placement(request, node)]
     options += ["--report-bindings", "--allow-run-as-root"]
     if root := request.environment.get("MPI_ROOT"):
@@ -119,7 +119,7 @@ def _first_rank(request: LaunchRequest) -> str:
 
 
 def _placement(request: LaunchRequest, node: Node) -> list[str]:
-    """How ranks share a node's cores: each gets PE of them for itself, near each other."""
+    """Return the options that give each rank PE adjacent cores of its node."""
     config, ranks = request.config, request.ranks_per_node
     cores = config.cores_per_node or node.cores
     share = cores // (config.devices_per_node or ranks)
@@ -138,12 +138,12 @@ def _placement(request: LaunchRequest, node: Node) -> list[str]:
 
 
 def _shares(request: LaunchRequest, cores: int) -> list[str]:
-    """What ranks that no binding keeps apart need to know of each other, lest each takes it all."""
+    """Return variables that keep unbound ranks from using all cores each."""
     ranks = request.ranks_per_node
-    told = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
+    options = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
     if "OMP_NUM_THREADS" not in request.environment:
-        told += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
-    return told
+        options += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
+    return options
 
 
 def read_version() -> int | None:
@@ -157,10 +157,10 @@ def read_version() -> int | None:
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:
-    """The host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
+    """Return the host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
 
     Raises:
-        UsageError: The file cannot be read, is empty, or holds what is no host name.
+        UsageError: The file cannot be read, is empty, or holds what is not a host name.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -173,7 +173,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         if not words:
             continue
         if not HOST.fullmatch(words[0]):
-            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is no host name")
+            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is not a host name")
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: no host in it")
@@ -190,12 +190,12 @@ def _check_hosts(request: LaunchRequest) -> None:
 
 def _check_address(address: str, port: str) -> None:
     if not HOST.fullmatch(address):
-        raise UsageError(f"MASTER_ADDR {address!r} is no host name")
+        raise UsageError(f"MASTER_ADDR {address!r} is not a host name")
     if not re.fullmatch("[0-9]{1,5}", port):
-        raise UsageError(f"MASTER_PORT {port!r} is no port")
+        raise UsageError(f"MASTER_PORT {port!r} is not a port")
 
 
 def _check_carried(names: tuple[str, ...]) -> None:
     for name in names:
         if not VARIABLE.fullmatch(name):
-            raise UsageError(f"--carry {name!r} is no name of a variable")
+            raise UsageError(f"--carry {name!r} is not the name of a variable")

@@ -32,7 +32,9 @@ PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 def checked(name: str, value: str) -> str:
     """The value, once it is found to be of the form that Kubernetes takes there."""
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
-        raise UsageError(f"kubernetes.{name}: {value!r} is nothing that Kubernetes takes there")
+        raise UsageError(
+            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
+        )
     return value
 
 
@@ -68,7 +70,7 @@ def resources(request: LaunchRequest, *, has_devices: bool) -> dict[str, dict[st
 
 
 def without_devices(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """CPU and memory alone of a container's resources, for one that runs before it.
+    """Return only CPU and memory of a container's resources, for one that runs before it.
 
     Quotas and the Guaranteed class ask for both of every container.
     """
@@ -137,7 +139,7 @@ def to_yaml(document: dict[str, Any]) -> str:
 
 
 def _fits_a_block(value: str) -> bool:
-    """Whether text can stand as it is in a literal block: a program of plain lines."""
+    """Return whether text can be written as a literal block: a program of plain lines."""
     lines = value.split("\n")
     is_plain = all(
         line.isascii() and line.isprintable() and line == line.rstrip() for line in lines

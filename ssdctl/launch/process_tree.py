@@ -1,4 +1,4 @@
-"""The processes below this one: find them, end them, and nobody else's."""
+"""Find and end the descendants of this process, and no other processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _reap(spared: Collection[int]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The processes below `root`, parents first."""
+    """Return the descendants of `root`, parents first."""
     parents = _parents()
     found = [root]
     for pid in found:  # grows while we walk
@@ -54,7 +54,7 @@ def descendants(root: int) -> list[int]:
 
 
 def children(root: int) -> list[int]:
-    """The processes that `root` started, or adopted."""
+    """Return the processes that `root` started or adopted."""
     return [pid for pid, parent in _parents().items() if parent == root]
 
 
@@ -84,6 +84,6 @@ def _parents() -> dict[int, int]:
 
 
 def become_subreaper() -> None:
-    """Let orphans below this process fall to it instead of init (Linux alone)."""
+    """Have orphaned descendants adopted by this process instead of init (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

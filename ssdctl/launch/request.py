@@ -30,11 +30,11 @@ class LaunchRequest:
         environment: The caller's; some variables of it decide (OMP_NUM_THREADS, MPI_ROOT, ...).
         settings: Variables that the ranks need besides (SSDCTL_EVALUATE__DEVICE).
         hosts: The names in the host file, in its order.
-        own_names: What they may call this machine; what others call it comes first.
+        own_names: Names of this machine; the one that other machines use comes first.
         local_address: The address of this machine that leads to the rendezvous host; None if all
             ranks are on one machine, or if the plan is for other machines.
         torch_version: Major and minor version of PyTorch, some of which have more options.
-        free_port: A TCP port that nobody listens on.
+        free_port: A free TCP port.
         open_mpi: The major version of Open MPI; None if it is unknown.
         slurm: The settings of the table `slurm`.
         kubernetes: The settings of the table `kubernetes`.
@@ -81,13 +81,13 @@ class LaunchPlan:
         argv: The launcher's command line, to be run without a shell.
         environment: Variables to add to the caller's.
         launcher: `torchrun`, `mpirun`, `slurm` or `kubernetes`.
-        num_ranks: Ranks whose end this machine can see.
-        nodes: Machines; the ranks of one alone can all leave their exit code here.
+        num_ranks: Ranks that run on this machine, or report to it.
+        nodes: Machines; only on one can all ranks leave their exit code here.
         stop_signal: What asks the launcher to let its ranks save and stop.
         asks_ranks: Whether to ask the launcher's children instead, which are the ranks.
         repeats_stop: Whether to send it again while ranks run: mpirun forwards it to the
             ranks it has started so far, so an early one can be lost.
-        missing: What the user must still say before this can run; None where it is complete.
+        missing: What the user must still give before this can run; None if it is complete.
         text: What a batch engine reads from its input: a script or a manifest.
         manifest: The same as data, for Kubernetes.
         warnings: What the user should look at.

@@ -3,10 +3,10 @@
     ssdctl launch  <- lifeline (a pipe) ->  guardian  ->  torchrun or mpirun  ->  ranks
 
 The guardian is a fork of this process in a session of its own. It adopts whatever loses its parent
-below it (PR_SET_CHILD_SUBREAPER), so it can end ranks whose launcher was killed. Where `ssdctl
-launch` itself is killed, the lifeline closes and the guardian ends everything; where the guardian
-is killed, its processes fall to `ssdctl launch`, which does the same. Nobody else's process is
-ever looked for by name: only descendants are touched.
+below it (PR_SET_CHILD_SUBREAPER), so it can end ranks after their launcher was killed. If `ssdctl
+launch` itself is killed, the lifeline closes and the guardian ends everything; if the guardian is
+killed, `ssdctl launch` adopts its processes and does the same. Only descendants are ever signalled;
+no process is looked up by name.
 """
 
 from __future__ import annotations
@@ -102,20 +102,20 @@ def _has_torchrun() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now; the kernel draws it at random."""
+    """Return a free TCP port, chosen by the kernel at random."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
-    """Run the plan to its end (exits.py says what the job came to).
+    """Run the plan to its end (see exit_codes.py for its code).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
 
     Args:
         plan: Of `make_plan`, with nothing missing.
-        stdout_to_stderr: Keep this process's stdout for the caller's own words.
+        stdout_to_stderr: Keep this process's stdout for the caller's own output.
     """
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
@@ -172,7 +172,7 @@ def _guarded(
     signals: list[signal.Signals],
     stdout: int | None,
 ) -> int:
-    """The guardian's life; never raises, for the fork must not go on with its parent's work."""
+    """Run as the guardian; never raise, since the fork must not continue its parent's work."""
     try:
         os.setsid()  # a terminal's Ctrl-C must reach the ranks once, through `ssdctl launch`
         asked: list[int] = []
@@ -275,24 +275,24 @@ class _Stop:
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes]) -> None:
         self.plan, self.launcher = plan, launcher
-        self.told: set[int] = set()
+        self.signalled: set[int] = set()
         self.began_at = self.last_at = 0.0
 
     def ask(self, number: int) -> None:
         now = time.monotonic()
         self.began_at = self.began_at or now
         ranks = children(self.launcher.pid) if self.plan.asks_ranks else []
-        for pid in set(ranks) - self.told:
+        for pid in set(ranks) - self.signalled:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
-            self.told.add(pid)
+            self.signalled.add(pid)
         is_time = not self.last_at or (self.plan.repeats_stop and now > self.last_at + ASK_AGAIN_S)
-        if not self.told and is_time:
+        if not self.signalled and is_time:
             self.last_at = now
             self.launcher.send_signal(self.plan.stop_signal)
 
     def is_early(self) -> bool:
-        """Whether a rank that ends now without a word died of the signal itself.
+        """Return whether a rank that ends now without an exit code died of the signal itself.
 
         Long after it was asked, it was killed while it saved.
         """

@@ -1,8 +1,8 @@
 """The batch script of Slurm's sbatch: one task per device, started by srun.
 
 Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
-job again, and the next run resumes. Options stand in `#SBATCH` lines, which no shell reads: so each
-is checked for what it may hold. What the user typed stands quoted in the script's body.
+job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell reads: so each
+is checked for its form. What the user typed is quoted in the script's body.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build(request: LaunchRequest, node: Node) -> str:
         UsageError: A setting holds what Slurm would read as something else.
     """
     if request.device == "xla":
-        raise UsageError("Slurm knows no TPUs", hint="leave --launcher out: torchrun starts them")
+        raise UsageError("Slurm has no TPUs", hint="leave --launcher out: torchrun starts them")
     ranks, config = request.ranks_per_node, request.config
     _check_time(request.slurm)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
@@ -100,11 +100,11 @@ def build(request: LaunchRequest, node: Node) -> str:
 
 
 def warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """What the nodes may have otherwise than this machine."""
+    """Return what may differ between the nodes and this machine."""
     if request.config.cores_per_node is not None:
         return ()
-    said = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
-    return (f"{said}: say --cores-per-node N",)
+    fact = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
+    return (f"{fact}: give --cores-per-node N",)
 
 
 def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
@@ -141,7 +141,7 @@ def _decides_threads(slurm: SlurmConfig) -> bool:
 
 
 def _check_time(slurm: SlurmConfig) -> None:
-    """A job that is told to stop before it has begun would be queued again for ever."""
+    """Refuse a time limit at which a job would stop before it trains, and be queued for ever."""
     if slurm.time is None or not slurm.requeue:
         return
     seconds, least = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
@@ -166,5 +166,5 @@ def _seconds(time: str) -> int:
 
 def _checked(name: str, value: str | None) -> str | None:
     if value is not None and not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
-        raise UsageError(f"slurm.{name}: {value!r} is nothing that Slurm takes there")
+        raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
     return value

@@ -13,11 +13,11 @@ from ssdctl.runtime.torch_compat import NUMA_BINDING
 # How long torchrun waits for ranks that were asked to stop; its own 30 s can cut a save short.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
-PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 
 
 def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """The command line, the variables it needs, and what the user must still say."""
+    """Return the command line, the variables it needs, and what the user must still give."""
     config, ranks = request.config, request.ranks_per_node
     missing = None
     if config.nodes == 1:
