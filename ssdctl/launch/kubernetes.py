@@ -3,8 +3,8 @@
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
 the operator writes, so what happens inside a cluster is what happens on one machine.
-ssdctl is installed by an init container (pod_install.py), which keeps the image's torch. Workers count as ready
-when their sshd answers, and the launcher waits for that: no `sleep`.
+ssdctl is installed by an init container (pod_install.py), which keeps the image's torch. Workers
+count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 makes a virtual environment in FOLDER that sees the packages of this interpreter, and installs
 SOURCE into it. torch and related packages are pinned to the image's versions:
-if SOURCE needs others, pip fails instead of replacing the vendor's. Runs as it is in a pod's first container, before ssdctl is
-there: it uses only the standard library.
+if SOURCE needs others, pip fails instead of replacing the vendor's. Runs as it is in a pod's first
+container, before ssdctl is there: it uses only the standard library.
 """
 
 import re
