@@ -136,7 +136,7 @@ def test_a_job_that_the_engine_has_forgotten(
     plan: LaunchPlan, job_id: str, words: str, says: Say, tmp_path: Path
 ) -> None:
     says([(1, "", words)])
-    with pytest.raises(DistributedError, match="knows the job no more"):
+    with pytest.raises(DistributedError, match="no longer lists the job"):
         batch.follow(job_id, plan, print)
     assert len(asked(tmp_path)) == 1
 
