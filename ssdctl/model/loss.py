@@ -134,8 +134,10 @@ def multibox_loss(
 
     entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
     positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
-    # Only the sum of the k hardest is needed: sort once, add up the first k.
-    hardest = torch.where(is_positive, zero, entropy).sort(dim=1, descending=True).values
+    # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager mode
+    # sorts on the host unless the sort is stable; elsewhere that costs nothing.)
+    negatives = torch.where(is_positive, zero, entropy)
+    hardest = negatives.sort(dim=1, descending=True, stable=True).values
     rank = torch.arange(hardest.shape[1], device=hardest.device)
     num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
     negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
