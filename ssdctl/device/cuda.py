@@ -52,6 +52,7 @@ class Cuda:
         wanted = choose_execution("cuda", execution, ("compile", "eager"))
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
+        torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
@@ -71,7 +72,8 @@ class Cuda:
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
-            inductor.compile_in_place(module, mode="reduce-overhead")  # with CUDA graphs
+            inductor.keep_pool_backward()
+            inductor.compile_in_place(module, options=inductor.gpu_options())
 
     def copy(self, tensor: Tensor) -> Tensor:
         # The pinned copy is freed at once; its memory is used again only after the transfer.
