@@ -1,14 +1,16 @@
-"""A network that is ready to detect: pixels in, detections out.
+"""Detect objects with a network: pixels in, detections out.
 
     detector = Detector(model, device, score_threshold=0.05, nms_iou=0.5)
     detections = detector(images)
 
-`evaluate`, `predict`, the Python API and the benchmark all detect through this class.
+`evaluate`, `predict`, the Python API and the benchmark all use this class.
 Shapes: B batch, C classes with background, N default boxes.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,25 +21,25 @@ from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
 from ssdctl.model.conventions import conventions_of_model
-from ssdctl.model.postprocess import Detections, detect
+from ssdctl.model.postprocess import ImageDetections, detect
 
 
 class Output(NamedTuple):
-    """What the network says, before it is decoded."""
+    """The output of the network, before it is decoded."""
 
     offsets: Tensor  # B x 4 x N
     logits: Tensor  # B x C x N
 
 
 class Detector:
-    """See the module.
+    """Run a network and decode its output.
 
     Args:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
         precision: `fp32` or another that the device computes in.
         score_threshold: Detections score more than this.
-        nms_iou: A box that overlaps a better one of its class by more is dropped.
+        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
 
     Raises:
         UsageError: The device does not compute in that precision.
@@ -66,8 +68,8 @@ class Detector:
         self._conventions = conventions_of_model(model)
         self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
-    def __call__(self, images_BHW3: Tensor) -> list[Detections]:
-        """The detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
+    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
+        """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
 
         Raises:
             NonFiniteError: The network's output is NaN or infinite.
@@ -75,10 +77,11 @@ class Detector:
         return self.finish(self.forward(images_BHW3))
 
     def forward(self, images_BHW3: Tensor) -> Output:
-        """The network alone; returns before an accelerator is done."""
-        with torch.no_grad():  # lazy devices refuse inference tensors
+        """Run only the network; returns before an accelerator has finished."""
+        # Lazy devices refuse inference tensors, hence no_grad.
+        with torch.no_grad(), self._out_of_memory_hints(len(images_BHW3)):
             if images_BHW3.device.type == "cpu" and not self._device.is_host:
-                images_BHW3 = self._device.copy(images_BHW3)  # beside the batch before
+                images_BHW3 = self._device.copy(images_BHW3)  # while the previous batch is computed
                 self._device.wait_for_copies()
             images = self._normalise(images_BHW3)
             with self._device.autocast(self._precision):
@@ -86,17 +89,17 @@ class Detector:
             self._device.mark_step()
             return output
 
-    def finish(self, output: Output) -> list[Detections]:
-        """Decode what `forward` gave; may run in another thread.
+    def finish(self, output: Output) -> list[ImageDetections]:
+        """Decode the output of `forward`; may run in another thread.
 
         Raises:
             NonFiniteError: It is NaN or infinite.
         """
-        with torch.no_grad():  # lazy devices refuse inference tensors
+        with torch.no_grad(), self._out_of_memory_hints(len(output[0])):
             if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
                 raise NonFiniteError(
                     "the network's output is NaN or infinite",
-                    hint="the weights went bad in training: take an earlier checkpoint",
+                    hint="the weights were damaged in training: use an earlier checkpoint",
                 )
             return detect(
                 *output,
@@ -106,3 +109,27 @@ class Detector:
                 candidates=self._conventions.candidates_per_class,
                 clips_boxes=self._conventions.clips_boxes,
             )
+
+    @contextlib.contextmanager
+    def _out_of_memory_hints(self, num_images: int) -> Iterator[None]:
+        """Replace the device's error that its memory is full by one that names a smaller batch.
+
+        Raises:
+            UsageError: The memory is full.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            device = f"device {self._device.name} ({self._device.label})"
+            if num_images == 1:
+                raise UsageError(
+                    f"out of memory on {device}: one image does not fit",
+                    hint="another process may use the device; --device cpu evaluates without it",
+                ) from error
+            raise UsageError(
+                f"out of memory on {device} while detecting on {num_images} images at a time",
+                hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
+                f"evaluate.batch_size={num_images // 2}",
+            ) from error

@@ -1,4 +1,4 @@
-"""The error analysis says what was wrong with detections that were made wrong on purpose."""
+"""The error analysis finds errors that were made on purpose, by type."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from ssdctl.errors import DataError
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
 
 BOX = [20.0, 20.0, 100.0, 100.0]
@@ -20,7 +21,7 @@ RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
 
 
 def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
-    """Of images that hold one object of category 2 each."""
+    """Evaluate detections on images with one object of category 2 each."""
     path = tmp_path / "annotations.json"
     listed = [
         {"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(NUM_IMAGES)
@@ -40,7 +41,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     about = EvaluationInfo(
         source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
     )
-    return analyse(run_scoring(path, found), found, about)
+    return analyse(run_scoring(read_ground_truth(path), found), found, about)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,11 @@ def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row])
     assert errors[kind].count == 1
     others = sum(e.count for k, e in errors.items() if k not in (kind, "Miss"))
     assert others == 0
-    if kind not in ("Both", "Dupe"):  # those cost nothing here
+    if kind not in ("Both", "Dupe"):  # those do not change the AP here
         assert errors[kind].delta_ap > 0.01
 
 
-def test_perfect_detections_leave_nothing_to_mend(tmp_path: Path) -> None:
+def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
     result = evaluation(tmp_path, RIGHT)
     assert all(e.count == 0 and e.delta_ap == 0 for e in result.errors)
     cat, dog = result.per_class
@@ -73,7 +74,7 @@ def test_perfect_detections_leave_nothing_to_mend(tmp_path: Path) -> None:
     assert result.curves["0.50"] == pytest.approx([1.0] * 101)
 
 
-def test_calibration_counts_what_is_right(tmp_path: Path) -> None:
+def test_calibration_counts_true_positives(tmp_path: Path) -> None:
     far = [200.0, 200.0, 50.0, 50.0]
     rows: list[Row] = [(0, 2, BOX, 0.75), (1, 2, far, 0.75), (2, 2, far, 0.75), (3, 2, far, 0.75)]
     result = evaluation(tmp_path, rows)
@@ -102,5 +103,5 @@ def test_round_trip(tmp_path: Path, rows: list[Row]) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text('{"about": 3}')
-    with pytest.raises(DataError, match="no evaluation that this version reads"):
+    with pytest.raises(DataError, match=r"evaluation\.json"):
         read_evaluation(tmp_path / "evaluation.json")

@@ -267,8 +267,7 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
 
     refused = cli("evaluate", path, "--data", shapes, "--device", "cpu")
     assert refused.code == 5
-    assert "80 classes" in refused.err
-    assert "5" in refused.err
+    assert "not in the checkpoint: brick, star, ring" in " ".join(refused.err.split())
     other = options.replace("resnet18", "resnet34").split()
     refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
     assert refused.code == 5
