@@ -25,7 +25,8 @@ class Tiny(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1)
+        # Without a bias: before a batch norm its gradient is rounding noise, which AdamW scales up.
+        self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.heads = nn.Conv2d(8, (4 + NUM_CLASSES) * 7, 1)
 
