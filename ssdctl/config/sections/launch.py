@@ -138,7 +138,7 @@ class KubernetesConfig(Section, frozen=True):
         str | None,
         setting(
             "How ssdctl gets into the pods: image = it is in the image; else what pip installs "
-            "there (a wheel or folder on a volume, a requirement), in addition to the image's own torch",
+            "there (a wheel or folder on a volume, a requirement); the image's torch is kept",
             metavar="image|SOURCE",
         ),
     ] = None
