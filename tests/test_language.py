@@ -28,7 +28,7 @@ NOT_CONVERTED = {
     "ssdctl/errors.py", "docs", "README.md",
 }  # fmt: skip
 CLASSES_NOT_CONVERTED = {"Detections", "Check", "Resolved", "SplitFiles", "Outcome"}
-CIRCLES_NOT_CONVERTED = "ssdctl.launch"
+CIRCLES_NOT_CONVERTED = ("ssdctl.launch", "ssdctl.data")
 
 
 def _documents() -> list[Path]:
