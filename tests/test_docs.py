@@ -319,4 +319,6 @@ def answer_to(command: AliasCommand, flag: str, value: str) -> str:
             return "" if flag in rewritten else answer
         except UsageError as error:
             reason = str(error)
+            if "does not take a value" not in reason:
+                break
     return reason
