@@ -18,7 +18,7 @@ from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.files import safe_join
+from ssdctl.files import refuse_url, safe_join
 
 SPLITS = ("train", "val")
 MADE = "made"
@@ -46,6 +46,9 @@ def default_root() -> Path:
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     """The dataset folder and the folder of its store, by the config."""
+    for value, option in ((config.root, "--data"), (config.store, "--store")):
+        if value:
+            refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
     return root, Path(config.store) if config.store else default_store(root)
 
