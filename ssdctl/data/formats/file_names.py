@@ -18,6 +18,9 @@ from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
+IMAGE_SUFFIXES = frozenset(
+    ".jpg .jpeg .jpe .jfif .mpo .png .webp .bmp .tif .tiff .gif .avif .jp2".split()
+)
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 
 
