@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from ssdctl.device.base import (
     fused_sgd,
 )
 from ssdctl.errors import UsageError
+from ssdctl.runtime.torch_compat import without_tf32_warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS_IN_FLIGHT = 2
@@ -62,9 +62,7 @@ class Cuda:
 
     def set_tf32(self, wanted: bool) -> None:
         # PyTorch's own default is TF32 for convolutions, which is not what fp32 promises.
-        with warnings.catch_warnings():
-            # Some versions warn of these names; their compiler reads them all the same.
-            warnings.simplefilter("ignore", UserWarning)
+        with without_tf32_warnings():
             torch.set_float32_matmul_precision("high" if wanted else "highest")
             torch.backends.cudnn.allow_tf32 = wanted
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import inspect
 import os
 import re
 import sys
@@ -27,6 +26,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.distributed.rendezvous import rendezvous
 from ssdctl.errors import DistributedError, SsdctlError, UsageError
 from ssdctl.evaluate.together import Together
+from ssdctl.runtime.torch_compat import no_buffer_sync
 
 DEFAULT_TIMEOUT_S = 600.0
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
@@ -162,11 +162,9 @@ def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
         return model
     ids = [device.torch_device] if device.torch_device.index is not None else None
     ddp = nn.parallel.DistributedDataParallel
-    # Batch norm's statistics are averaged before they are used, not copied at every step. The
-    # argument was renamed after torch 2.9.
-    renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
-    no_copies: dict[str, Any] = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
-    return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **no_copies)
+    # Batch norm's statistics are averaged before they are used, not copied at every step.
+    options: dict[str, Any] = dict(no_buffer_sync(ddp))
+    return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **options)
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:

@@ -1,7 +1,9 @@
 """The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi.
 
-Run for real with Open MPI 4.1, the version of the Gaudi images. Open MPI 5 spells some options
-anew (a socket is a package, ranks are ordered by slot); that spelling was not run.
+Gaudi images up to release 1.22 bring Open MPI 4.1, later ones 5.0. Every option here is one that
+both accept (the tests run both), so a script written on a machine without mpirun runs on either.
+What differs: version 5 rejects `--rank-by core`, takes the arguments of ssh under another name,
+and starts rank 0 on the first host of the host file, where version 4 begins with its own.
 """
 
 from __future__ import annotations
@@ -44,13 +46,12 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     if ":" in request.command:
         raise UsageError("mpirun reads a lone ':' as its own: it cannot be an argument")
     options = ["-n", str(request.count), *_placement(request, node)]
-    options += ["--display", "bind"] if request.open_mpi >= 5 else ["--report-bindings"]
-    options += ["--allow-run-as-root"]
+    options += ["--report-bindings", "--allow-run-as-root"]
     if root := request.environment.get("MPI_ROOT"):
         options += ["--prefix", root]
     if IN_AN_MPI_JOB in request.environment:
         # As options: the operator sets a variable of its own, which wins over one of the manifest.
-        is_new = request.open_mpi >= 5
+        is_new = request.open_mpi is not None and request.open_mpi >= 5
         options += ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
         options += [POD_SSH]
     if config.hostfile is not None:
@@ -81,36 +82,50 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     return argv, dict(request.settings), missing
 
 
+def warnings(request: Request) -> tuple[str, ...]:
+    """Return what depends on the version of Open MPI and was decided without the user."""
+    config, version = request.config, request.open_mpi
+    found = []
+    if config.rank_by == "core" and version != 4:
+        which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
+        found.append(f"--rank-by core is not an option of {which}: ranks are ordered by slot")
+    if version is None and len(request.hosts) > 1:
+        found.append(
+            f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
+            "starts rank 0 on the launching host, version 5 on the first one"
+        )
+    return tuple(found)
+
+
 def _first_rank(request: Request) -> str:
-    """The host of rank 0, as others know it: Open MPI begins with its own, wherever that stands."""
-    mine = next((host for host in request.hosts if host in request.own_names), None)
-    if mine is None:
+    """Return the host of rank 0, by the name that the other hosts use.
+
+    Open MPI 4 begins with the launching host if the file lists it; version 5 with the first host.
+    """
+    listed = request.hosts[:1] if request.open_mpi != 4 else request.hosts
+    own = next((host for host in listed if host in request.own_names), None)
+    if own is None:
         return request.hosts[0]
-    is_loopback = mine == "localhost" or mine.startswith("127.")
-    return request.own_names[0] if is_loopback and len(request.hosts) > 1 else mine
+    is_loopback = own == "localhost" or own.startswith("127.")
+    return request.own_names[0] if is_loopback and len(request.hosts) > 1 else own
 
 
 def _placement(request: Request, node: Node) -> list[str]:
     """How ranks share a node's cores: each gets PE of them for itself, near each other."""
     config, ranks = request.config, request.ranks_per_node
-    is_new = request.open_mpi >= 5
     cores = config.cores_per_node or node.cores
     share = cores // (config.devices_per_node or ranks)
     if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
         # A rank's cores lie in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.
         share = min(share, cores // node.sockets // -(-ranks // node.sockets))
-    # Gaudi 1.24's notes deprecate `--rank-by core`, and Open MPI 5 lists slot, node, fill and
-    # span alone; the images still bring 4.1, which takes both, so the documented one is default.
-    rank_by = ["--rank-by", "slot" if is_new else config.rank_by]
+    rank_by = ["--rank-by", config.rank_by if request.open_mpi == 4 else "slot"]
     has_cores = node.has_topology or config.cores_per_node is not None
     if config.bind_to == "none" or not has_cores or share < 1:  # nothing to bind to
         unit = "slot" if config.nodes == 1 else f"ppr:{ranks}:node"
-        unbound = ["--bind-to", "none", "--map-by"]
-        many = [f"{unit}:OVERSUBSCRIBE"] if is_new else [unit, "--oversubscribe"]
-        return [*unbound, *many, *rank_by, *_shares(request, cores)]
+        unbound = ["--bind-to", "none", "--map-by", f"{unit}:OVERSUBSCRIBE"]
+        return [*unbound, *rank_by, *_shares(request, cores)]
     # On several nodes `socket` would fill the first node's slots (its cores) with ranks first.
-    unit = "package" if is_new else "socket"
-    unit = unit if config.nodes == 1 else f"ppr:{ranks}:node"
+    unit = "socket" if config.nodes == 1 else f"ppr:{ranks}:node"
     return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
 
 
@@ -123,14 +138,14 @@ def _shares(request: Request, cores: int) -> list[str]:
     return told
 
 
-def read_version() -> int:
-    """The major version of this machine's Open MPI; 4, the Gaudi images', where it has none."""
+def read_version() -> int | None:
+    """Return the major version of this machine's Open MPI; None if there is no mpirun."""
     try:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
-        return 4
-    found = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
-    return int(found[1]) if found else 4
+        return None
+    match = re.search(r"Open MPI\) v?(\d+)\.", done.stdout)
+    return int(match[1]) if match else None
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ class Request:
         hosts: The names in the host file, in its order.
         own_names: What they may call this machine; what others call it comes first.
         free_port: A TCP port that nobody listens on.
-        open_mpi: The major version of Open MPI.
+        open_mpi: The major version of Open MPI; None if it is unknown.
         slurm: The settings of the table `slurm`.
         kubernetes: The settings of the table `kubernetes`.
         job_name: A name that no other job has, for Kubernetes.
@@ -57,7 +57,7 @@ class Request:
     hosts: tuple[str, ...] = ()
     own_names: tuple[str, ...] = ()
     free_port: int = 29500
-    open_mpi: int = 4
+    open_mpi: int | None = None
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     job_name: str = "ssdctl"
@@ -172,6 +172,7 @@ def make_plan(request: Request, node: Node) -> Plan:
         asks_ranks=is_local,
         repeats_stop=not is_local,
         missing=missing,
+        warnings=mpirun.warnings(request),
     )
 
 

@@ -62,8 +62,8 @@ def test_versions_are_judged_by_what_ssdctl_asks(
     code, checks = ask()
     assert code == 2
     assert checks["torch"]["state"] == "fail"
-    assert "2.4.0; ssdctl needs >=2.9" in checks["torch"]["detail"]
-    assert checks["torch"]["remedy"].startswith("pip install 'torch>=2.9")
+    assert "2.4.0; ssdctl needs >=2.6" in checks["torch"]["detail"]
+    assert checks["torch"]["remedy"].startswith("pip install 'torch>=2.6")
     assert state(checks["torchvision"])[0] == "warn", "it was made for another torch"
     assert any(n.startswith("extra ") and "onnx: 1.2.0" in c["detail"] for n, c in checks.items())
     monkeypatch.syspath_prepend(str(STANDIN))

@@ -19,17 +19,12 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
+from open_mpi import INSTALLED, MPIRUNS, environment_for
 from processes import wait_for
 
 Cli = Callable[..., Result]
 OPTIONS = [word for word in TINY_RUN.split() if word not in ("--device", "cpu", "--bs", "2")]
-LAUNCHERS = [
-    "torchrun",
-    pytest.param(
-        "mpirun",
-        marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI"),
-    ),
-]
+LAUNCHERS = ["torchrun", *MPIRUNS]
 # Takes the place of `python -m ssdctl`: the first launch and its guardian are real.
 PROBE = """
 import json, os, signal, sys, time
@@ -88,8 +83,9 @@ def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[An
     """A launch of two probes; every process of it carries the mark."""
     (folder / "probe.py").write_text(PROBE)
     mark = uuid.uuid4().hex
-    more = ["--launcher", launcher, "--bind-to", "none"]
-    with start(folder, *more, driver=DRIVER, MARK=mark, **environment) as process:
+    name, variables = environment_for(launcher)
+    more = ["--launcher", name, "--bind-to", "none"]
+    with start(folder, *more, driver=DRIVER, MARK=mark, **variables, **environment) as process:
         try:
             yield process, mark
         finally:
@@ -113,12 +109,13 @@ def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
 def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """A run that goes bad on purpose names the images of every step; two launches run at once."""
     bad = ["--data", shapes, *OPTIONS, "--lr", "1e30", "--clip-grad", 0, "--steps", 4]
-    launchers = ["torchrun", *(["mpirun"] if shutil.which("mpirun") else [])]
+    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
     with contextlib.ExitStack() as running:
         launches = {}
         for name in launchers:
-            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", name, "--bind-to", "none"]
-            launches[name] = running.enter_context(start(tmp_path, *bad, *more))
+            option, variables = environment_for(name)
+            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
+            launches[name] = running.enter_context(start(tmp_path, *bad, *more, **variables))
         cli("train", *bad, "--bs", 4, "--out", tmp_path / "alone", "--device", "cpu")
         for process in launches.values():
             _, words = process.communicate(timeout=240)
@@ -163,12 +160,12 @@ def test_a_lost_rank_ends_the_job_with_its_name(launcher: str, end: str, tmp_pat
     assert "error: rank 1 died or hung" in words
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI")
+@pytest.mark.parametrize("launcher", MPIRUNS)
 @pytest.mark.parametrize(("restarts", "code"), [(0, 8), (1, 0)])
-def test_restarts_are_counted(restarts: int, code: int, tmp_path: Path) -> None:
+def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path: Path) -> None:
     (tmp_path / "ssdctl.toml").write_text(f"[launch]\nrestarts = {restarts}\n")
     how = "fails once"
-    with probed(tmp_path, "mpirun", RANK_0=how, RANK_1=how) as (process, _):
+    with probed(tmp_path, launcher, RANK_0=how, RANK_1=how) as (process, _):
         _, words = process.communicate(timeout=60)
         assert process.returncode == code, words
     assert words.count("mpirun -n 2") == restarts + 1
@@ -207,8 +204,8 @@ exec ip netns exec "{prefix}${{host##*.}}" bash -c "$*"
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
     """Two network namespaces with a wire between them, and what takes ssh's place."""
-    if shutil.which("mpirun") is None or shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("needs Open MPI, iproute2 and root")
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs iproute2 and root")
     prefix = f"t{uuid.uuid4().hex[:6]}-"
 
     def ip(*words: str) -> None:
@@ -238,19 +235,23 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
             subprocess.run(["ip", "netns", "del", prefix + number], capture_output=True)
 
 
+@pytest.mark.parametrize("launcher", MPIRUNS)
 def test_open_mpi_on_two_hosts(
-    two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path
+    launcher: str, two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path
 ) -> None:
-    """They train, one rank on each, and a SIGTERM to the launch lets both save and stop.
+    """Train with one rank on each host; after a SIGTERM to the launch both save and stop.
 
-    The machine's own name leads to its loopback, where neither would find the other.
+    The launching host is listed second: version 4 starts rank 0 there, version 5 on the first.
+    Both hosts resolve their own name to the loopback, where neither would reach the other.
     """
+    name, variables = environment_for(launcher)
     space, agent, hosts = two_hosts
     run = tmp_path / "run"
     argv = ["ip", "netns", "exec", space, sys.executable, "-m", "ssdctl", "launch", "--cpus", "2"]
-    argv += ["--nodes", "2", "--launcher", "mpirun", "--hostfile", str(hosts), "--bind-to", "none"]
+    argv += ["--nodes", "2", "--launcher", name, "--hostfile", str(hosts), "--bind-to", "none"]
     argv += ["--data", str(shapes), "--out", str(run), "--steps", "500", *OPTIONS, "--bs", "1"]
-    environment = {**os.environ, "OMPI_MCA_plm_rsh_agent": str(agent)}
+    environment = {**os.environ, **variables, "OMPI_MCA_plm_rsh_agent": str(agent)}
+    environment["PRTE_MCA_plm_ssh_agent"] = str(agent)
     with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_for((run / "metrics.jsonl").exists)
@@ -259,6 +260,6 @@ def test_open_mpi_on_two_hosts(
         finally:
             process.kill()
     assert process.returncode == 75, words
-    assert "-x MASTER_ADDR=10.77.0.1" in words
+    assert f"-x MASTER_ADDR=10.77.0.{1 if launcher == 'mpirun-4' else 2} " in words
     assert "stopped by SIGUSR1" in words
     assert (run / "checkpoints" / "last.pt").exists()

@@ -421,7 +421,7 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
         argv = [sys.executable, program, str(tmp_path / where), str(source)]
         return subprocess.run(argv, env=environment, capture_output=True, text=True)
 
-    done = install(wheel(tmp_path, "torch>=2.9.0a0", "numpy"), "good")
+    done = install(wheel(tmp_path, "torch>=2.6.0a0", "numpy"), "good")
     assert done.returncode == 0, done.stderr
     find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
     argv = [str(tmp_path / "good/bin/python"), "-c", find]

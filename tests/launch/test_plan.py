@@ -33,7 +33,7 @@ def plan_for(
     environment: dict[str, str] | None = None,
     hosts: tuple[str, ...] = (),
     own_names: tuple[str, ...] = (),
-    open_mpi: int = 4,
+    open_mpi: int | None = 4,
     **settings: Any,
 ) -> Plan:
     request = Request(
@@ -52,10 +52,10 @@ def plan_for(
 
 
 def test_eight_gaudi_cards() -> None:
-    """The command of Habana's guide, word for word."""
+    """The command of Habana's guide, with the order of ranks that every release accepts."""
     plan = plan_for("hpu", 8, "train", "--bs=128", "--bf16", "--device=hpu")
     assert plan.to_line() == (
-        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by core --report-bindings "
+        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by slot --report-bindings "
         "--allow-run-as-root -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=40000 "
         "python -m ssdctl train --bs=128 --bf16 --device=hpu"
     )
@@ -71,13 +71,13 @@ def test_eight_gaudi_cards() -> None:
         (3, GAUDI, {}, "socket:PE=12"),  # two ranks share a socket of 24
         (1, GAUDI, {}, "socket:PE=24"),
         (16, GAUDI, {"nodes": 2}, "ppr:8:node:PE=6"),
-        (8, Node(4, 1), {}, "slot"),
+        (8, Node(4, 1), {}, "slot:OVERSUBSCRIBE"),
     ],
 )
 def test_cores_of_a_rank(count: int, node: Node, settings: dict[str, int], placement: str) -> None:
     argv = plan_for("hpu", count, node=node, **settings).argv
     assert argv[argv.index("--map-by") + 1] == placement
-    assert argv[argv.index("--bind-to") + 1] == ("none" if placement == "slot" else "core")
+    assert argv[argv.index("--bind-to") + 1] == ("none" if placement.startswith("slot") else "core")
 
 
 def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
@@ -103,15 +103,23 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
     assert plan.missing is None
 
 
-def test_rank_0_is_where_open_mpi_begins_on_its_own_host() -> None:
-    hosts = ("gaudi-0", "gaudi-1")
-    for own, listed, leader in (
-        (("gaudi-1.site", "gaudi-1", "localhost"), hosts, "gaudi-1"),
-        (("login", "login", "localhost"), hosts, "gaudi-0"),
-        (("gaudi-0", "localhost", "10.0.0.7"), ("gaudi-1", "10.0.0.7"), "10.0.0.7"),
-        (("gaudi-0", "localhost"), ("localhost", "gaudi-1"), "gaudi-0"),
-    ):
-        plan = plan_for("hpu", 16, nodes=2, hostfile="hosts", hosts=listed, own_names=own)
+@pytest.mark.parametrize(
+    ("own", "hosts", "version_4", "version_5"),
+    [
+        (("b.site", "b", "localhost"), ("a", "b"), "b", "a"),
+        (("login", "localhost"), ("a", "b"), "a", "a"),
+        (("a", "localhost", "10.0.0.7"), ("b", "10.0.0.7"), "10.0.0.7", "b"),
+        (("a", "localhost"), ("localhost", "b"), "a", "a"),
+    ],
+)
+def test_the_address_of_rank_0(
+    own: tuple[str, ...], hosts: tuple[str, ...], version_4: str, version_5: str
+) -> None:
+    """Open MPI 4 starts it on the launching host if that is listed, 5 on the first listed one."""
+    for version, leader in ((4, version_4), (5, version_5), (None, version_5)):
+        plan = plan_for(
+            "hpu", 16, nodes=2, hostfile="hosts", hosts=hosts, own_names=own, open_mpi=version
+        )
         assert f"-x MASTER_ADDR={leader} " in plan.to_line()
 
 
@@ -119,7 +127,7 @@ def test_ranks_without_binding_are_spread_and_share_the_cores() -> None:
     """mpirun would fill the first node's slots, and each rank would take every core."""
     plan = plan_for("hpu", 16, nodes=2, hosts=("a", "b"), hostfile="hosts", bind_to="none")
     line = plan.to_line()
-    assert "--bind-to none --map-by ppr:8:node --oversubscribe " in line
+    assert "--bind-to none --map-by ppr:8:node:OVERSUBSCRIBE " in line
     assert "-x LOCAL_WORLD_SIZE=8 -x OMP_NUM_THREADS=6 " in line
     assert "LOCAL_WORLD_SIZE" not in plan_for("hpu", 8).to_line()
 
@@ -146,13 +154,20 @@ def test_torchrun_on_several_nodes() -> None:
     assert plan.missing is None
 
 
-def test_open_mpi_5_spells_it_anew() -> None:
-    """A socket is a package there, and ranks are ordered by slot."""
-    line = plan_for("hpu", 8, open_mpi=5).to_line()
-    start = "mpirun -n 8 --bind-to core --map-by package:PE=6 --rank-by slot --display bind "
-    assert line.startswith(start)
-    line = plan_for("hpu", 8, open_mpi=5, bind_to="none").to_line()
-    assert "--bind-to none --map-by slot:OVERSUBSCRIBE --rank-by slot" in line
+@pytest.mark.parametrize(("version", "order"), [(4, "core"), (5, "slot"), (None, "slot")])
+def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> None:
+    """Version 5 rejects it; an unknown version gets what both accept."""
+    plan = plan_for("hpu", 8, open_mpi=version, rank_by="core")
+    assert plan.argv[plan.argv.index("--rank-by") + 1] == order
+    assert any("--rank-by" in warning for warning in plan.warnings) == (order == "slot")
+    assert "--rank-by slot" in plan_for("hpu", 8, open_mpi=version).to_line()
+
+
+def test_a_plan_without_a_local_mpirun_names_the_host_to_start_it_on() -> None:
+    settings: dict[str, Any] = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
+    (warning,) = plan_for("hpu", 16, open_mpi=None, **settings).warnings
+    assert "start this on a" in warning
+    assert plan_for("hpu", 16, open_mpi=5, **settings).warnings == ()
 
 
 def test_tpus_are_started_by_torchrun() -> None:
@@ -294,4 +309,4 @@ def test_a_machine_without_topology(tmp_path: Path) -> None:
     node = read_node(tmp_path, range(3))
     assert node == Node(cores=3, sockets=1, has_topology=False)
     argv = plan_for("hpu", 2, node=node).argv
-    assert argv[argv.index("--map-by") + 1] == "slot"
+    assert argv[argv.index("--map-by") + 1] == "slot:OVERSUBSCRIBE"

@@ -42,9 +42,10 @@ class LaunchConfig(Section, frozen=True):
     rank_by: Annotated[
         Literal["core", "slot"],
         setting(
-            "Order of mpirun's ranks; newer Gaudi releases and Open MPI 5 want slot", panel="Launch"
+            "Order of mpirun's ranks; core only with Open MPI 4 (Gaudi releases up to 1.22)",
+            panel="Launch",
         ),
-    ] = "core"
+    ] = "slot"
     bind_to: Annotated[
         Literal["core", "none"],
         setting("Whether mpirun gives each rank cores of its own", panel="Launch"),

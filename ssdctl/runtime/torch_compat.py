@@ -1,0 +1,45 @@
+"""What differs between the supported versions of PyTorch, 2.6 to the newest; does not import it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+OLDEST = (2, 6)  # the last that first-generation Gaudi cards have
+NUMA_BINDING = (2, 9)  # torchrun has --numa-binding from here on
+
+
+def installed_version() -> tuple[int, int]:
+    """Return the installed PyTorch's major and minor version; the oldest supported one if absent.
+
+    Alphas of vendor builds (`2.6.0a0+git...`) count as the release that they lead to.
+    """
+    try:
+        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    except metadata.PackageNotFoundError:
+        match = None
+    return (int(match[1]), int(match[2])) if match else OLDEST
+
+
+def no_buffer_sync(ddp: type) -> dict[str, bool]:
+    """Return the DistributedDataParallel option that stops it from copying buffers each step.
+
+    The argument `broadcast_buffers` was renamed after torch 2.9.
+    """
+    is_renamed = "forward_sync_buffers" in inspect.signature(ddp).parameters
+    return {"forward_sync_buffers" if is_renamed else "broadcast_buffers": False}
+
+
+@contextlib.contextmanager
+def without_tf32_warnings() -> Iterator[None]:
+    """Suppress the warnings that some versions issue about the older names of the TF32 switches.
+
+    Their compiler still reads those names, so they are the ones to set.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
