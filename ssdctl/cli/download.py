@@ -57,6 +57,9 @@ def download(
 
     Resumes after any end, checks every file against its pinned SHA-256 and unpacks it.
     """
+    from ssdctl.data.dataset import refuse_url
+
+    refuse_url("--dest", dest)
     config = call.config.download
     if verify and dry_run:
         raise UsageError("--verify and --dry-run exclude each other")

@@ -157,7 +157,7 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
 
     root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
-    splits = find_splits(root)
+    splits = find_splits(root, folder)
     annotations = require_split(splits, wishes.split, root).annotations
     coco.check_ids(annotations)
     found = read_detections(path)

@@ -18,6 +18,7 @@ COMMANDS = (
     "demo",
     "download",
     "prepare",
+    "dataset",
     "fetch_weights",
     "train",
     "launch",

@@ -101,7 +101,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
-    if call.config.train.fake_data and not root.is_dir():
+    if call.config.train.fake_data and not root.exists():
         from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
 
         images, classes = COCO_IMAGES, COCO_CLASSES

@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data.dataset import CONVERTED, MADE, TOML, SplitFiles, read_dataset_toml, require_root
+from ssdctl.data.dataset import (
+    CONVERTED,
+    MADE,
+    TOML,
+    SplitFiles,
+    read_dataset_toml,
+    require_root,
+    root_folder,
+)
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco_writer import (
     LabeledImage,
@@ -57,6 +65,7 @@ class _Part(NamedTuple):
     images: Path
     content: bytes
     origin: Path  # for messages
+    is_original: bool = False  # the content is that of `origin`, a COCO file
 
 
 def convert(
@@ -80,19 +89,19 @@ def convert(
     parts = _parts(root, source, report)
     if options.classes:
         parts = {
-            split: part._replace(content=with_classes(part.content, options.classes, part.origin))
+            split: part._replace(
+                content=with_classes(part.content, options.classes, part.origin), is_original=False
+            )
             for split, part in parts.items()
         }
     if options.split is not None:
         if "val" in parts:
-            raise UsageError(
-                f"--split: {root} has validation images already", hint="omit --split"
-            )
+            raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
         train, val = divided(parts["train"].content, options.split, parts["train"].origin)
         parts = {
             **parts,
-            "train": parts["train"]._replace(content=train),
-            "val": parts["train"]._replace(content=val),
+            "train": parts["train"]._replace(content=train, is_original=False),
+            "val": parts["train"]._replace(content=val, is_original=False),
         }
     target = folder or root
     splits = _write(root, target, source, options, parts, report)
@@ -121,31 +130,42 @@ def convert_again(root: Path, folder: Path, report: Report) -> None:
     require_root(root)
     if (root / TOML).is_file():
         return
+    record = folder / CONVERTED / TOML
+    made = _made(record) or {}
+    if "split" in made or "classes" in made:
+        report(str(_describe(record)))
+        return
     layout = find_layout(root)
     if layout.source == "coco":
+        if record.is_file():
+            record.unlink()  # the folder had another layout before
         return
     report(f"{root}: recognised as {layout.describe()}")
     convert(root, Conversion(), report, folder / CONVERTED)
 
 
-def read_splits(root: Path, report: Report) -> dict[str, tuple[SplitFiles, bytes]]:
+def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
     """Return the annotations of a dataset that was not converted; nothing is written.
 
     Raises:
         DataError: No dataset, or several; the originals cannot be read.
     """
-    parts = _parts(root, _source(root, None), report)
+    parts = _parts(root, find_layout(root).source, lambda _: None)
     return {s: (SplitFiles(part.images, part.origin), part.content) for s, part in parts.items()}
 
 
 def describe_made(root: Path) -> str | None:
     """Describe how the dataset.toml of `root` was made; None if it is the user's own, or absent."""
-    made = _made(root / TOML)
+    return _describe(root / TOML)
+
+
+def _describe(path: Path) -> str | None:
+    made = _made(path)
     if made is None:
         return None
     options = ", ".join(f"{key} {value}" for key, value in made.items())
     return (
-        f"{root / TOML} was made by ssdctl prepare ({options}): if the originals change, "
+        f"{path} was made by ssdctl prepare ({options}): if the originals change, "
         "give the same options again"
     )
 
@@ -187,7 +207,7 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     layout = find_layout(root, source)
     if layout.splits:
         return _coco_parts(root, layout.splits)
-    splits, classes = _read_labels(layout, report)
+    splits, classes = _read_labels(layout, root.is_file(), report)
     if not classes:
         raise DataError(f"{root}: no object is labelled in it")
     if "train" not in splits:
@@ -199,7 +219,7 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
 
 
 def _read_labels(
-    layout: Layout, report: Report
+    layout: Layout, is_file: bool, report: Report
 ) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     file = layout.file if layout.file.is_file() else None
     if layout.source == "yolo":
@@ -208,7 +228,7 @@ def _read_labels(
     if layout.source == "cvat-xml":
         return read_cvat_xml(layout.file, layout.root, report)
     if layout.source == "openimages":
-        return read_open_images(layout.root, report, [file] if _is_single(layout) else None)
+        return read_open_images(layout.root, report, [layout.file] if is_file else None)
     splits = read_voc(layout.root, report)
     names = {box.name for images in splits.values() for image in images for box in image.boxes}
     return splits, sorted(names)
@@ -221,7 +241,7 @@ def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:
             hint="for another layout give its name, as in --from voc",
         )
     return {
-        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations)
+        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations, True)
         for split, files in splits.items()
     }
 
@@ -240,11 +260,14 @@ def _write(
     made = {"source": source, "split": options.split, "classes": list(options.classes) or None}
     lines = ["# Written by `ssdctl prepare`; the originals are unchanged.", f"[{MADE}]"]
     lines += [f"{key} = {_toml(value)}" for key, value in made.items() if value is not None]
-    paths = {split: folder / _file_name(split, part.content) for split, part in parts.items()}
+    paths = {
+        split: part.origin if part.is_original else folder / _file_name(split, part.content)
+        for split, part in parts.items()
+    }
     for split, path in paths.items():
-        images, annotations = _images(parts[split], target), f"annotations/{path.name}"
+        images = _relative(parts[split].images, root_folder(root))
         lines += ["", f"[{split}]", f"images = {_toml(images)}"]
-        lines += [f"annotations = {_toml(annotations)}"]
+        lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
     with lock(folder / ".ssdctl.lock", lambda: report(f"waiting for another ssdctl in {target}")):
         for split, path in paths.items():
@@ -260,11 +283,11 @@ def _write(
     return {split: SplitFiles(parts[split].images, path) for split, path in paths.items()}
 
 
-def _images(part: _Part, target: Path) -> str:
-    """The image folder as dataset.toml has it: below the target, else absolute."""
-    if part.images.is_relative_to(target):
-        return part.images.relative_to(target).as_posix()
-    return part.images.absolute().as_posix()
+def _relative(path: Path, base: Path) -> str:
+    """A path as dataset.toml has it: relative if it is below `base`, else absolute."""
+    if path.is_relative_to(base):
+        return path.relative_to(base).as_posix()
+    return path.absolute().as_posix()
 
 
 def _file_name(split: str, content: bytes) -> str:

@@ -31,8 +31,12 @@ WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the stor
 S = TypeVar("S")
 
 
+class NotConvertedError(DataError):
+    """Raised for a dataset of a layout that must be converted before it can be used."""
+
+
 def default_root() -> Path:
-    """Return the dataset folder if the config names none: data/coco if it exists, else /data/coco."""
+    """Return the dataset folder if the config names none: data/coco if present, else /data/coco."""
     near, far = DEFAULT_ROOTS
     return near if near.is_dir() else far
 
@@ -101,7 +105,7 @@ def find_splits(root: Path, folder: Path | None = None) -> dict[str, SplitFiles]
     require_root(root)
     splits = read_dataset_toml(root / TOML) if (root / TOML).is_file() else {}
     if not splits and folder is not None and (folder / CONVERTED / TOML).is_file():
-        splits = read_dataset_toml(folder / CONVERTED / TOML)
+        splits = read_dataset_toml(folder / CONVERTED / TOML, images_root=root_folder(root))
     if not splits:
         splits = _splits_of(find_layout(root), root)
     for split, files in splits.items():
@@ -112,7 +116,7 @@ def find_splits(root: Path, folder: Path | None = None) -> dict[str, SplitFiles]
 
 def _splits_of(layout: Layout, root: Path) -> dict[str, SplitFiles]:
     if not layout.splits:
-        raise DataError(
+        raise NotConvertedError(
             f"{root}: recognised as {layout.describe()}, but not prepared",
             hint=f"ssdctl prepare --data {root}",
         )
@@ -145,19 +149,28 @@ def require_images(split: str, files: SplitFiles) -> None:
         )
 
 
-def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
+def root_folder(root: Path) -> Path:
+    """Return the dataset folder, or the folder of the dataset's file."""
+    return root.parent if root.is_file() else root
+
+
+def read_dataset_toml(path: Path, images_root: Path | None = None) -> dict[str, SplitFiles]:
     """Return the splits that a `dataset.toml` names.
+
+    Args:
+        path: The file.
+        images_root: The folder that image folders are relative to; None is the file's own.
 
     Raises:
         DataError: It is broken, names nothing, or names a path outside of its folder.
     """
     try:
-        return _from_toml(path)
+        return _from_toml(path, images_root or path.parent)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
         raise DataError(f"{path}: {error}", hint=error.hint) from None
 
 
-def _from_toml(path: Path) -> dict[str, SplitFiles]:
+def _from_toml(path: Path, images_root: Path) -> dict[str, SplitFiles]:
     paths: dict[str, dict[str, Path]] = {}
     for key, value, place in read_toml(path):
         split, _, name = key.partition(".")
@@ -171,10 +184,9 @@ def _from_toml(path: Path) -> dict[str, SplitFiles]:
             )
         if not isinstance(value, str):
             raise DataError(f"{place}: {key} must be a path below {path.parent}, or absolute")
+        base = images_root if name == "images" else path.parent
         is_absolute = value.startswith("/") and "\0" not in value
-        paths.setdefault(split, {})[name] = (
-            Path(value) if is_absolute else safe_join(path.parent, value)
-        )
+        paths.setdefault(split, {})[name] = Path(value) if is_absolute else safe_join(base, value)
     for split, parts in paths.items():
         for name in ("images", "annotations"):
             if name not in parts:

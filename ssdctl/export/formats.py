@@ -126,7 +126,7 @@ def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
     """The first pictures of the dataset that open: the store's, which knows where they lie, or, in
     one that was not prepared, those of the image folder."""
     try:
-        splits = find_splits(root)
+        splits = find_splits(root, store)
         name = "val" if "val" in splits else "train"
         files = splits[name]
         try:

@@ -52,7 +52,7 @@ def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture],
 def _reader(evaluation: Evaluation) -> Callable[[Sample], bytes | memoryview]:
     """How to read an image: from the store where it is prepared, else from its file."""
     about = evaluation.about
-    files = find_splits(Path(about.data))[about.split]
+    files = find_splits(Path(about.data), Path(about.store))[about.split]
     try:
         split = open_split(Path(about.store), about.split, files)
     except DataError:

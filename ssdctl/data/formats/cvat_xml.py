@@ -151,7 +151,8 @@ def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[Lab
             if start == len(parts) - 1:
                 by_name.setdefault(parts[start].rpartition(".")[0], []).append(file)
     splits: dict[str, list[LabeledImage]] = {}
-    missing, ambiguous = [], []
+    missing: list[str] = []
+    ambiguous: list[str] = []
     for frame in frames:
         candidates = by_name.get(frame.name, [])
         if len(candidates) > 1:  # one name in several subsets

@@ -274,4 +274,3 @@ def _sample_names(annotations: Path) -> list[str]:
 def cvat_files(root: Path) -> list[Path]:
     """Return CVAT's XML files in a folder."""
     return [path for path in sorted(root.glob("*.xml")) if has_root(path, "annotations")]
-

@@ -19,7 +19,8 @@ from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
 IMAGE_SUFFIXES = frozenset(
-    ".jpg .jpeg .jpe .jfif .mpo .png .webp .bmp .tif .tiff .gif .avif .jp2".split()
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+    | {".gif", ".avif", ".jp2"}
 )
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 
