@@ -26,6 +26,7 @@ class SsdctlError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        self.is_from_all_ranks = False  # the same error was raised on every rank
 
 
 class UsageError(SsdctlError):

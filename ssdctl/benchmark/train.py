@@ -22,6 +22,7 @@ from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
 from ssdctl.input.loader import Batch
@@ -67,7 +68,7 @@ def benchmark_train(
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     for notice in device.notices:
         say(notice)
-    with collectives.process_group(ranks, device):
+    with process_group(ranks, device):
         precision = choose_precision(config.train.precision, device)
         architecture = Architecture(config.model.backbone, config.model.extra_norm, COCO_OUTPUTS)
         config = with_batch_size(config, architecture, device, ranks, precision)

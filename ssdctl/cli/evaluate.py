@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,14 +13,15 @@ import typer
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.errors import UsageError
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.evaluate.analysis import Evaluation
     from ssdctl.evaluate.checkpoint import Talk
+    from ssdctl.runs.evaluation import Evaluation
 
 
 @command(
@@ -71,7 +74,7 @@ def evaluate(
         if find_ranks().is_main:  # one process is plenty
             _score_file(call, path, report)
         return
-    files = _checkpoints(path) if path.is_dir() else [path]
+    files = RunDir(path).all_checkpoints() if path.is_dir() else [path]
     if len(files) > 1 and detections:
         raise UsageError(
             f"--detections writes one file, {path} holds {len(files)} checkpoints",
@@ -95,14 +98,15 @@ def evaluate(
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score checkpoints on all ranks; the answers on the first one."""
     from ssdctl.device import open_device
-    from ssdctl.distributed import collectives
+    from ssdctl.distributed.collectives import barrier
+    from ssdctl.distributed.process_group import process_group
     from ssdctl.evaluate.checkpoint import evaluate_checkpoint
 
     keep_freed_memory()
     ranks = find_ranks()
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
-    with collectives.process_group(ranks, device):
+    with _one_report(ranks), process_group(ranks, device):
         for file in files:
             answer = evaluate_checkpoint(
                 file,
@@ -110,7 +114,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 device,
                 given=call.resolved.called_for(),
                 talk=_talk(call, ranks),
-                together=collectives.together(ranks, one_voice=True),
+                ranks=ranks,
                 detections_file=detections,
             )
             if answer is not None:
@@ -119,8 +123,19 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                     if len(files) > 1:  # the tables below do not say whose they are
                         call.console.result(None, f"{file}")
                     call.console.result(None, functools.partial(tables, answer))
-        collectives.barrier(ranks)
+        barrier(ranks)
     return answers
+
+
+@contextlib.contextmanager
+def _one_report(ranks: Ranks) -> Iterator[None]:
+    """Exit silently if the first rank reports the error: the ranks share one terminal."""
+    try:
+        yield
+    except SsdctlError as error:
+        if error.is_from_all_ranks and not ranks.is_main:
+            raise SystemExit(error.exit_code) from None
+        raise
 
 
 def _talk(call: Call, ranks: Ranks) -> Talk:
@@ -131,29 +146,15 @@ def _talk(call: Call, ranks: Ranks) -> Talk:
     return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
 
 
-def _checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, the best one too where it is none of the newest."""
-    files = sorted((run / "checkpoints").glob("step-*.pt"))
-    best = run / "checkpoints" / "best.pt"
-    if best.is_file() and not any(best.samefile(f) for f in files):
-        files.insert(0, best)
-    if not files:
-        raise UsageError(
-            f"{run}: a folder without checkpoints",
-            hint="name a run folder (train's --out) or one of its checkpoints/; training saves at "
-            "--save-every, at evaluations and at its end",
-        )
-    return files
-
-
 def _score_file(call: Call, path: Path, report: str | None) -> None:
     """Score a results file with the annotations alone: no image is read, torch not imported."""
     import numpy as np
 
     from ssdctl.data.dataset import dataset_folders, find_splits, require_split
     from ssdctl.data.formats import coco
-    from ssdctl.evaluate.analysis import About, analyse
+    from ssdctl.evaluate.analysis import analyse
     from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
+    from ssdctl.runs.evaluation import EvaluationInfo
 
     root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
@@ -174,7 +175,7 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
             f"{strangers} detections are of categories that {annotations} does not list and count "
             f"as none; it lists the ids {', '.join(map(str, known[:5]))}, ..."
         )
-    about = About(
+    about = EvaluationInfo(
         source=str(path),
         data=str(root),
         store=str(folder),
@@ -189,14 +190,15 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
 
 
 def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
-    from ssdctl.evaluate.analysis import FILE, write_evaluation
     from ssdctl.files import make_dir
     from ssdctl.report.page import write_report
+    from ssdctl.runs.evaluation import write_evaluation
     from ssdctl.runs.reader import read_run
 
-    write_evaluation(make_dir(folder) / FILE, evaluation)
-    write_report([read_run(folder)], folder / "report.html")
-    call.console.say(f"report: {folder / 'report.html'}")
+    run = RunDir(make_dir(folder))
+    write_evaluation(run.evaluation, evaluation)
+    write_report([read_run(folder)], run.report)
+    call.console.say(f"report: {run.report}")
 
 
 def tables(evaluation: Evaluation) -> Group:

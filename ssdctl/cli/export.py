@@ -61,9 +61,9 @@ def export(
         raise UsageError(f"--raw belongs to --format onnx, not to {kind}")
     from ssdctl.checkpoint.reader import read_checkpoint
     from ssdctl.export.formats import export as write
-    from ssdctl.runs.reader import checkpoint_of
+    from ssdctl.runs.layout import find_checkpoint
 
-    source = checkpoint_of(Path(checkpoint))
+    source = find_checkpoint(Path(checkpoint))
     if Path(out).exists() and Path(out).samefile(source):
         raise UsageError(f"--out {out} is the checkpoint itself", hint="name another file")
     read = read_checkpoint(source)

@@ -1,8 +1,8 @@
-"""Who this process is among the ranks of a run. Torch-free.
+"""The rank of this process in a run. Torch-free.
 
-The rank comes from torchrun's, Open MPI's or Slurm's variables; without any of them the process is
-alone. So is the shell of an `sbatch` script: Slurm calls it process 0 of all tasks, but the tasks
-are what `srun` starts, and those know the step that they belong to.
+The rank comes from torchrun's, Open MPI's or Slurm's variables; without them the process runs
+alone. The shell of an `sbatch` script runs alone too: Slurm sets its rank to 0 of all tasks, but
+only `srun` starts the tasks, and those have a step id.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 from ssdctl.errors import UsageError
 
-VARIABLES = (
+RANK_VARIABLES = (  # rank, world size, local rank
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-UNSET = "unset these variables to train alone; ssdctl launch sets them for ranks"
-STEP = ("SLURM_STEP_ID", "SLURM_STEPID")
+SLURM_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
+HINT = "unset these variables to use a single process; ssdctl launch sets them for ranks"
 
 
 class Ranks(NamedTuple):
-    """This process among all."""
+    """This process among all processes of a run."""
 
     rank: int
     world_size: int
@@ -32,38 +32,42 @@ class Ranks(NamedTuple):
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files and talks."""
+        """Whether this rank writes the files and the terminal output."""
         return self.rank == 0
 
     @property
     def is_single_process(self) -> bool:
+        """Whether this process is the only one."""
         return self.world_size == 1
 
 
+SINGLE_PROCESS = Ranks(0, 1, 0)
+
+
 def find_ranks(environment: Mapping[str, str] | None = None) -> Ranks:
-    """Who this process is.
+    """Return the rank of this process.
 
     Raises:
         UsageError: The variables contradict each other.
     """
     environment = os.environ if environment is None else environment
-    for names in VARIABLES:
+    for names in RANK_VARIABLES:
         if names[0] in environment and names[1] in environment:
             if _is_batch_shell(names[0], environment):
                 continue
             try:
                 rank, size, local = (int(environment.get(n, "0")) for n in names)
             except ValueError:
-                shown = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
-                raise UsageError(f"{shown}: not a number", hint=UNSET) from None
+                values = " ".join(f"{n}={environment[n]!r}" for n in names if n in environment)
+                raise UsageError(f"{values}: not a number", hint=HINT) from None
             if not 0 <= rank < size:
-                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=UNSET)
+                raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", hint=HINT)
             return Ranks(rank, size, local)
-    return Ranks(0, 1, 0)
+    return SINGLE_PROCESS
 
 
 def _is_batch_shell(rank_variable: str, environment: Mapping[str, str]) -> bool:
-    """Whether Slurm's variables are those of a batch script's shell."""
+    """Return whether Slurm's variables are those of a batch script's shell."""
     if rank_variable != "SLURM_PROCID" or environment[rank_variable] != "0":
         return False
-    return not any(name in environment for name in STEP)
+    return not any(name in environment for name in SLURM_STEP_VARIABLES)

@@ -1,7 +1,7 @@
-"""Where ranks meet before they are joined; a signal ends the wait.
+"""Wait for all ranks before they join; a signal ends the wait.
 
-PyTorch's own waits for a rank cannot be interrupted, and one that a signal ended before it had
-begun never comes: the others would wait for it until they time out.
+PyTorch's own wait for a rank cannot be interrupted, and a rank that a signal ended before it had
+joined never arrives: the others would wait for it until they time out.
 """
 
 from __future__ import annotations
@@ -17,62 +17,62 @@ from ssdctl.errors import Stopped
 from ssdctl.runtime import signals
 from ssdctl.runtime.background import run_in_daemon_thread
 
-COME = "come"  # the key of the store that counts the ranks
+ARRIVED = "arrived"  # the store's key that counts the ranks
 POLL_S = 0.05
-RANKS_PER_POLL = 64  # more of them ask less often: one process answers them all
+RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process answers them all
 GRACE_S = 1.0
-LEAST_WAIT_S = 300.0  # for ranks that still import, or wait for a node
+MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
 
 
 def rendezvous(ranks: Ranks, timeout_s: float) -> Any:
-    """The store of all ranks, once all have come.
+    """Return the key-value store of all ranks once all have arrived.
 
     Raises:
         Stopped: A signal came while ranks were missing.
-        RuntimeError: Some did not come in time, or the first one is gone.
+        RuntimeError: Some did not arrive in time, or the first one is gone.
     """
     with signals.ending_at_once():
-        store = _first_store(ranks)
-    store.add(COME, 1)
+        store = _connect(ranks)
+    store.add(ARRIVED, 1)
     try:
         with signals.ending_at_once():
-            _await_all(store, ranks.world_size, max(timeout_s, LEAST_WAIT_S))
+            _wait_for_all(store, ranks.world_size, max(timeout_s, MIN_TIMEOUT_S))
     except Stopped:
-        if _has_left(store, ranks.world_size):
+        if _withdraw(store, ranks.world_size):
             raise
-        # All were there, and some go on: end where they do.
+        # All had arrived, and some may have continued: stop where they do.
     return store
 
 
-def _first_store(ranks: Ranks) -> Any:
-    """The store that all ranks reach; this thread hears of signals meanwhile."""
-    found = run_in_daemon_thread(
+def _connect(ranks: Ranks) -> Any:
+    """Return the store that all ranks reach. Signals interrupt the wait for it."""
+    store = run_in_daemon_thread(
         lambda: next(torch_rendezvous("env://", ranks.rank, ranks.world_size))[0]
     )
-    while not found.done():
+    while not store.done():
         time.sleep(POLL_S)
-    return found.result()
+    return store.result()
 
 
-def _await_all(store: Any, world_size: int, timeout_s: float) -> None:
+def _wait_for_all(store: Any, world_size: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            come = store.add(COME, 0)
-        except RuntimeError:  # the first rank is gone: by a signal that is on its way here, too?
+            arrived = store.add(ARRIVED, 0)
+        except RuntimeError:  # rank 0 is gone; if a signal ended it, ours may be about to arrive
             time.sleep(GRACE_S)
             raise
-        if come >= world_size:
+        if arrived >= world_size:
             return
         if time.monotonic() > deadline:
-            raise RuntimeError(f"timed out: {come} of {world_size} ranks have come")
+            raise RuntimeError(f"timed out: only {arrived} of {world_size} ranks have joined")
         time.sleep(POLL_S * max(1.0, world_size / RANKS_PER_POLL))
 
 
-def _has_left(store: Any, world_size: int) -> bool:
-    """Withdraw from the ranks that have come, unless all have, and may have gone on."""
+def _withdraw(store: Any, world_size: int) -> bool:
+    """Remove this rank from the count unless all have arrived; return whether it was removed."""
     with contextlib.suppress(RuntimeError):  # the first rank is gone
-        if store.add(COME, 0) >= world_size:
+        if store.add(ARRIVED, 0) >= world_size:
             return False
-        store.add(COME, -1)
+        store.add(ARRIVED, -1)
     return True

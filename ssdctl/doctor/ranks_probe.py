@@ -9,7 +9,8 @@ import time
 import torch
 
 from ssdctl.device.cpu import Cpu
-from ssdctl.distributed import collectives
+from ssdctl.distributed.collectives import average, barrier
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
 
 NUMBERS = 2**20  # 4 MB, about a layer's gradients
@@ -18,13 +19,13 @@ TIMEOUT_S = 60.0
 
 def main() -> None:
     ranks = find_ranks()
-    with collectives.process_group(ranks, Cpu(), TIMEOUT_S):
+    with process_group(ranks, Cpu(), TIMEOUT_S):
         mine = torch.full((NUMBERS,), float(ranks.rank + 1))
-        collectives.average(mine, ranks)  # the first one makes the connections
+        average(mine, ranks)  # the first one makes the connections
         start = time.perf_counter()
-        mean = collectives.average(mine, ranks)
+        mean = average(mine, ranks)
         spent_s = time.perf_counter() - start
-        collectives.barrier(ranks)
+        barrier(ranks)
     wanted = (ranks.world_size + 1) / 2
     if not bool((mean == wanted).all()):
         sys.exit(f"the mean is {mean[0].item()}, not {wanted}")

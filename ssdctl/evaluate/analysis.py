@@ -9,20 +9,27 @@ The report page is drawn from this file, so a network need not run again for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.errors import DataError
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
-from ssdctl.files import write_bytes
+from ssdctl.runs.evaluation import (
+    SHOWN_SCORE,
+    Box,
+    CalibrationBin,
+    ClassAnalysis,
+    Confusion,
+    DetectedBox,
+    ErrorKind,
+    Evaluation,
+    EvaluationInfo,
+    GroundTruthBox,
+    SampleImage,
+)
 
-FILE = "evaluation.json"
 CURVE_IOUS = (0.5, 0.75, 0.9)
-SHOWN_SCORE = 0.3  # of detections that are drawn or said to confuse classes
 NUM_SAMPLES = 12
 NUM_CONFUSIONS = 12
 ERRORS = {  # TIDE's kinds (Bolya et al. 2020), in their order
@@ -35,114 +42,8 @@ ERRORS = {  # TIDE's kinds (Bolya et al. 2020), in their order
 }
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 
-Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
-
-class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What was evaluated, and on what."""
-
-    source: str  # the checkpoint or the file of detections
-    step: int | None = None
-    epoch: float | None = None
-    data: str  # the dataset folder
-    store: str
-    split: str
-    images: int
-    detections: int
-
-
-class ErrorKind(msgspec.Struct, frozen=True):
-    """One of TIDE's kinds of error."""
-
-    kind: str
-    meaning: str
-    count: int
-    delta_ap: float  # what AP50 would gain without these errors
-
-
-class ClassAnalysis(msgspec.Struct, frozen=True):
-    """One class. A figure that does not exist is -1."""
-
-    category_id: int
-    name: str
-    objects: int
-    AP: float
-    AP50: float
-    APs: float
-    APm: float
-    APl: float
-    best_f1: float  # at IoU 0.5, over all score thresholds
-    best_score: float  # the threshold that gives it
-    precision: list[float]  # at IoU 0.5, for the recalls 0, 0.01 ... 1; empty without objects
-
-
-class CalibrationBin(msgspec.Struct, frozen=True):
-    """Detections whose scores are alike: a calibrated network's are right as often as they say."""
-
-    low: float
-    high: float
-    count: int
-    mean_score: float
-    fraction_right: float
-
-
-class Confusion(msgspec.Struct, frozen=True):
-    """Objects of one class that were taken for another."""
-
-    truth: str
-    found: str
-    count: int
-
-
-class Found(msgspec.Struct, frozen=True):
-    category_id: int
-    box: Box
-    score: float
-
-
-class Truth(msgspec.Struct, frozen=True):
-    category_id: int
-    box: Box
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """One image: what is there, and what was found with a score of 0.3 or more."""
-
-    image_id: int
-    file_name: str
-    truth: list[Truth]
-    found: list[Found]
-
-
-class Evaluation(msgspec.Struct, frozen=True):
-    """One evaluation: the figures and what lies behind them."""
-
-    about: About
-    figures: dict[str, float]
-    per_class: list[ClassAnalysis]
-    curves: dict[str, list[float]]  # IoU -> mean precision for the recalls 0, 0.01 ... 1
-    errors: list[ErrorKind]
-    calibration: list[CalibrationBin]
-    calibration_error: float  # expected calibration error: the mean gap, by count
-    confusions: list[Confusion]  # the most frequent ones
-    samples: list[Sample]
-
-    def as_json(self) -> dict[str, Any]:
-        """What `evaluate --json` prints: the contract's keys, then what lies behind them."""
-        place = {"step": self.about.step, "epoch": self.about.epoch}
-        classes = msgspec.to_builtins(self.per_class)
-        return {
-            **{k: v for k, v in place.items() if v is not None},
-            **self.figures,
-            "images": self.about.images,
-            "detections": self.about.detections,
-            "per_class": [{k: v for k, v in c.items() if k != "precision"} for c in classes],
-            "errors": msgspec.to_builtins(self.errors),
-            "calibration_error": self.calibration_error,
-        }
-
-
-def analyse(scoring: Scoring, detections: Detections, about: About) -> Evaluation:
+def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
     """Ask the engine for all it knows.
 
     Args:
@@ -194,32 +95,6 @@ def error_kinds(scoring: Scoring) -> list[ErrorKind]:
     return sorted(kinds, key=lambda e: -e.delta_ap)
 
 
-def write_evaluation(path: Path, evaluation: Evaluation) -> None:
-    """Publish an evaluation as JSON.
-
-    Raises:
-        DiskError: It cannot be written.
-    """
-    write_bytes(path, msgspec.json.encode(evaluation) + b"\n")
-
-
-def read_evaluation(path: Path) -> Evaluation | None:
-    """The evaluation in a file; None where there is no such file.
-
-    Raises:
-        DataError: It holds something else.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.DecodeError) as error:
-        raise DataError(
-            f"{path}: no evaluation that this version reads: {error}".replace("`", ""),
-            hint="make it anew: ssdctl evaluate CKPT --report DIR",
-        ) from None
-
-
 def _curve(precision: NDArray[np.float64]) -> list[float]:
     """(K, 101) precisions of classes -> their mean; classes without objects (-1) left out."""
     measured = precision[(precision > -1).all(axis=1)]
@@ -245,7 +120,7 @@ def _confusions(engine: Any) -> list[Confusion]:
     return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
 
 
-def _samples(engine: Any, detections: Detections) -> list[Sample]:
+def _samples(engine: Any, detections: Detections) -> list[SampleImage]:
     """Images spread evenly over those that were scored, such with objects first."""
     truth = engine.coco_gt
     scored = np.sort(np.array(engine.params.img_ids, np.int64))
@@ -258,10 +133,10 @@ def _samples(engine: Any, detections: Detections) -> list[Sample]:
     return [_sample(truth, detections, int(image_id)) for image_id in pool[chosen]]
 
 
-def _sample(truth: Any, detections: Detections, image_id: int) -> Sample:
+def _sample(truth: Any, detections: Detections, image_id: int) -> SampleImage:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
     found = [
-        Found(c, _box(b), round(s, 4))
+        DetectedBox(c, _box(b), round(s, 4))
         for c, b, s in zip(
             detections.category_ids[is_shown].tolist(),
             detections.boxes[is_shown].tolist(),
@@ -270,11 +145,11 @@ def _sample(truth: Any, detections: Detections, image_id: int) -> Sample:
         )
     ]
     there = [
-        Truth(a["category_id"], _box(a["bbox"]))
+        GroundTruthBox(a["category_id"], _box(a["bbox"]))
         for a in truth.load_anns(truth.get_ann_ids(img_ids=[image_id]))
     ]
     file_name = truth.load_imgs([image_id])[0]["file_name"]
-    return Sample(image_id, file_name, there, sorted(found, key=lambda f: -f.score))
+    return SampleImage(image_id, file_name, there, sorted(found, key=lambda f: -f.score))
 
 
 def _box(values: Sequence[float]) -> Box:

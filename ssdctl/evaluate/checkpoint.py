@@ -17,12 +17,15 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
+from ssdctl.distributed.collectives import barrier, run_and_gather
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import IntegrityError
-from ssdctl.evaluate.analysis import About, Evaluation, analyse
+from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import run_scoring
-from ssdctl.evaluate.detect import DetectOptions, detect_split
-from ssdctl.evaluate.together import Together, all_parts, share_of_cores
+from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.files import write_bytes
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runtime.cores import usable_cores
 
 Speak = Callable[[str], None]
 
@@ -42,7 +45,7 @@ def evaluate_checkpoint(
     *,
     given: set[str],
     talk: Talk,
-    together: Together | None = None,
+    ranks: Ranks = SINGLE_PROCESS,
     detections_file: Path | None = None,
 ) -> Evaluation | None:
     """Score one checkpoint on a split; each rank detects its share, the first one scores.
@@ -53,7 +56,7 @@ def evaluate_checkpoint(
         device: To detect on.
         given: The settings that the call itself names, by options or variables.
         talk: Ways to talk.
-        together: The ranks; None where this process is alone.
+        ranks: This process and the others.
         detections_file: Where to write the detections in COCO's results format.
 
     Returns:
@@ -63,12 +66,11 @@ def evaluate_checkpoint(
         UsageError, DataError, IntegrityError, NonFiniteError: See the modules that are asked. What
             one rank raises while it detects, every rank raises.
     """
-    together = together or Together()
     wishes = config.evaluate
     checkpoint = read_checkpoint(path)
     data = choose_data(checkpoint, config.data, given, talk.say)
     root, folder = dataset_folders(data)
-    splits = _open_together(root, folder, talk, together)
+    splits = _open_on_all_ranks(root, folder, talk, ranks)
     split = require_split(splits, wishes.split, root)
     refuse_other_classes(checkpoint, split.classes, root)
 
@@ -79,13 +81,14 @@ def evaluate_checkpoint(
         bad = split.image_ids[rows[~split.usable[rows]]].tolist()
         talk.warn(f"{len(bad)} images do not open and count as seen without detections: {bad[:5]}")
     model = device.place(load_network(checkpoint))
-    options = _options(wishes, together)
-    share = rows[together.rank :: together.world_size]
-    found = all_parts(
-        lambda: detect_split(model, split, share, device, options, talk.progress), together
+    options = _options(wishes, ranks)
+    share = rows[ranks.rank :: ranks.world_size]
+    parts = run_and_gather(
+        lambda: detect_split(model, split, share, device, options, talk.progress), ranks
     )
-    if found is None:
+    if not ranks.is_main:
         return None
+    found = merge(parts)
     if not len(found.scores):
         talk.warn(f"no detection scores over {wishes.score_threshold:g}: AP is 0")
     if detections_file is not None:
@@ -93,7 +96,7 @@ def evaluate_checkpoint(
         talk.say(f"{len(found.scores)} detections written to {detections_file}")
     ids = split.image_ids[rows]
     scoring = run_scoring(split.annotations, found, image_ids=ids, verify=wishes.verify)
-    about = About(
+    about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
@@ -106,21 +109,21 @@ def evaluate_checkpoint(
     return analyse(scoring, found, about)
 
 
-def _open_together(root: Path, folder: Path, talk: Talk, together: Together) -> dict[str, Split]:
+def _open_on_all_ranks(root: Path, folder: Path, talk: Talk, ranks: Ranks) -> dict[str, Split]:
     """The splits, prepared by the first rank where they have to be."""
-    if together.is_main:
+    if ranks.is_main:
         splits = open_dataset(root, folder, say=talk.say, progress=talk.progress)
-        together.barrier()
+        barrier(ranks)
         return splits
-    together.barrier()
+    barrier(ranks)
     return open_dataset(root, folder, say=lambda _: None)
 
 
-def _options(wishes: EvaluateConfig, together: Together) -> DetectOptions:
+def _options(wishes: EvaluateConfig, ranks: Ranks) -> DetectOptions:
     return DetectOptions(
         batch_size=wishes.batch_size,
         precision=wishes.precision,
-        threads=wishes.workers or share_of_cores(together.world_size),
+        threads=wishes.workers or usable_cores(ranks.world_size),
         score_threshold=wishes.score_threshold,
         nms_iou=wishes.nms_iou,
     )

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import SsdctlError
-from ssdctl.evaluate.analysis import About, Evaluation, analyse
+from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 
 
 class BackgroundScoring:
@@ -40,7 +41,7 @@ class BackgroundScoring:
         self,
         annotations: Path,
         detections: Detections,
-        about: About,
+        about: EvaluationInfo,
         image_ids: NDArray[np.int64] | None = None,
     ) -> None:
         self._job = annotations, detections, about, image_ids
@@ -79,14 +80,16 @@ class BackgroundScoring:
 def evaluate(
     annotations: Path,
     detections: Detections,
-    about: About,
+    about: EvaluationInfo,
     image_ids: NDArray[np.int64] | None,
 ) -> Evaluation:
     """Score detections and say why the score is what it is, in this process."""
     return analyse(run_scoring(annotations, detections, image_ids=image_ids), detections, about)
 
 
-def _packed(detections: Detections, about: About, image_ids: NDArray[np.int64] | None) -> bytes:
+def _packed(
+    detections: Detections, about: EvaluationInfo, image_ids: NDArray[np.int64] | None
+) -> bytes:
     buffer = io.BytesIO()
     arrays = {f"d_{name}": column for name, column in detections._asdict().items()}
     if image_ids is not None:
@@ -102,7 +105,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
         detections = Detections(*(arrays[f"d_{name}"] for name in Detections._fields))
-        about = msgspec.json.decode(arrays["about"].tobytes(), type=About)
+        about = msgspec.json.decode(arrays["about"].tobytes(), type=EvaluationInfo)
         image_ids = arrays.get("image_ids")
     try:
         evaluation = evaluate(Path(sys.argv[1]), detections, about, image_ids)

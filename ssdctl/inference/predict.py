@@ -32,7 +32,7 @@ from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import BoxLabel
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.reader import checkpoint_of
+from ssdctl.runs.layout import find_checkpoint
 
 Picture = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 
@@ -136,7 +136,7 @@ def load(
 ) -> Predictor:
     """See `ssdctl.load`."""
     opened = open_device(device)
-    read = read_checkpoint(checkpoint_of(Path(checkpoint)))
+    read = read_checkpoint(find_checkpoint(Path(checkpoint)))
     return Predictor(
         opened.place(load_network(read)),
         read.classes,

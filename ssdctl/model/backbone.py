@@ -1,19 +1,14 @@
-"""ResNets cut after conv4_x, as SSD300 takes them: 3 x 300 x 300 in, a 38 x 38 map out."""
+"""ResNets cut after conv4_x, as in SSD300: (B, 3, 300, 300) images to a 38 x 38 feature map."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 from torch import nn
-from torchvision.models import resnet
 
-BUILDERS = {
-    "resnet18": resnet.resnet18,
-    "resnet34": resnet.resnet34,
-    "resnet50": resnet.resnet50,
-    "resnet101": resnet.resnet101,
-    "resnet152": resnet.resnet152,
-}
+from ssdctl.model.resnet import BUILDERS, BasicBlock, Bottleneck
+
 OUT_CHANNELS = {
     "resnet18": 256,
     "resnet34": 256,
@@ -23,28 +18,28 @@ OUT_CHANNELS = {
 }
 
 
-def freeze_stem(backbone: nn.Sequential) -> None:
-    """Stop training conv1, and layer1 up to its first 3x3 convolution, with their batch norms.
-
-    Their statistics go on moving (Habana-TF does the same).
-    """
-    parts = ["conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1"]
-    if isinstance(backbone.get_submodule("layer1.0"), resnet.Bottleneck):
-        parts += ["layer1.0.conv2", "layer1.0.bn2"]  # its 3x3 convolution is the second
-    for part in parts:
-        backbone.get_submodule(part).requires_grad_(False)
-
-
 def build_backbone(name: str) -> nn.Sequential:
-    """torchvision's ResNet up to layer3, whose first block runs at stride 1 (38 x 38, not 19 x 19).
+    """Return the ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).
 
-    The parts keep torchvision's names, so its weights load as they are.
+    The modules keep torchvision's names, so its weights load as they are.
     """
-    whole = BUILDERS[name](weights=None)
-    first = whole.layer3[0]
-    # torchvision strides a basic block in its first and a bottleneck in its second convolution.
-    strided = first.conv1 if isinstance(first, resnet.BasicBlock) else first.conv2
+    network = BUILDERS[name]()
+    first: Any = network.layer3[0]
+    # A basic block strides in its first convolution, a bottleneck in its second.
+    strided = first.conv1 if isinstance(first, BasicBlock) else first.conv2
     strided.stride = (1, 1)
     first.downsample[0].stride = (1, 1)
-    parts = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
-    return nn.Sequential(OrderedDict((part, getattr(whole, part)) for part in parts))
+    names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
+    return nn.Sequential(OrderedDict((name, getattr(network, name)) for name in names))
+
+
+def freeze_stem(backbone: nn.Sequential) -> None:
+    """Stop training conv1 and layer1 up to its first 3x3 convolution, with their batch norms.
+
+    Their running statistics are still updated (as in Habana-TF).
+    """
+    names = ["conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1"]
+    if isinstance(backbone.get_submodule("layer1.0"), Bottleneck):
+        names += ["layer1.0.conv2", "layer1.0.bn2"]  # its 3x3 convolution is the second
+    for name in names:
+        backbone.get_submodule(name).requires_grad_(False)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.evaluate.analysis import Evaluation
 from ssdctl.inference.drawing import PALETTE
+from ssdctl.runs.evaluation import Evaluation
 from ssdctl.runs.reader import RunData
 
 if TYPE_CHECKING:

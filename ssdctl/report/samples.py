@@ -14,9 +14,9 @@ from ssdctl.data.dataset import find_splits
 from ssdctl.data.image_check import MOST_PIXELS
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
-from ssdctl.evaluate.analysis import Box, Evaluation, Sample
 from ssdctl.files import safe_join
 from ssdctl.inference.drawing import BoxLabel, draw
+from ssdctl.runs.evaluation import Box, Evaluation, SampleImage
 
 WIDTH = 300  # pixels of one picture, as embedded
 
@@ -49,7 +49,7 @@ def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture],
     return pictures, problem
 
 
-def _reader(evaluation: Evaluation) -> Callable[[Sample], bytes | memoryview]:
+def _reader(evaluation: Evaluation) -> Callable[[SampleImage], bytes | memoryview]:
     """How to read an image: from the store where it is prepared, else from its file."""
     about = evaluation.about
     files = find_splits(Path(about.data), Path(about.store))[about.split]
@@ -61,7 +61,9 @@ def _reader(evaluation: Evaluation) -> Callable[[Sample], bytes | memoryview]:
     return lambda sample: split.read(rows[sample.image_id])
 
 
-def _pair(evaluation: Evaluation, sample: Sample, content: bytes | memoryview) -> SamplePicture:
+def _pair(
+    evaluation: Evaluation, sample: SampleImage, content: bytes | memoryview
+) -> SamplePicture:
     with Image.open(io.BytesIO(content)) as opened:
         if opened.width * opened.height > MOST_PIXELS:
             raise DataError(f"{opened.width} x {opened.height} pixels are too many")

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from ssdctl.config.resolve import read_toml
 from ssdctl.errors import DataError, UsageError
-from ssdctl.evaluate.analysis import FILE, Evaluation, read_evaluation
+from ssdctl.runs.evaluation import Evaluation, read_evaluation
+from ssdctl.runs.layout import RunDir, find_runs
 from ssdctl.runs.metrics import Record, read_metrics
 
 EVENT_KEYS = ("kind", "step", "epoch", "event")
@@ -70,24 +71,6 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def checkpoint_of(path: Path) -> Path:
-    """The checkpoint itself, or the best (else the last) one of a run folder.
-
-    Raises:
-        UsageError: A run folder without checkpoints.
-    """
-    if not path.is_dir():
-        return path
-    for name in ("best.pt", "last.pt"):
-        if (path / "checkpoints" / name).is_file():
-            return path / "checkpoints" / name
-    raise UsageError(
-        f"{path}: a folder without checkpoints",
-        hint="name a run folder (train's --out) or one of its checkpoints/; training saves at "
-        "--save-every, at evaluations and at its end",
-    )
-
-
 def read_run(path: Path) -> RunData:
     """Read a run folder.
 
@@ -95,26 +78,27 @@ def read_run(path: Path) -> RunData:
         UsageError: It is none.
         DataError: One of its files is broken.
     """
-    evaluation = read_evaluation(path / FILE)
+    run = RunDir(path)
+    evaluation = read_evaluation(run.evaluation)
     name = path.resolve().name
-    if not (path / "metrics.jsonl").is_file():
+    if not run.metrics.is_file():
         if evaluation is None:
             raise UsageError(
-                f"{path}: no run folder (it has no metrics.jsonl)",
+                f"{path}: not a run folder (it has no {run.metrics.name})",
                 hint=_runs_below(path),
             )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
-        environment = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-        config = (path / "config.toml").read_text(encoding="utf-8")
-        settings = {key: value for key, value, _ in read_toml(path / "config.toml")}
+        environment = json.loads(run.environment.read_text(encoding="utf-8"))
+        config = run.config.read_text(encoding="utf-8")
+        settings = {key: value for key, value, _ in read_toml(run.config)}
     except (OSError, ValueError, UsageError) as error:
         raise DataError(
             f"{path}: a run folder with a broken file: {error}",
             hint="the next start of its training writes config.toml and environment.json anew",
         ) from None
     kinds: dict[str, list[Record]] = {"train": [], "eval": [], "event": []}
-    for record in read_metrics(path / "metrics.jsonl"):
+    for record in read_metrics(run.metrics):
         kinds.setdefault(str(record.get("kind")), []).append(record)
     return RunData(
         name=name,
@@ -171,7 +155,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 def _runs_below(path: Path) -> str:
     """What to name instead of a folder that is no run."""
-    if path.is_dir() and (inside := sorted(p.parent for p in path.glob("*/metrics.jsonl"))):
+    if inside := find_runs(path):
         more = ", ..." if len(inside) > 3 else ""
         return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
     return "name the folder that train's --out named: runs/PRESET, if none"

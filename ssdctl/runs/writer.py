@@ -12,9 +12,10 @@ from typing import Any
 
 from ssdctl.config.render import to_toml
 from ssdctl.config.resolve import Resolved
-from ssdctl.evaluate.analysis import FILE, Evaluation, write_evaluation
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import make_dir, remove_stale_temporaries, write_text
+from ssdctl.runs.evaluation import Evaluation, write_evaluation
+from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.setup import Setup
@@ -99,7 +100,7 @@ class RunWriter:
 
     def best(self, evaluation: Evaluation) -> None:
         """Keep what lies behind the best evaluation, for the report."""
-        write_evaluation(self._setup.out / FILE, evaluation)
+        write_evaluation(RunDir(self._setup.out).evaluation, evaluation)
 
     def pictures(self, found: Detections, step: int) -> None:
         """Show what is found on the first validation pictures."""

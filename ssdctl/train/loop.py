@@ -22,12 +22,13 @@ from ssdctl.config.render import values
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.distributed import collectives
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import Stopped
-from ssdctl.evaluate.analysis import Evaluation
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
+from ssdctl.runs.evaluation import Evaluation
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runs.writer import RunWriter
@@ -83,7 +84,7 @@ def run_training(
     say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
     with signals.ending_at_once():
         device = open_device(wishes.device, ranks.local_rank, wishes.execution)
-    with collectives.process_group(ranks, device, wishes.rank_timeout):
+    with process_group(ranks, device, wishes.rank_timeout):
         for notice in device.notices:
             warn(notice)
         with contextlib.ExitStack() as held:

@@ -9,12 +9,14 @@ from torch import Tensor, nn
 
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
+from ssdctl.train import light_optimizer
 
 SMALLEST_LR = 1e-30
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
     """The recipe's optimizer. Its learning rate is set at every step."""
+    light_optimizer.avoid_dynamo_import()
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if _is_decayed(p, config)]
     others = [p for p in trained if not _is_decayed(p, config)]
@@ -73,14 +75,14 @@ def update(
         # not know the attributes.
         optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
         optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        optimizer.step()
+        light_optimizer.step(optimizer)
         return
     assert scale is None
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor)]
     with torch.no_grad():
         before = [t.detach().clone() for t in (*parameters, *states)]
-        optimizer.step()
+        light_optimizer.step(optimizer)
         for tensor, old in zip((*parameters, *states), before, strict=True):
             tensor.copy_(torch.where(is_left_out > 0, old, tensor))
 

@@ -29,15 +29,14 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
-from ssdctl.distributed import collectives
+from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.evaluate.together import share_of_cores
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
-from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
 
@@ -113,7 +112,7 @@ def prepare_run(
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
     if config.train.freeze_stem:
-        freeze_stem(model.backbone)
+        model.freeze_stem()
     if config.train.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return Setup(
@@ -128,7 +127,7 @@ def prepare_run(
         architecture=architecture,
         model=device.place(model),
         out=run_folder(config),
-        threads=config.train.workers or share_of_cores(ranks.world_size),
+        threads=config.train.workers or usable_cores(ranks.world_size),
     )
 
 
@@ -169,7 +168,7 @@ def _open_splits(
         return fake_split(), None
     if ranks.is_main:  # the others find it prepared
         open_dataset(root, folder, say=say, progress=progress)
-    collectives.wait_for_main(ranks, "dataset")
+    wait_for_main(ranks, "dataset")
     splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
     if config.train.fake_data:
         say("fake data: no image is read, nothing is evaluated")
@@ -221,7 +220,7 @@ def load_first_weights(setup: Setup, say: Say) -> None:
     else:
         if setup.ranks.is_main:
             fetch_weights(name, mirror=config.download.mirror, say=say)
-        collectives.wait_for_main(setup.ranks, "weights")
+        wait_for_main(setup.ranks, "weights")
         # Found in the cache by now; on another node its first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)

@@ -11,8 +11,8 @@ from PIL import Image
 
 from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
-from ssdctl.evaluate.analysis import SHOWN_SCORE
 from ssdctl.evaluate.coco_ap import Detections
+from ssdctl.runs.evaluation import SHOWN_SCORE
 
 NUM_PICTURES = 4
 SCALARS = ("loss", "loss_box", "loss_class", "lr", "images_per_second", "grad_norm", "data_wait")

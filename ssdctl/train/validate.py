@@ -12,11 +12,10 @@ import numpy as np
 
 from ssdctl.data.dataset import dataset_folders
 from ssdctl.distributed import collectives
-from ssdctl.evaluate.analysis import About, Evaluation
 from ssdctl.evaluate.coco_ap import Detections
-from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.evaluate.scoring import BackgroundScoring
-from ssdctl.evaluate.together import all_parts
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime import signals
 from ssdctl.train.schedule import Every, TrainSchedule
 from ssdctl.train.setup import Setup
@@ -67,7 +66,8 @@ class Validator:
             detect_split,
             setup.model, setup.val, rows, setup.device, options, signals.until_stopped,
         )  # fmt: skip
-        return all_parts(detect, collectives.together(setup.ranks))
+        parts = collectives.run_and_gather(detect, setup.ranks)
+        return merge(parts) if setup.ranks.is_main else None
 
     def start_scoring(self, found: Detections, step: int, epoch: float) -> None:
         """Begin to score what `detect` found. One score is worked out at a time."""
@@ -76,7 +76,7 @@ class Validator:
         assert setup.val is not None
         root, store = dataset_folders(setup.config.data)
         image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
-        about = About(
+        about = EvaluationInfo(
             source=str(setup.out / "checkpoints" / "best.pt"),
             step=step,
             epoch=epoch,

@@ -13,7 +13,8 @@ from conftest import TINY_RUN, Result
 from tiny_network import batch, losses, made
 
 from ssdctl.device import hpu, open_device
-from ssdctl.distributed import collectives, rendezvous
+from ssdctl.distributed import rendezvous
+from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.train.optimizer import is_adamw, load_optimizer
@@ -132,11 +133,11 @@ def test_ranks_get_their_card_and_the_backend(
     )
     # The other rank has come, to a store in memory; the group is none.
     store = torch.distributed.HashStore()
-    store.add(rendezvous.COME, 1)
+    store.add(rendezvous.ARRIVED, 1)
     met = iter([(store, 0, 2)])
-    monkeypatch.setattr(rendezvous, "rendezvous", lambda *_: met)
+    monkeypatch.setattr(rendezvous, "torch_rendezvous", lambda *_: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)
-    with collectives.process_group(Ranks(0, 2, 0), device):
+    with process_group(Ranks(0, 2, 0), device):
         pass
     assert joined == [("cpu:gloo,hpu:hccl", ["card of rank 0 of 2"])]
 

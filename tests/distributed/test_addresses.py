@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ssdctl.distributed.addresses import interface_for_peers, own_addresses, own_names
-from ssdctl.evaluate.together import share_of_cores
+from ssdctl.runtime.cores import usable_cores
 
 
 def test_own_names_and_addresses() -> None:
@@ -37,9 +37,9 @@ def test_between_machines_only_a_name_that_leads_home_needs_help(
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
-    assert share_of_cores(1) == 48
+    assert usable_cores(1) == 48
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert share_of_cores(16) == 6
+    assert usable_cores(16) == 6
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")  # which this site does not bind tasks to
-    assert share_of_cores(16) == 4
-    assert share_of_cores(1) == 48
+    assert usable_cores(16) == 4
+    assert usable_cores(1) == 48

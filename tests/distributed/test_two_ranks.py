@@ -24,27 +24,28 @@ from ssdctl.launch.run import free_port
 
 SCRIPT = """
 import json, sys
-import tiny, torch
+import tiny_network, torch
 from ssdctl.device import open_device
-from ssdctl.distributed import collectives
+from ssdctl.distributed.collectives import any_rank
+from ssdctl.distributed.process_group import process_group
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.train.step import TrainStep
 
-ranks, device, settings = find_ranks(), open_device("cpu"), tiny.config()
+ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
 told = []
-with collectives.process_group(ranks, device, 60):
+with process_group(ranks, device, 60):
     torch.manual_seed(0)
-    model = device.place(tiny.Tiny()).train()
+    model = device.place(tiny_network.Tiny()).train()
     optimizer = build_optimizer(model, settings, device)
     step = TrainStep(model, optimizer, device, settings, "fp32", ranks)
     for number in range(4):
         is_spoiled = number == 2 and ranks.rank == 1
-        batch = tiny.batch(seed=10 * number + ranks.rank, jitter=float("inf") if is_spoiled else 1.0)
+        batch = tiny_network.batch(seed=10 * number + ranks.rank, jitter=float("inf") if is_spoiled else 1.0)
         result = step([batch], 1e-3)
         weights = [p.detach().double().sum().item() for p in model.parameters()]
         told.append([bool(result.is_bad), weights])
-    flags = collectives.any_rank([ranks.rank == 1, False], ranks)
+    flags = any_rank([ranks.rank == 1, False], ranks)
 print(json.dumps({"steps": told, "agreed": flags}))
 """
 
@@ -101,12 +102,12 @@ def test_a_signal_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> N
     rank = "1"
     script = (
         "import sys\n"
-        "from ssdctl.train import meeting\n"
-        "rendezvous = meeting.rendezvous\n"
-        "def told(*given):\n"
+        "from ssdctl.distributed import rendezvous\n"
+        "torch_rendezvous = rendezvous.torch_rendezvous\n"
+        "def announced(*arguments):\n"
         "    sys.stderr.write('waiting\\n')\n"
-        "    yield from rendezvous(*given)\n"
-        "meeting.rendezvous = told\n"
+        "    yield from torch_rendezvous(*arguments)\n"
+        "rendezvous.torch_rendezvous = announced\n"
         "from ssdctl.cli.main import main\n"
         "main(sys.argv[1:])\n"
     )

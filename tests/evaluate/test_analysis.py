@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 from ssdctl.errors import DataError
-from ssdctl.evaluate.analysis import (
-    About,
-    Evaluation,
-    analyse,
-    read_evaluation,
-    write_evaluation,
-)
+from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
 
 BOX = [20.0, 20.0, 100.0, 100.0]
 NUM_IMAGES = 4
@@ -42,7 +37,9 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
         np.array([r[3] for r in rows], np.float64),
         np.array([r[1] for r in rows], np.int64),
     )
-    about = About(source="x.json", data=".", store=".", split="val", images=4, detections=len(rows))
+    about = EvaluationInfo(
+        source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
+    )
     return analyse(run_scoring(path, found), found, about)
 
 

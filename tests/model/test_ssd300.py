@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.checkpoint.third_party import backbone_of, from_peer, peer_of, to_peer
-from ssdctl.model.backbone import BUILDERS
+from ssdctl.model.resnet import BUILDERS
 from ssdctl.model.ssd300 import SSD300, feature_channels
 
 WEIGHTS = ("weight", "bias")

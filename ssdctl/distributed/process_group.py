@@ -1,0 +1,160 @@
+"""Join the ranks of a run, and name the ranks that were lost.
+
+Tensors on the device are reduced by the device's own backend. Flags and objects of the hosts are
+exchanged over gloo, so that no rank waits for its device only to agree with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import distributed as dist
+
+from ssdctl.device.base import Device
+from ssdctl.distributed.addresses import interface_for_peers
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.rendezvous import rendezvous
+from ssdctl.errors import DistributedError, UsageError
+
+DEFAULT_TIMEOUT_S = 600.0
+MISSING_RANKS_WAIT_S = 5.0  # how long a rank that lost another waits for reports of the rest
+POLL_S = 0.05
+_PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
+
+
+class _Hosts:
+    """The gloo group and the key-value store of all ranks; set while the ranks are joined."""
+
+    group: Any = None
+    store: Any = None
+
+
+def host_group() -> Any:
+    """Return the group for flags and objects of the hosts; None is torch's default group."""
+    return _Hosts.group
+
+
+@contextlib.contextmanager
+def process_group(
+    ranks: Ranks, device: Device, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[None]:
+    """Join the other ranks for the duration of the block.
+
+    Args:
+        ranks: This process and the others.
+        device: Its backend averages gradients.
+        timeout_s: How long a rank waits for another before that one counts as lost.
+
+    Raises:
+        DistributedError: A rank died, hung or could not be reached; the message names it.
+    """
+    if ranks.is_single_process:
+        yield
+        return
+    try:
+        with _stdout_to_stderr():
+            _join(ranks, device, datetime.timedelta(seconds=timeout_s))
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        if not _is_communication_error(error):
+            raise
+        raise DistributedError(
+            f"rank {ranks.rank} lost {_missing_ranks(ranks)}: {_first_line(error)}",
+            hint="the first failure is in the log of the rank that was lost; --rank-timeout sets "
+            f"how long a rank is waited for (now {timeout_s:g} s)",
+        ) from error
+    finally:
+        _Hosts.group = _Hosts.store = None
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # the other ranks may be gone
+                dist.destroy_process_group()
+
+
+def wait_for_main(ranks: Ranks, task: str) -> None:
+    """Wait without a time limit until the first rank calls this too; it returns at once.
+
+    For work that one rank does for all, such as preparing a dataset. Signals interrupt the wait.
+
+    Args:
+        ranks: This process and the others.
+        task: Identifies the wait; each name is used once in a run.
+    """
+    if ranks.is_single_process:
+        return
+    if ranks.is_main:
+        _Hosts.store.set(f"done/{task}", "yes")
+    while not _Hosts.store.check([f"done/{task}"]):
+        time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout of C++: some versions of gloo print connections there."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        raise UsageError("MASTER_PORT is not set", hint="start the ranks with ssdctl launch")
+    for name, number in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK"), ranks, strict=True):
+        os.environ.setdefault(name, str(number))  # read by vendors' backends, under srun too
+    interface = interface_for_peers(os.environ["MASTER_ADDR"], ranks.world_size)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    device.register_backend()
+    store = rendezvous(ranks, timeout.total_seconds())
+    # The hosts must detect a hanging rank before the device's own backend does, which may abort.
+    dist.init_process_group(
+        device.backend,
+        store=_PrefixStore("device", store),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timeout if device.backend == "gloo" else 2 * timeout,
+    )
+    is_host = device.backend == "gloo"
+    _Hosts.group = None if is_host else dist.new_group(backend="gloo", timeout=timeout)
+    _Hosts.store = _PrefixStore("ssdctl", store)
+
+
+def _is_communication_error(error: Exception) -> bool:
+    words = ("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer")
+    return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
+
+
+def _first_line(error: Exception) -> str:
+    """Return a library's message without its source location and advice for programmers."""
+    line = re.sub(r"^\[\S+:\d+\] *", "", str(error).splitlines()[0])
+    return line.partition(". This is typically")[0]
+
+
+def _missing_ranks(ranks: Ranks) -> str:
+    """Name the lost ranks: those that do not report a lost rank themselves within some seconds."""
+    if _Hosts.store is None:
+        return "the other ranks before all had joined"
+    try:
+        _Hosts.store.set(f"here/{ranks.rank}", "yes")
+        deadline = time.monotonic() + MISSING_RANKS_WAIT_S
+        others = set(range(ranks.world_size)) - {ranks.rank}
+        while others and time.monotonic() < deadline:
+            others -= {rank for rank in others if _Hosts.store.check([f"here/{rank}"])}
+            time.sleep(0.1)
+    except (dist.DistError, RuntimeError):  # rank 0 serves the store
+        return "rank 0, or its machine"
+    if not others:
+        return "another rank for some time"
+    return "rank " + ", ".join(map(str, sorted(others)))

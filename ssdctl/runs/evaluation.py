@@ -1,0 +1,148 @@
+"""The result of an evaluation (evaluation.json): figures, curves, errors, samples. Torch-free.
+
+The report is drawn from this file, so the network need not run again for it.
+`ssdctl.evaluate.analysis` computes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ssdctl.errors import DataError
+from ssdctl.files import write_bytes
+
+SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
+Box = tuple[float, float, float, float]  # left, top, width, height in pixels
+
+
+class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was evaluated, and on what."""
+
+    source: str  # the checkpoint or the file of detections
+    step: int | None = None
+    epoch: float | None = None
+    data: str  # the dataset folder
+    store: str
+    split: str
+    images: int
+    detections: int
+
+
+class ErrorKind(msgspec.Struct, frozen=True):
+    """One of TIDE's kinds of error."""
+
+    kind: str
+    meaning: str
+    count: int
+    delta_ap: float  # what AP50 would gain without these errors
+
+
+class ClassAnalysis(msgspec.Struct, frozen=True):
+    """One class. A figure that does not exist is -1."""
+
+    category_id: int
+    name: str
+    objects: int
+    AP: float
+    AP50: float
+    APs: float
+    APm: float
+    APl: float
+    best_f1: float  # at IoU 0.5, over all score thresholds
+    best_score: float  # the threshold that gives it
+    precision: list[float]  # at IoU 0.5, for the recalls 0, 0.01 ... 1; empty without objects
+
+
+class CalibrationBin(msgspec.Struct, frozen=True):
+    """Detections of similar scores; if calibrated, their precision equals their mean score."""
+
+    low: float
+    high: float
+    count: int
+    mean_score: float
+    fraction_right: float
+
+
+class Confusion(msgspec.Struct, frozen=True):
+    """Objects of one class that were taken for another."""
+
+    truth: str
+    found: str
+    count: int
+
+
+class DetectedBox(msgspec.Struct, frozen=True):
+    category_id: int
+    box: Box
+    score: float
+
+
+class GroundTruthBox(msgspec.Struct, frozen=True):
+    category_id: int
+    box: Box
+
+
+class SampleImage(msgspec.Struct, frozen=True):
+    """One image: what is there, and what was found with a score of 0.3 or more."""
+
+    image_id: int
+    file_name: str
+    truth: list[GroundTruthBox]
+    found: list[DetectedBox]
+
+
+class Evaluation(msgspec.Struct, frozen=True):
+    """One evaluation: the figures and what lies behind them."""
+
+    about: EvaluationInfo
+    figures: dict[str, float]
+    per_class: list[ClassAnalysis]
+    curves: dict[str, list[float]]  # IoU -> mean precision for the recalls 0, 0.01 ... 1
+    errors: list[ErrorKind]
+    calibration: list[CalibrationBin]
+    calibration_error: float  # expected calibration error: the mean gap, by count
+    confusions: list[Confusion]  # the most frequent ones
+    samples: list[SampleImage]
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evaluate --json` prints: the contract's keys, then what lies behind them."""
+        place = {"step": self.about.step, "epoch": self.about.epoch}
+        classes = msgspec.to_builtins(self.per_class)
+        return {
+            **{k: v for k, v in place.items() if v is not None},
+            **self.figures,
+            "images": self.about.images,
+            "detections": self.about.detections,
+            "per_class": [{k: v for k, v in c.items() if k != "precision"} for c in classes],
+            "errors": msgspec.to_builtins(self.errors),
+            "calibration_error": self.calibration_error,
+        }
+
+
+def write_evaluation(path: Path, evaluation: Evaluation) -> None:
+    """Publish an evaluation as JSON.
+
+    Raises:
+        DiskError: It cannot be written.
+    """
+    write_bytes(path, msgspec.json.encode(evaluation) + b"\n")
+
+
+def read_evaluation(path: Path) -> Evaluation | None:
+    """The evaluation in a file; None where there is no such file.
+
+    Raises:
+        DataError: It holds something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise DataError(
+            f"{path}: no evaluation that this version reads: {error}".replace("`", ""),
+            hint="make it anew: ssdctl evaluate CKPT --report DIR",
+        ) from None

@@ -1,0 +1,62 @@
+"""The ResNet against torchvision's: names, initial weights and outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ssdctl.model.backbone import build_backbone
+from ssdctl.model.resnet import BUILDERS
+
+NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+def torchvision_network(name: str) -> nn.Module:
+    """Return torchvision's network, with batch norms that no two channels share."""
+    from torchvision import models
+
+    network: nn.Module = getattr(models, name)(weights=None)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.2, 0.6)
+            nn.init.normal_(module.bias, 0, 0.1)
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return network
+
+
+def test_every_builder_is_compared() -> None:
+    assert set(BUILDERS) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_equal_torchvisions(name: str) -> None:
+    torch.manual_seed(3)
+    expected = torchvision_network(name)
+    network = BUILDERS[name]()
+    network.load_state_dict(expected.state_dict(), strict=True)
+    images = torch.randn(2, 3, 64, 64)
+    for training in (False, True):  # with the running statistics, and with the batch's
+        outputs = network.train(training)(images)
+        assert outputs.isfinite().all()
+        assert outputs.std() > 1e-4
+        assert torch.equal(outputs, expected.train(training)(images))
+    assert torch.equal(network.layer4[0].bn1.running_var, expected.layer4[0].bn1.running_var)
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet50"])
+def test_a_seed_gives_torchvisions_weights(name: str) -> None:
+    from torchvision import models
+
+    torch.manual_seed(5)
+    expected = getattr(models, name)(weights=None).state_dict()
+    random_state = torch.random.get_rng_state()
+    torch.manual_seed(5)
+    weights = BUILDERS[name]().state_dict()
+    assert list(weights) == list(expected)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in weights.items())
+    assert torch.equal(torch.random.get_rng_state(), random_state)  # so the heads' are the same
+    torch.manual_seed(5)
+    backbone = build_backbone(name).state_dict()
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in backbone.items())
