@@ -2,10 +2,10 @@
 
     outcome = prepare(root, store, pack=True)
 
-Every annotation and every image's header is looked at; what cannot be trained on is dropped, and
-all of it is listed in the store's report.json. A split's index is written after all that it needs,
-so a killed run leaves the old store or none; the next start goes on with the parts that are done
-(parts.py). A second `prepare` of the same folder waits for the first.
+Every annotation and every image's header is checked; what cannot be trained on is dropped and
+listed in the store's report.json. A split's index is written last, so a killed run leaves the old
+store or none; the next start continues with the parts that are finished (image_check_jobs.py). A second
+`prepare` of the same folder waits for the first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAX_DROPPED = 0.05  # of the images or boxes of a split
 
 
 class SplitReport(msgspec.Struct, frozen=True):
-    """What prepare found in one split."""
+    """The result of checking one split."""
 
     split: str
     images: int
@@ -78,12 +78,12 @@ class SplitReport(msgspec.Struct, frozen=True):
     notes: list[str] = []  # what was done to read the files
 
     def counts(self) -> dict[str, int]:
-        """How often each kind of finding occurred."""
+        """Return the number of findings of each kind."""
         return dict(Counter(f.kind for f in self.findings).most_common())
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What `prepare` did."""
+    """The result of `prepare`."""
 
     root: str
     store: str
@@ -93,7 +93,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _How(NamedTuple):
-    """How to go about it, and whom to tell."""
+    """Options of `prepare` that do not change the store, and where to report."""
 
     jobs: int
     force: bool
@@ -115,22 +115,22 @@ def prepare(
     say: Say = lambda _: None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write the store of the dataset in `root` to `folder`, unless it is there and still true.
+    """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
     Args:
         root: The dataset folder.
         folder: The store's folder.
-        pack: Copy the images into the store; else the index alone is written.
+        pack: Copy the images into the store; else only the index is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
-        verify_images: Decode every image, not only those that look cut.
+        verify_images: Decode every image, not only those that look truncated.
         jobs: Threads; 0 = one per core.
         force: Write it again even if nothing changed.
         allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
-        say: Hears of a wait.
+        say: Called with messages, such as that another process is waited for.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset cannot be trusted; the message names the place.
+        DataError: The dataset is invalid; the message names the place.
         DiskError: The store cannot be written.
     """
     wish = Wish(pack, shrink if pack else None, verify_images)
@@ -141,7 +141,7 @@ def prepare(
     _make_store_dir(folder)
 
     def waits() -> None:
-        how.say(f"another ssdctl works on {folder}: waiting for it")
+        how.say(f"waiting for another ssdctl that prepares {folder}")
 
     with lock(folder / ".lock", waits):
         if not how.force and (known := _still_true(folder, splits, wish)):
@@ -166,7 +166,7 @@ def _make_store_dir(folder: Path) -> None:
 
 
 def is_prepared(root: Path, folder: Path) -> bool:
-    """Whether the store holds every split of the dataset, by its annotations as they are now."""
+    """Return whether the store has every split of the dataset, with its current annotations."""
     return all(
         (known := store.read_metadata(folder, split)) is not None
         and store.is_same(known.fingerprint, files.annotations)
@@ -175,7 +175,7 @@ def is_prepared(root: Path, folder: Path) -> bool:
 
 
 def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outcome | None:
-    """The last outcome, where it still describes the dataset and the wish."""
+    """The last outcome, if it still describes the dataset and the options."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
     except (OSError, msgspec.DecodeError):
@@ -195,7 +195,7 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outc
             return None
         if not wish.pack:
             require_images(split, files)
-        # With a packed store the images may be gone; those that are there must be the same.
+        # With a packed store the images may be gone; those that exist must be unchanged.
         if files.images.is_dir() and changed_images(files.images, *store.read_marks(folder, split)):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
@@ -213,7 +213,7 @@ def _prepare_split(
     num_boxes = len(annotations.annotations)
     annotations.annotations.clear()  # hundreds of MB that are not needed any more
 
-    # What a part is true for. With `force` nothing that was done before counts.
+    # What a part depends on. With `force` no earlier part is valid.
     identity = [store.FORMAT, mark.sha256, wish.shrink, wish.verify, time.time_ns() * how.force]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
     threads = how.jobs or len(os.sched_getaffinity(0))
@@ -222,7 +222,7 @@ def _prepare_split(
     index = store.index_path(folder, split)
     known = store.read_metadata(folder, split)
     if known is not None and known.key == key:
-        index.unlink()  # its parts are about to change under it
+        index.unlink()  # its parts are about to change
     report = check_images(job, how.progress)
     findings.extend(_findings(annotations.images, report))
     usable = np.array([problem is None for problem in report.problems], np.bool_)
@@ -304,10 +304,10 @@ def _example(findings: list[Finding]) -> str:
 
 
 def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
-    """An annotation file and its fingerprint, from one reading: they cannot differ."""
+    """An annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
     content = coco.read_bytes(path)
-    with ThreadPoolExecutor(1) as pool:  # hashing leaves the interpreter to the parser
+    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
         annotations = coco.parse(content, path)
         return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())
@@ -334,23 +334,25 @@ def _check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
                 f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
                 f"{free / 1e9:,.2f} GB are free",
                 hint="choose another folder with --store, smaller images with --shrink 400, or "
-                "leave the images where they are with --no-pack",
+                "keep the images where they are with --no-pack",
             )
 
 
 def _findings(images: list[ImageEntry], report: Report) -> list[Finding]:
-    found = []
+    findings = []
     for image, problem, note in zip(images, report.problems, report.notes, strict=True):
         if problem:
             detail = f"{image.file_name}: {problem}"
-            found.append(Finding(DROPPED_IMAGE, image.id, None, detail))
+            findings.append(Finding(DROPPED_IMAGE, image.id, None, detail))
         elif note:
-            found.append(Finding("image with a note", image.id, None, f"{image.file_name}: {note}"))
-    return found
+            findings.append(
+                Finding("image with a note", image.id, None, f"{image.file_name}: {note}")
+            )
+    return findings
 
 
 def _remove_unused(folder: Path, splits: dict[str, SplitFiles]) -> None:
-    """Take away what no index names: parts of other jobs, splits that are no more."""
+    """Delete what no index names: parts of other jobs, splits that no longer exist."""
     used = {f"index-{split}.arrow" for split in splits}
     for split in splits:
         metadata = store.read_metadata(folder, split)
@@ -396,14 +398,14 @@ def open_dataset(
     progress: Progress | None = None,
     check_images: bool = True,
 ) -> dict[str, store.Split]:
-    """The dataset's splits, ready to read; a dataset that was never prepared is indexed first.
+    """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
 
     Args:
         root: The dataset folder.
         folder: The store's.
-        say: Hears of an indexing.
+        say: Called with messages for the user.
         progress: See `ssdctl.data.image_check_jobs`.
-        check_images: Look whether the images of a store that is not packed are still the same.
+        check_images: Check whether the images of a store that is not packed are unchanged.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
@@ -439,10 +441,10 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
 
 
 def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
-    """How many images a run would train on, and of how many classes; nothing is written.
+    """Return how many images and classes a run would train on; nothing is written.
 
     Raises:
-        DataError: The annotations cannot be trusted, or there is no training split.
+        DataError: The annotations are invalid, or there is no training split.
     """
     try:
         files = require_split(find_splits(root, folder), "train", root)
