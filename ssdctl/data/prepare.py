@@ -4,8 +4,8 @@
 
 Every annotation and every image's header is checked; what cannot be trained on is dropped and
 listed in the store's report.json. A split's index is written last, so a killed run leaves the old
-store or none; the next start continues with the parts that are finished (image_check_jobs.py). A second
-`prepare` of the same folder waits for the first.
+store or none; the next start continues with the parts that are finished (image_check_jobs.py).
+A second `prepare` of the same folder waits for the first.
 """
 
 from __future__ import annotations
