@@ -154,12 +154,14 @@ def _of_file(path: Path, source: str | None) -> Layout:
 
 def coco_layout(root: Path) -> dict[str, SplitFiles]:
     """Return the splits that COCO's own layout has in `root`."""
-    annotations = {s: root / "annotations" / f"instances_{s}2017.json" for s in SPLITS[:2]}
-    return {
-        split: SplitFiles(root / f"{split}2017", path)
-        for split, path in annotations.items()
-        if path.is_file()
-    }
+    splits = {}
+    for split in SPLITS:
+        annotations = root / "annotations" / f"instances_{split}2017.json"
+        if annotations.is_file():
+            folders = root / f"{split}2017", root / "images" / f"{split}2017"
+            images = next((folder for folder in folders if folder.is_dir()), folders[0])
+            splits[split] = SplitFiles(images, annotations)
+    return splits
 
 
 def coco_splits(root: Path) -> dict[str, SplitFiles]:

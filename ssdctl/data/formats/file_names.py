@@ -115,7 +115,7 @@ def files_below(folder: Path) -> Iterator[str]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = [f for f in folders if f != "prepared" and not f.startswith(".")]
+        folders[:] = [f for f in folders if not f.startswith(".") and not f.endswith("prepared")]
         prefix = os.path.relpath(place, folder)
         for file in files:
             yield file if prefix == "." else f"{prefix}/{file}"
