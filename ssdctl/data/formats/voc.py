@@ -123,7 +123,13 @@ def _stems(path: Path) -> list[str]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-    stems = list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
+    # CVAT puts names with spaces in quotes.
+    words = (
+        line.split('"')[1] if line.startswith('"') else line.split()[0]
+        for line in lines
+        if line.strip()
+    )
+    stems = list(dict.fromkeys(words))
     refuse(path, "not plain names", [stem for stem in stems if not is_plain_name(stem)])
     return stems
 
