@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 
 group = typer.Typer(no_args_is_help=True, help="Write a dataset in another layout.")
 app.add_typer(group, name="dataset", rich_help_panel="Data")

@@ -20,6 +20,7 @@ from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats.detect import Layout, find_layout
 from ssdctl.data.split_files import SPLITS
 from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
+from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import safe_join
 
@@ -52,7 +53,7 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     root = Path(config.root) if config.root else default_root()
     if config.store:
         return root, Path(config.store)
-    return root, root.with_name(f"{root.name}.prepared") if root.is_file() else root / "prepared"
+    return root, default_store(root)
 
 
 def refuse_url(option: str, value: str | Path | None) -> None:

@@ -43,8 +43,9 @@ from ssdctl.data.formats.coco_check import (
     format_warnings,
 )
 from ssdctl.data.formats.file_names import resolve_images
-from ssdctl.data.image_check import Wish, changed_images
+from ssdctl.data.image_check import PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     atomic_write,
@@ -133,7 +134,12 @@ def prepare(
         DataError: The dataset is invalid; the message names the place.
         DiskError: The store cannot be written.
     """
-    wish = Wish(pack, shrink if pack else None, verify_images)
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
+        if pack:
+            say("only the index is written there: --store DIR packs the images as well")
+            pack = False
+    wish = PackOptions(pack, shrink if pack else None, verify_images)
     how = _How(jobs, force, allow_dropped, say, progress)
     splits = find_splits(root, folder)
     if not how.force and (known := _still_true(folder, splits, wish)):
@@ -174,7 +180,7 @@ def is_prepared(root: Path, folder: Path) -> bool:
     )
 
 
-def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outcome | None:
+def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:
     """The last outcome, if it still describes the dataset and the options."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
@@ -196,13 +202,15 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outc
         if not wish.pack:
             require_images(split, files)
         # With a packed store the images may be gone; those that exist must be unchanged.
-        if files.images.is_dir() and changed_images(files.images, *store.read_marks(folder, split)):
+        if files.images.is_dir() and changed_images(
+            files.images, *store.read_fingerprints(folder, split)
+        ):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
 def _prepare_split(
-    split: str, files: SplitFiles, folder: Path, wish: Wish, how: _How
+    split: str, files: SplitFiles, folder: Path, wish: PackOptions, how: _How
 ) -> SplitReport:
     require_images(split, files)
     annotations, mark = _read(files.annotations)
@@ -249,7 +257,7 @@ def _prepare_split(
         trainable=trainable,
         findings=findings,
         key=key,
-        warnings=warnings,
+        warnings=warnings + report.warnings(),
         notes=notes,
     )
 
@@ -323,7 +331,7 @@ def _check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
             f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=f"they are listed in {files.annotations}",
         )
-    if job.wish.pack and job.wish.shrink is None:
+    if job.options.pack and job.options.shrink is None:
         there = sum(
             p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
         )
@@ -371,19 +379,23 @@ def _write_index(
     metadata: store.Metadata,
 ) -> None:
     offsets = pa.array(boxes.starts, pa.int32())
-    quads = pa.FixedSizeListArray.from_arrays(pa.array(boxes.ltrb.reshape(-1), pa.float32()), 4)
+    ltrb, fractions = (
+        pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 4)
+        for values in (boxes.ltrb, boxes.fractions)
+    )
     columns: dict[str, Any] = {
         "image_id": pa.array([i.id for i in images], pa.int64()),
         "file_name": pa.array([i.file_name for i in images], pa.string()),
         "width": pa.array([i.width for i in images], pa.int32()),
         "height": pa.array([i.height for i in images], pa.int32()),
         "usable": pa.array([problem is None for problem in report.problems], pa.bool_()),
-        "boxes": pa.ListArray.from_arrays(offsets, quads),
+        "boxes": pa.ListArray.from_arrays(offsets, ltrb),
+        "fractions": pa.ListArray.from_arrays(offsets, fractions),
         "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
         "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
-        "bytes": pa.array([m.bytes for m in report.marks], pa.int64()),
-        "modified_ns": pa.array([m.modified_ns for m in report.marks], pa.int64()),
-        "sketch": pa.array([m.sketch for m in report.marks], pa.int64()),
+        "bytes": pa.array([m.bytes for m in report.fingerprints], pa.int64()),
+        "modified_ns": pa.array([m.modified_ns for m in report.fingerprints], pa.int64()),
+        "sketch": pa.array([m.sketch for m in report.fingerprints], pa.int64()),
     }
     table = pa.table(columns, metadata={store.METADATA_KEY: msgspec.json.encode(metadata)})
     with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -420,7 +432,10 @@ def open_dataset(
                 say(f"  {report.split}: {count} x {kind}")
             for warning in (*report.notes, *report.warnings):
                 say(f"  {report.split}: {warning}")
-    elif check_images:
+        return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder}")
+    if check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)
     return {split: store.open_split(folder, split, files) for split, files in splits.items()}
@@ -431,7 +446,7 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
     if metadata is None or metadata.packed:
         return
     require_images(split, files)
-    changed = changed_images(files.images, *store.read_marks(folder, split))
+    changed = changed_images(files.images, *store.read_fingerprints(folder, split))
     if changed:
         raise DataError(
             f"{files.images}: {len(changed)} images are missing or changed since {folder} was "
