@@ -12,6 +12,8 @@ from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, sa
 from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
+from ssdctl.data.class_match import class_differences
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.lock import LOCK
@@ -93,13 +95,25 @@ def _find(setup: Setup, folder: CheckpointDir, warn: Say) -> Checkpoint | None:
             )
         warn(f"changed since {checkpoint.path}: {changes}")
     _tell_of_other_data(setup, checkpoint, warn)
-    if not same_classes(checkpoint, setup.train.classes):
-        raise IntegrityError(
-            f"{checkpoint.path} knows {checkpoint.architecture.num_classes - 1} classes, "
-            f"the dataset has {len(setup.train.classes)}, or their names differ",
-            hint="--init takes its weights into a new run",
-        )
+    _check_classes(checkpoint, setup.train.classes, warn)
     return checkpoint
+
+
+def _check_classes(checkpoint: Checkpoint, classes: list[ClassName], warn: Say) -> None:
+    """Compare the classes by name; other category ids are no reason to stop.
+
+    Raises:
+        IntegrityError: The names differ, or come in another order.
+    """
+    if not same_classes(checkpoint, classes):
+        difference = class_differences(checkpoint.classes, classes)
+        raise IntegrityError(
+            f"{checkpoint.path} was trained on other classes than the dataset has: "
+            f"{difference or 'the same ones come in another order'}",
+            hint="--init takes its weights into a new run, those of the classes by name",
+        )
+    if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
+        warn(f"the category ids differ from those of {checkpoint.path}: classes matched by name")
 
 
 def _tell_of_other_data(setup: Setup, checkpoint: Checkpoint, warn: Say) -> None:

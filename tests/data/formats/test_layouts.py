@@ -72,7 +72,9 @@ def test_every_export_is_recognised_and_prepared(
     assert json.loads(again.out)["unchanged"] is True
 
 
-@pytest.mark.parametrize("name", ["label_studio_coco", "roboflow_yolo"])
+@pytest.mark.parametrize(
+    "name", ["roboflow_coco", "label_studio_coco", "roboflow_yolo", "cvat_coco"]
+)
 def test_an_export_is_trained_on_scored_and_reported(
     name: str, tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
