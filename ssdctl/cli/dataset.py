@@ -11,6 +11,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.files import refuse_url
 
 group = typer.Typer(no_args_is_help=True, help="Write a dataset in another layout.")
 app.add_typer(group, name="dataset", rich_help_panel="Data")
@@ -55,11 +56,11 @@ def export(
     bytes of the store: those of a store that was made with --shrink are smaller.
     """
     from ssdctl.cli.interrupts import stoppable
-    from ssdctl.data.dataset import dataset_folders, refuse_url
+    from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.export_dataset import export_dataset
     from ssdctl.data.prepare import open_dataset
 
-    refuse_url("--out", out)
+    refuse_url(str(out), "--out")
     data = msgspec.structs.replace(call.config.data, root=root)
     folder, store = dataset_folders(data)
     with stoppable("nothing was exported"):

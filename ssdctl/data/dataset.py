@@ -10,7 +10,6 @@ annotations = "labels/train.json"     # COCO format
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +21,7 @@ from ssdctl.data.split_files import SPLITS
 from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
 from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.files import safe_join
+from ssdctl.files import refuse_url, safe_join
 
 MADE = "made"
 TOML = "dataset.toml"
@@ -30,6 +29,9 @@ CONVERTED = "converted"  # folder in the store: annotations of layouts other tha
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 S = TypeVar("S")
+
+COCO_IMAGES = 117_266  # training images of COCO 2017 with boxes
+COCO_CLASSES = 80
 
 
 class NotConvertedError(DataError):
@@ -48,34 +50,13 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     Raises:
         UsageError: One of them is a URL.
     """
-    for option, value in (("--data", config.root), ("--store", config.store)):
-        refuse_url(option, value)
+    for value, option in ((config.root, "--data"), (config.store, "--store")):
+        if value:
+            refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
     if config.store:
         return root, Path(config.store)
     return root, default_store(root)
-
-
-def refuse_url(option: str, value: str | Path | None) -> None:
-    """Refuse a URL where a local path is expected.
-
-    Raises:
-        UsageError: It is a URL.
-    """
-    # Path("s3://bucket") has lost one slash already.
-    match = re.match(r"([a-z][a-z0-9+.-]+):/", str(value or ""), re.IGNORECASE)
-    if match is None:
-        return
-    copy = {
-        "s3": "aws s3 sync s3://BUCKET/DATASET DIR",
-        "gs": "gcloud storage rsync -r gs://BUCKET/DATASET DIR",
-        "http": "ssdctl download --manifest FILE --dest DIR",
-        "https": "ssdctl download --manifest FILE --dest DIR",
-    }.get(match[1].lower(), "rclone copy REMOTE:DATASET DIR")
-    raise UsageError(
-        f"{option} {value}: a local path is expected, not a URL",
-        hint=f"copy the dataset first ({copy}) or mount the bucket, then give {option} DIR",
-    )
 
 
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:

@@ -49,10 +49,17 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
         return None
     if not _is_loopback(_address_of(socket.gethostname())):
         return None
-    # The leader's own name may lead to its loopback as well.
-    ways = (_address_towards(leader), _address_towards(ELSEWHERE))
-    reached = next((way for way in ways if way and not _is_loopback(way)), None)
+    reached = address_for_peers(leader)
     return next((name for name, address in own_addresses().items() if address == reached), None)
+
+
+def address_for_peers(leader: str) -> str | None:
+    """Return the address of this machine that leads to the leader; None if only the loopback does.
+
+    The leader's own name may lead to its loopback: there the address towards other networks counts.
+    """
+    candidates = (_address_towards(leader), _address_towards(ELSEWHERE))
+    return next((a for a in candidates if a and not _is_loopback(a)), None)
 
 
 def _is_loopback(address: str | None) -> bool:

@@ -43,7 +43,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Progress, Say, Setup, prepare_run
+from ssdctl.train.setup import Progress, Say, Setup, prepare_run, with_usable_precision
 from ssdctl.train.step import TrainStep, copied_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -85,7 +85,8 @@ def run_training(
     with signals.ending_at_once():
         device = open_device(wishes.device, ranks.local_rank, wishes.execution)
     with process_group(ranks, device, wishes.rank_timeout):
-        for notice in device.notices:
+        resolved, precision_notice = with_usable_precision(resolved, device)
+        for notice in (*device.notices, *filter(None, [precision_notice])):
             warn(notice)
         with contextlib.ExitStack() as held:
             with signals.ending_at_once():
