@@ -96,15 +96,18 @@ def train(
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders
+    from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES, WHAT_IS_DROPPED, dataset_folders
     from ssdctl.data.prepare import count_trainable
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
-    if call.config.train.fake_data and not root.is_dir():
-        from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
-
+    if not root.is_dir():
         images, classes = COCO_IMAGES, COCO_CLASSES
+        if not call.config.train.fake_data:
+            call.console.warn(
+                f"{root}: no such dataset folder; planned for COCO's {COCO_IMAGES:,} training "
+                "images with boxes"
+            )
     else:
         images, classes = count_trainable(root, folder)
     if not images:

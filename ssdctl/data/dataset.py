@@ -27,6 +27,9 @@ DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 WHAT_IS_DROPPED = "`ssdctl prepare` says what was dropped, and why, in the store's report.json"
 S = TypeVar("S")
 
+COCO_IMAGES = 117_266  # training images of COCO 2017 with boxes
+COCO_CLASSES = 80
+
 
 class SplitFiles(NamedTuple):
     """The files of one split."""

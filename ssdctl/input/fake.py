@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
 from ssdctl.input.samples import LoaderConfig
 
-COCO_IMAGES = 117_266  # training images with boxes, classes, most boxes on one image
-COCO_CLASSES = 80
-COCO_MOST_BOXES = 93
+COCO_MOST_BOXES = 93  # on one image
 NUM_BATCHES = 2  # generated, and repeated
 REAL_BOXES = 7  # on each image, as on COCO's on average
 

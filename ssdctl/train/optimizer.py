@@ -18,8 +18,9 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
     """The recipe's optimizer. Its learning rate is set at every step."""
     light_optimizer.avoid_dynamo_import()
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if _is_decayed(p, config)]
-    others = [p for p in trained if not _is_decayed(p, config)]
+    exempt = _exempt_from_decay(model, config)
+    decayed = [p for p in trained if id(p) not in exempt]
+    others = [p for p in trained if id(p) in exempt]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -43,9 +44,20 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
     return optimizer
 
 
-def _is_decayed(parameter: Tensor, config: TrainConfig) -> bool:
-    """Biases and the scales of batch norm are the vectors among the parameters."""
-    return config.decay_bias_and_norm or parameter.dim() > 1
+def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
+    """Return the ids of the parameters without weight decay.
+
+    The vectors among the parameters are biases of convolutions, or scales and biases of a
+    normalisation.
+    """
+    exempt = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_bias = name == "bias" and isinstance(module, (nn.Conv2d, nn.Linear))
+            is_decayed = config.decay_bias if is_bias else config.decay_norm
+            if parameter.dim() == 1 and not is_decayed:
+                exempt.add(id(parameter))
+    return exempt
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
