@@ -55,7 +55,7 @@ def train(
     if not ranks.is_single_process:
         config = call.config.train
         start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_main  # one voice for all ranks
+    call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.dataset import dataset_folders
