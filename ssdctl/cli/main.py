@@ -10,6 +10,7 @@ import typer
 from ssdctl.cli import (
     benchmark,
     config,
+    dataset,
     demo,
     doctor,
     download,
@@ -32,6 +33,7 @@ MODULES = (
     demo,
     download,
     prepare,
+    dataset,
     fetch_weights,
     models,
     train,

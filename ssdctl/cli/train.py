@@ -55,7 +55,7 @@ def train(
     if not ranks.is_single_process:
         config = call.config.train
         start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_main  # one voice for all ranks
+    call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.dataset import dataset_folders
@@ -101,7 +101,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
-    if not root.is_dir():
+    if not root.exists():
         images, classes = COCO_IMAGES, COCO_CLASSES
         if not call.config.train.fake_data:
             call.console.warn(

@@ -179,6 +179,7 @@ class _Session(requests.Session):
         if target is not None and urlsplit(resp.url).scheme == "https":
             destination = urljoin(resp.url, target)
             if urlsplit(destination).scheme == "http":
+                resp.close()
                 raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
         return target
 
