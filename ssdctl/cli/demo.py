@@ -11,6 +11,7 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app, run_command
+from ssdctl.runs.layout import RunDir
 
 # Found by trials on two cores (benchmarks/RESULTS.md): one pass over 1,040 pictures, from random
 # weights. No crops: each picture is seen once, so there is nothing to vary.
@@ -44,7 +45,7 @@ def demo(
          "--seed", str(seed)],
         ["prepare", "--data", str(data)],
         ["train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split()],
-        ["evaluate", str(run / "checkpoints" / "best.pt")],
+        ["evaluate", str(RunDir(run).best)],
         ["report", str(run)],
     ]  # fmt: skip
     common = ["--quiet"] if call.console.quiet or call.console.as_json else []
@@ -63,7 +64,7 @@ def _conclude(call: Call, run: Path, commands: list[list[str]], spent_s: float) 
 
     best = read_run(run).best
     assert best is not None  # the run above evaluated
-    report = run / "report.html"
+    report = RunDir(run).report
     lines = [shlex.join(["ssdctl", *arguments]) for arguments in commands]
     data = {
         "AP": best["AP"],

@@ -12,7 +12,7 @@ import typer
 
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
@@ -104,6 +104,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     keep_freed_memory()
     ranks = find_ranks()
+    call.console.handler.addFilter(MainRankFilter(ranks))
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     answers = []
     with _one_report(ranks), process_group(ranks, device):

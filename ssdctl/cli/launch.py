@@ -180,7 +180,8 @@ def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) ->
 def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) -> None:
     """Say which rank a failed job owes to, and what it said last."""
     from ssdctl.launch.exit_codes import first_failure
-    from ssdctl.launch.logs import last_lines, log_path
+    from ssdctl.launch.logs import last_lines
+    from ssdctl.runs.layout import RunDir
 
     if outcome.code in (0, 75, 130):
         return
@@ -192,7 +193,7 @@ def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) ->
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
             continue  # the first rank's words are above
-        path = log_path(Path(request.run_folder), rank)
+        path = RunDir(Path(request.run_folder)).rank_log(rank)
         if lines := last_lines(path):
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 

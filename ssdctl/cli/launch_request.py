@@ -21,6 +21,7 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts, read_version
 from ssdctl.launch.plan import Request
 from ssdctl.launch.run import free_port
+from ssdctl.runs.layout import run_dir
 
 OWN = ("launch", "slurm", "kubernetes")  # the tables that are no concern of the ranks
 
@@ -52,7 +53,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Reques
         slurm=call.config.slurm,
         kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
-        run_folder=None if rest else call.config.train.out or f"runs/{call.config.train.preset}",
+        run_folder=None if rest else str(run_dir(call.config.train)),
     )
     if request.launcher == "mpirun":
         return dataclasses.replace(request, open_mpi=read_version())

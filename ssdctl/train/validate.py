@@ -16,6 +16,7 @@ from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.evaluate.scoring import BackgroundScoring
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.train.schedule import Every, TrainSchedule
 from ssdctl.train.setup import Setup
@@ -77,7 +78,7 @@ class Validator:
         root, store = dataset_folders(setup.config.data)
         image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
         about = EvaluationInfo(
-            source=str(setup.out / "checkpoints" / "best.pt"),
+            source=str(RunDir(setup.out).best),
             step=step,
             epoch=epoch,
             data=str(root),

@@ -22,10 +22,10 @@ from ssdctl.checkpoint.reader import (
     same_classes,
 )
 from ssdctl.checkpoint.third_party import to_peer
-from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.checkpoints import CheckpointDir
 
 
 class Malice:

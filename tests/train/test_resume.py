@@ -14,9 +14,9 @@ from conftest import TINY_RUN, Result
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.checkpoint.third_party import to_peer
-from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.checkpoints import CheckpointDir
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records, start, wait_for
 
-from ssdctl.checkpoint.writer import CheckpointDir
+from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.train import setup
 
 Cli = Callable[..., Result]
