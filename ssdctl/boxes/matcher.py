@@ -15,13 +15,20 @@ from ssdctl.boxes.ops import pairwise_iou
 IOU_THRESHOLD = 0.5
 
 
-def match(boxes_BG4: Tensor, labels_BG: Tensor, defaults_ltrb_N4: Tensor) -> tuple[Tensor, Tensor]:
+def match(
+    boxes_BG4: Tensor,
+    labels_BG: Tensor,
+    defaults_ltrb_N4: Tensor,
+    *,
+    at_threshold: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Assign a ground truth to every default box.
 
     Args:
         boxes_BG4: Ground truth as ltrb.
         labels_BG: Their labels; 0 marks padding.
         defaults_ltrb_N4: The default boxes.
+        at_threshold: Whether an IoU equal to the threshold makes a default box positive.
 
     Returns:
         (B, N) index of the ground truth that fits each default box best, and (B, N) its label:
@@ -41,6 +48,7 @@ def match(boxes_BG4: Tensor, labels_BG: Tensor, defaults_ltrb_N4: Tensor) -> tup
     forced = torch.full_like(best_box, -1).scatter_reduce(1, favourite, index, "amax")
 
     best_box = best_box.where(forced < 0, forced)
-    is_positive = (best_iou > IOU_THRESHOLD) | (forced >= 0)
+    is_over = best_iou >= IOU_THRESHOLD if at_threshold else best_iou > IOU_THRESHOLD
+    is_positive = is_over | (forced >= 0)
     label = labels_BG.gather(1, best_box)
     return best_box, label.where(is_positive, torch.zeros_like(label))

@@ -11,7 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 import torch
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
+from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model.resnet import BUILDERS
+from ssdctl.model import vgg
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
@@ -106,7 +107,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         facts = msgspec.convert(payload, _Facts)
         trained = payload.get("trained")
         states = [payload["model"]] if trained is None else [payload["model"], trained]
-        if not all(map(_is_state, states)) or facts.architecture.backbone not in BUILDERS:
+        if not all(map(_is_state, states)) or facts.architecture.backbone not in get_args(
+            BackboneName
+        ):
             raise TypeError("model")
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
@@ -129,13 +132,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
     """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
-    if not _is_state(payload["model"]):
+    weights = third_party.state_of(payload)
+    if not _is_state(weights):
         raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are no tensors")
-    state = third_party.from_peer(payload["model"], peer)
+    state = third_party.from_peer(cast(Mapping[str, Tensor], weights), peer)
     backbone = third_party.backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
-        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet")
+        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet or VGG16")
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
@@ -152,7 +156,7 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
         architecture=Architecture(
             backbone, "batch" if "extra.0.1.weight" in state else "none", num_classes
         ),
-        classes=[ClassName(None, str(names[label])) for label in range(1, len(names))],
+        classes=third_party.classes_of(names, num_classes),
         config={},
         step=step,
         epoch=epoch,
@@ -303,6 +307,12 @@ def load_backbone(model: SSD300, path: Path) -> None:
             f"{path}: no backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
+    if isinstance(model.first_map_norm, vgg.L2Norm):
+        trunk, conv5 = vgg.split_imagenet_state(state)
+        load_state(model.backbone, trunk, path)
+        first = cast(nn.Sequential, model.extra[0])
+        load_state(first[: vgg.CONV5_LAYERS], conv5, path)
+        return
     kept = {k: v for k, v in state.items() if not k.startswith(("layer4.", "fc."))}
     load_state(model.backbone, with_counters(kept, model.backbone), path)
 

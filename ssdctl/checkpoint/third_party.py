@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.data.coco_classes import COCO_CLASSES
 from ssdctl.data.formats.coco import ClassName
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
@@ -33,7 +35,16 @@ PREFIXES: dict[str, dict[str, str]] = {  # their prefix -> ours
         "feature_extractor.feature_extractor.6.": "backbone.layer3.",
         **COMMON,
     },
+    "torchvision": {
+        "backbone.scale_weight": "first_map_norm.scale",
+        "backbone.features.": "backbone.",
+        "backbone.extra.": "extra.",
+        "head.regression_head.module_list.": "box_heads.",
+        "head.classification_head.module_list.": "class_heads.",
+    },
 }
+COCO_OUTPUTS = 81  # NVIDIA's and MLPerf's: the 80 classes without gaps
+COCO_OUTPUTS_WITH_GAPS = 91  # torchvision's: a label is COCO's category id
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 BLOCKS = {  # blocks in layer1 to layer3, and whether they are bottlenecks
     (2, 2, 2, False): "resnet18",
@@ -46,9 +57,10 @@ BLOCKS = {  # blocks in layer1 to layer3, and whether they are bottlenecks
 
 def peer_of(payload: Any) -> str | None:
     """Whose checkpoint this is: `mlperf`, `nvidia` or None."""
-    if not isinstance(payload, Mapping) or not isinstance(payload.get("model"), Mapping):
+    state = state_of(payload)
+    if state is None:
         return None
-    names = [WRAPPERS.sub("", str(name)) for name in payload["model"]]
+    names = [WRAPPERS.sub("", str(name)) for name in state]
     for peer in PREFIXES:
         mark = next(iter(PREFIXES[peer]))
         if any(name.startswith(mark) for name in names):
@@ -56,15 +68,57 @@ def peer_of(payload: Any) -> str | None:
     return None
 
 
+def state_of(payload: Any) -> Mapping[Any, Any] | None:
+    """Return the weights of a third-party file: its `model`, or the file itself (torchvision's)."""
+    if not isinstance(payload, Mapping):
+        return None
+    if isinstance(payload.get("model"), Mapping):
+        model: Mapping[Any, Any] = payload["model"]
+        return model
+    return payload if "backbone.scale_weight" in payload else None
+
+
 def from_peer(state: Mapping[str, Tensor], peer: str) -> dict[str, Tensor]:
     """A peer's weights under our names; names that are nobody's stay, to be refused later."""
-    return {_renamed(WRAPPERS.sub("", k), PREFIXES[peer]): v for k, v in state.items()}
+    named = {_renamed(WRAPPERS.sub("", k), PREFIXES[peer]): v for k, v in state.items()}
+    return _with_class_major_heads(named) if peer == "torchvision" else named
 
 
 def to_peer(state: Mapping[str, Tensor], peer: str) -> dict[str, Tensor]:
     """Our weights under a peer's names."""
     backwards = {ours: theirs for theirs, ours in PREFIXES[peer].items()}
     return {_renamed(k, backwards): v for k, v in state.items()}
+
+
+def _with_class_major_heads(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Reorder head channels from torchvision's (box shape, value) to ours (value, box shape)."""
+    for name, tensor in state.items():
+        if name.startswith(("box_heads.", "class_heads.")):
+            level = int(name.split(".")[1])
+            if level < len(BOXES_PER_CELL) and tensor.shape[0] % BOXES_PER_CELL[level] == 0:
+                by_shape = tensor.unflatten(0, (BOXES_PER_CELL[level], -1))
+                state[name] = by_shape.transpose(0, 1).flatten(0, 1).contiguous()
+    return state
+
+
+def classes_of(names: Mapping[int, str], num_classes: int) -> list[ClassName]:
+    """Return the classes of a file: those of its table of names, else COCO's if the number fits.
+
+    Args:
+        names: Names by label, 0 for the background; may be empty.
+        num_classes: Outputs of the network, background included.
+    """
+    if names:
+        return [ClassName(None, str(names[label])) for label in range(1, len(names))]
+    if num_classes == COCO_OUTPUTS:
+        return [ClassName(id_, name) for id_, name in COCO_CLASSES]
+    if num_classes == COCO_OUTPUTS_WITH_GAPS:
+        by_id = dict(COCO_CLASSES)
+        return [
+            ClassName(id_ if id_ in by_id else None, by_id.get(id_, f"(unused {id_})"))
+            for id_ in range(1, num_classes)
+        ]
+    return []
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
@@ -83,6 +137,8 @@ def label_map(classes: list[ClassName]) -> dict[int, str]:
 
 def backbone_of(state: Mapping[str, Tensor]) -> str | None:
     """The backbone's name, from the shape of its blocks; None where no ResNet has it."""
+    if "first_map_norm.scale" in state:
+        return "vgg16"
     blocks = [
         len({m[1] for k in state if (m := re.match(rf"backbone\.layer{n}\.(\d+)\.", k))})
         for n in (1, 2, 3)

@@ -41,6 +41,8 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         found.append(
             ("model.weights", f"{config.model.weights} do not fit {config.model.backbone}")
         )
+    if config.model.backbone == "vgg16" and config.model.extra_norm != "none":
+        found.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
         found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):

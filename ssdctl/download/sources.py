@@ -142,6 +142,11 @@ WEIGHTS = (
     _weights("resnet50-11ad3fa6", "resnet50-imagenet-v2", "torchvision V2"),
     _weights("resnet101-63fe2227", "resnet101-imagenet-v1", "torchvision V1"),
     _weights("resnet101-cd907fc2", "resnet101-imagenet-v2", "torchvision V2"),
+    _weights(
+        "vgg16_features-amdegroot-88682ab5",
+        "vgg16-imagenet-v1",
+        "torchvision; SSD300-VGG16 starts from it",
+    ),
     _weights("resnet152-394f9c45", "resnet152-imagenet-v1", "torchvision V1"),
     _weights("resnet152-f82ba261", "resnet152-imagenet-v2", "torchvision V2"),
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,6 @@ from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.postprocess import (
-    CANDIDATES_PER_CLASS,
     DETECTIONS_PER_IMAGE,
     boxes_and_scores,
     detect,
@@ -123,7 +123,7 @@ def onnx_model(
         text = NMS.format(
             ir=model.ir_version,
             opset=OPSET,
-            per_class=CANDIDATES_PER_CLASS,
+            per_class=network.conventions.candidates_per_class,
             most=DETECTIONS_PER_IMAGE,
             num_boxes=len(default_boxes_cxcywh()),
             iou=nms_iou,
@@ -153,14 +153,19 @@ class _Deployed(nn.Module):
         super().__init__()
         self.network = network
         self.is_decoded = is_decoded
-        self.normalise = Normalise()
+        self.normalise = Normalise(conventions=network.conventions)
         self.register_buffer("defaults", default_boxes_cxcywh())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         offsets, logits = self.network(self.normalise(images))
         assert isinstance(self.defaults, Tensor)
         return (
-            boxes_and_scores(offsets, logits, self.defaults)
+            boxes_and_scores(
+                offsets,
+                logits,
+                self.defaults,
+                clips_boxes=self.network.conventions.clips_boxes,
+            )
             if self.is_decoded
             else (offsets, logits)
         )
@@ -215,11 +220,14 @@ def _compare(
 ) -> Check:
     """Compare all boxes and scores of the network."""
     answers = [torch.from_numpy(a) for a in _run(runtime, model, pictures)]
-    defaults = default_boxes_cxcywh()
+    decode = partial(
+        boxes_and_scores,
+        defaults_cxcywh=default_boxes_cxcywh(),
+        clips_boxes=network.conventions.clips_boxes,
+    )
     with torch.inference_mode():
-        theirs = answers if is_decoded else boxes_and_scores(answers[0], answers[1], defaults)
-        offsets, logits = network(normalise(torch.from_numpy(pictures)))
-        ours = boxes_and_scores(offsets, logits, defaults)
+        theirs = answers if is_decoded else decode(answers[0], answers[1])
+        ours = decode(*_outputs(network, pictures))
     boxes, scores = (float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     if not (boxes <= TOLERANCE and scores <= TOLERANCE):  # NaN fails too
         raise IntegrityError(
@@ -241,13 +249,13 @@ def _compare_detections(
     """Compare what is left after NMS."""
     theirs = _run(runtime, model, pictures)
     with torch.inference_mode():
-        offsets, logits = network(normalise(torch.from_numpy(pictures)))
         ours = detect(
-            offsets,
-            logits,
+            *_outputs(network, pictures),
             default_boxes_cxcywh(),
             score_threshold=score_threshold,
             nms_iou=nms_iou,
+            candidates=network.conventions.candidates_per_class,
+            clips_boxes=network.conventions.clips_boxes,
         )
     total = wrong = 0
     for found, boxes, scores, labels, count in zip(ours, *theirs, strict=True):
@@ -262,6 +270,13 @@ def _compare_detections(
             "nothing was written",
             hint="another version of onnxruntime or torch may agree",
         )
+
+
+def _outputs(network: SSD300, pictures: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
+    """Return PyTorch's offsets and logits of (P, 300, 300, 3) pictures."""
+    pixels = normalise(torch.from_numpy(pictures), conventions=network.conventions)
+    outputs: tuple[Tensor, Tensor] = network(pixels)
+    return outputs
 
 
 def _unmatched(a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:

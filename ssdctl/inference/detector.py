@@ -18,6 +18,7 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
+from ssdctl.model.conventions import conventions_of_model
 from ssdctl.model.postprocess import Detections, detect
 
 
@@ -62,7 +63,8 @@ class Detector:
         self._score_threshold = score_threshold
         self._nms_iou = nms_iou
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        self._normalise = Normalise().to(device.torch_device)
+        self._conventions = conventions_of_model(model)
+        self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[Detections]:
         """The detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
@@ -101,4 +103,6 @@ class Detector:
                 self._defaults,
                 score_threshold=self._score_threshold,
                 nms_iou=self._nms_iou,
+                candidates=self._conventions.candidates_per_class,
+                clips_boxes=self._conventions.clips_boxes,
             )

@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-MEAN = (0.485, 0.456, 0.406)
-STD = (0.229, 0.224, 0.225)
+from ssdctl.model.conventions import RESNET, Conventions
+
+MEAN, STD = RESNET.mean, RESNET.std
 LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
@@ -24,15 +25,18 @@ class Normalise(nn.Module):
 
     Args:
         dtype: Of the arithmetic and the result.
+        conventions: The mean and standard deviation.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+    ) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(MEAN, dtype=dtype), persistent=False)
-        self.register_buffer("std", torch.tensor(STD, dtype=dtype), persistent=False)
+        for name, values in (("mean", conventions.mean), ("std", conventions.std)):
+            self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
         self.colour_map = ColourMap(dtype)
 
     def forward(self, images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
@@ -135,8 +139,13 @@ class ColourMap(nn.Module):
 
 
 def normalise(
-    images_BHW3: Tensor, jitter_B4: Tensor | None = None, *, dtype: torch.dtype = torch.float32
+    images_BHW3: Tensor,
+    jitter_B4: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    conventions: Conventions = RESNET,
 ) -> Tensor:
     """`Normalise` on pictures, wherever they lie."""
-    result: Tensor = Normalise(dtype).to(images_BHW3.device)(images_BHW3, jitter_B4)
+    module = Normalise(dtype, conventions=conventions).to(images_BHW3.device)
+    result: Tensor = module(images_BHW3, jitter_B4)
     return result

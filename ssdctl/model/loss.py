@@ -10,7 +10,7 @@ Shapes: B batch, C classes with background, G ground-truth boxes (padded), N def
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, by_columns
+from ssdctl.model.conventions import RESNET, Conventions
 
 NEGATIVES_PER_POSITIVE = 3
 
@@ -37,13 +38,17 @@ class Targets(nn.Module):
 
     Args:
         dtype: Of the arithmetic.
+        conventions: The rule at the matching threshold.
     """
 
     defaults_cxcywh: Tensor
     defaults_ltrb: Tensor
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+    ) -> None:
         super().__init__()
+        self._at_threshold = conventions.matches_at_threshold
         defaults = default_boxes_cxcywh(dtype)
         corners = box_cxcywh_to_ltrb(defaults)
         self.register_buffer("defaults_cxcywh", by_columns(defaults), persistent=False)
@@ -56,7 +61,9 @@ class Targets(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the picture.
             labels_BG: Their labels; 0 marks padding.
         """
-        assigned_BN, label_BN = match(boxes_BG4, labels_BG, self.defaults_ltrb)
+        assigned_BN, label_BN = match(
+            boxes_BG4, labels_BG, self.defaults_ltrb, at_threshold=self._at_threshold
+        )
         centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
         matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
         offsets_BN4 = encode(matched_B4N.transpose(1, 2), self.defaults_cxcywh)
@@ -68,11 +75,15 @@ class MultiboxLoss(nn.Module):
 
     Args:
         dtype: Of the arithmetic, whatever the network computed in.
+        conventions: The rules of matching and of the divisor.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+    ) -> None:
         super().__init__()
-        self.targets = Targets(dtype)
+        self.targets = Targets(dtype, conventions=conventions)
+        self._divisor = conventions.loss_divisor
 
     def forward(
         self,
@@ -92,7 +103,13 @@ class MultiboxLoss(nn.Module):
         with torch.autocast(offsets_B4N.device.type, enabled=False):
             target_B4N, label_BN = self.targets(boxes_BG4, labels_BG)
             dtype = target_B4N.dtype
-            return multibox_loss(offsets_B4N.to(dtype), logits_BCN.to(dtype), target_B4N, label_BN)
+            return multibox_loss(
+                offsets_B4N.to(dtype),
+                logits_BCN.to(dtype),
+                target_B4N,
+                label_BN,
+                divisor=self._divisor,
+            )
 
 
 def multibox_loss(
@@ -100,8 +117,14 @@ def multibox_loss(
     logits_BCN: Tensor,
     target_B4N: Tensor,
     label_BN: Tensor,
+    *,
+    divisor: Literal["image", "batch"] = "image",
 ) -> Losses:
-    """The loss against targets that are matched and coded already."""
+    """Return the loss against targets that are matched and coded already.
+
+    `divisor`: divide each image's sum by its own positives and average over the batch (image), or
+    divide the batch's sum by all of its positives (batch, torchvision).
+    """
     is_positive = label_BN > 0
     num_positives = is_positive.sum(dim=1)
     zero = offsets_B4N.new_zeros(())
@@ -118,7 +141,10 @@ def multibox_loss(
     negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
 
     # Without positives both sums are 0 (no box, no negative), so the picture counts as 0.
-    share = num_positives.clamp(min=1) * label_BN.shape[0]
+    if divisor == "image":
+        share = num_positives.clamp(min=1) * label_BN.shape[0]
+    else:
+        share = num_positives.sum().clamp(min=1)
     box = (box_loss / share).sum()
     classification = ((positive_loss + negative_loss) / share).sum()
     return Losses(box + classification, box, classification)

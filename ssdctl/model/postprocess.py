@@ -40,6 +40,8 @@ def detect(
     *,
     score_threshold: float,
     nms_iou: float,
+    candidates: int = CANDIDATES_PER_CLASS,
+    clips_boxes: bool = False,
 ) -> list[Detections]:
     """Decode a batch, in fp32; the detections of an accelerator's output land on the CPU.
 
@@ -49,15 +51,21 @@ def detect(
         defaults_cxcywh: (N, 4) default boxes.
         score_threshold: Candidates score more than this.
         nms_iou: A box that overlaps a better one of its class by more is dropped.
+        candidates: The best of each class before NMS.
+        clips_boxes: Clip boxes to the picture before NMS.
     """
     with torch.autocast(offsets_B4N.device.type, enabled=False):
-        boxes, scores = boxes_and_scores(offsets_B4N, logits_BCN, defaults_cxcywh)
+        boxes, scores = boxes_and_scores(
+            offsets_B4N, logits_BCN, defaults_cxcywh, clips_boxes=clips_boxes
+        )
         if boxes.device.type == "cpu":
             return [
-                _detect_one(b, s, score_threshold, nms_iou)
+                _detect_one(b, s, score_threshold, nms_iou, candidates)
                 for b, s in zip(boxes, scores, strict=True)
             ]
-        padded = [t.cpu() for t in detect_static(boxes, scores, score_threshold, nms_iou)]
+        padded = [
+            t.cpu() for t in detect_static(boxes, scores, score_threshold, nms_iou, candidates)
+        ]
     return [
         Detections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)
@@ -66,15 +74,25 @@ def detect(
 
 
 def boxes_and_scores(
-    offsets_B4N: Tensor, logits_BCN: Tensor, defaults_cxcywh: Tensor
+    offsets_B4N: Tensor,
+    logits_BCN: Tensor,
+    defaults_cxcywh: Tensor,
+    *,
+    clips_boxes: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """What the network means: (B, N, 4) ltrb boxes, (B, C - 1, N) scores without background."""
     boxes = box_cxcywh_to_ltrb(decode(offsets_B4N.float().transpose(1, 2), defaults_cxcywh))
+    if clips_boxes:
+        boxes = boxes.clamp(0, 1)
     return boxes, logits_BCN.float().softmax(dim=1)[:, 1:]
 
 
 def detect_static(
-    boxes_BN4: Tensor, scores_BCN: Tensor, threshold: float, nms_iou: float
+    boxes_BN4: Tensor,
+    scores_BCN: Tensor,
+    threshold: float,
+    nms_iou: float,
+    candidates_per_class: int = CANDIDATES_PER_CLASS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same detections in static shapes, the best first, padded with label 0.
 
@@ -82,7 +100,7 @@ def detect_static(
         (B, K, 4) boxes, (B, K) scores, (B, K) labels, where K = 200.
     """
     num_classes = scores_BCN.shape[1]
-    scores, index = scores_BCN.topk(min(CANDIDATES_PER_CLASS, scores_BCN.shape[2]), dim=2)
+    scores, index = scores_BCN.topk(min(candidates_per_class, scores_BCN.shape[2]), dim=2)
     candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
     # One picture's overlaps at a time: in fp32 those of a batch would fill gigabytes.
@@ -108,12 +126,12 @@ def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
 
 
 def _detect_one(
-    boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float
+    boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float, candidates: int
 ) -> Detections:
     row, index = (scores_CN > threshold).nonzero(as_tuple=True)
     scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
-    if len(scores) > CANDIDATES_PER_CLASS:
-        best = _best_per_class(scores, labels)
+    if len(scores) > candidates:
+        best = _best_per_class(scores, labels, candidates)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
     keep = _nms()(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return Detections(boxes[keep], scores[keep], labels[keep])
@@ -138,14 +156,14 @@ def _nms() -> Callable[[Tensor, Tensor, float], Tensor]:
     return nms
 
 
-def _best_per_class(scores_K: Tensor, labels_K: Tensor) -> Tensor:
-    """Which candidates are among the 200 best of their class."""
+def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
+    """Return the indices of the candidates among the `count` best of their class."""
     order = scores_K.argsort(descending=True, stable=True)
     order = order[labels_K[order].argsort(stable=True)]  # by class, the best first
     ranked = labels_K[order]
     first_of_class = torch.searchsorted(ranked, ranked)
     rank = torch.arange(len(order), device=order.device) - first_of_class
-    return order[rank < CANDIDATES_PER_CLASS]
+    return order[rank < count]
 
 
 def _apart(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.model.backbone import OUT_CHANNELS, build_backbone
+from ssdctl.model import vgg
+from ssdctl.model.backbone import OUT_CHANNELS, build_backbone, freeze_stem
+from ssdctl.model.conventions import conventions_of
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
 
 
 def feature_channels(backbone: str) -> tuple[int, ...]:
     """Channels of the six feature maps."""
+    if backbone == "vgg16":
+        return vgg.CHANNELS
     last = 128 if backbone == "resnet18" else 256
     return (OUT_CHANNELS[backbone], 512, 512, 256, 256, last)
 
@@ -32,12 +36,19 @@ class SSD300(nn.Module):
     def __init__(self, backbone: str, num_classes: int, extra_norm: str) -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.backbone = build_backbone(backbone)
+        self.conventions = conventions_of(backbone)
         channels = feature_channels(backbone)
-        self.extra = nn.ModuleList(
-            _extra_block(channels[i], EXTRA_WIDTHS[i], channels[i + 1], i < 3, extra_norm)
-            for i in range(5)
-        )
+        self.first_map_norm: nn.Module = nn.Identity()
+        if backbone == "vgg16":
+            self.backbone = vgg.build_trunk()
+            self.extra = nn.ModuleList(vgg.build_extra())
+            self.first_map_norm = vgg.L2Norm(channels[0])
+        else:
+            self.backbone = build_backbone(backbone)
+            self.extra = nn.ModuleList(
+                _extra_block(channels[i], EXTRA_WIDTHS[i], channels[i + 1], i < 3, extra_norm)
+                for i in range(5)
+            )
         pairs = list(zip(channels, BOXES_PER_CELL, strict=True))
         self.box_heads = nn.ModuleList(nn.Conv2d(c, n * 4, 3, padding=1) for c, n in pairs)
         self.class_heads = nn.ModuleList(
@@ -48,11 +59,19 @@ class SSD300(nn.Module):
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
 
+    def freeze_stem(self) -> None:
+        """Stop training the first layers; batch norm's statistics go on moving."""
+        if isinstance(self.first_map_norm, vgg.L2Norm):
+            vgg.freeze_first_stage(self.backbone)
+        else:
+            freeze_stem(self.backbone)
+
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Normalised (B, 3, 300, 300) pictures -> (B, 4, N) offsets and (B, C, N) logits."""
         features = [self.backbone(images_B3HW)]
         for block in self.extra:
             features.append(block(features[-1]))
+        features[0] = self.first_map_norm(features[0])
         offsets, logits = [], []
         for feature, box_head, class_head in zip(
             features, self.box_heads, self.class_heads, strict=True

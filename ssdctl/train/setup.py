@@ -36,7 +36,6 @@ from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
-from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import find_checkpoint, run_dir
 from ssdctl.runtime.cores import usable_cores
@@ -108,7 +107,7 @@ def prepare_run(config: Config, device: Device, ranks: Ranks, progress: Progress
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
     if config.train.freeze_stem:
-        freeze_stem(model.backbone)
+        model.freeze_stem()
     if config.train.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return Setup(

@@ -80,7 +80,7 @@ def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
         _with(images=0),
         _with(classes=[{"id": 1}]),
         _with(classes=7),
-        _with(architecture={"backbone": "vgg16", "extra_norm": "none", "num_classes": 6}),
+        _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
         _with(architecture={"backbone": "resnet18"}),
         _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
         _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),

@@ -217,7 +217,7 @@ def test_config_commands(cli: Cli) -> None:
     assert "did you mean 'slurm'?" in cli("config", "show", "slrum").err
     assert json.loads(cli("config", "schema").out)["$defs"]
     assert set(json.loads(cli("config", "presets", "--json").out)) == {
-        "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34",
+        "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "torchvision-vgg16",
     }  # fmt: skip
     assert "mlperf-r34" in cli("config", "presets").out
 

@@ -1,0 +1,60 @@
+"""`ssdctl models`: the detectors that have a name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ssdctl.cli.command import Call, command
+from ssdctl.cli.main import app
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TRUST = {
+    "pinned": "SHA-256 pinned",
+    "prefix": "first digits of the SHA-256 pinned",
+    "first use": "no published checksum: SHA-256 remembered at the first use",
+}
+
+
+@command(
+    app,
+    "models",
+    panel="Results",
+    settings=[],
+    examples=["ssdctl models", "ssdctl predict ssd300-vgg16-coco street.jpg"],
+)
+def models(call: Call) -> None:
+    """List the COCO detectors that can be used by name, wherever a checkpoint is expected."""
+    from ssdctl.download.detectors import DETECTORS, cached_path
+
+    rows: list[dict[str, Any]] = []
+    for detector in DETECTORS:
+        path = cached_path(detector)
+        rows.append(
+            {
+                "name": detector.name,
+                "network": detector.network,
+                "AP": detector.ap,
+                "licence": detector.licence,
+                "url": detector.file.url,
+                "page": detector.page,
+                "trust": detector.trust,
+                "sha256": detector.file.sha256 or None,
+                "bytes": path.stat().st_size if path else detector.file.bytes,
+                "path": str(path) if path else None,
+            }
+        )
+
+    def table() -> Table:
+        from rich.table import Table
+
+        shown = Table("name", "network", "AP", "licence", "check", "present")
+        for row in rows:
+            ap = "" if row["AP"] is None else f"{row['AP']:.3f}"
+            present = f"{row['bytes'] / 1e6:.0f} MB" if row["path"] else "no"
+            check = TRUST[row["trust"]]
+            shown.add_row(row["name"], row["network"], ap, row["licence"], check, present)
+        return shown
+
+    call.console.result({"models": rows}, table)

@@ -1,0 +1,179 @@
+"""COCO detectors by name: where their files are, and how far a file is trusted.
+
+A file of the PyTorch project is pinned by the start of its SHA-256, which is part of its name. For
+NVIDIA's file no checksum is published: it is fetched over HTTPS, its contents are checked by the
+reader of checkpoints, and its SHA-256 is kept in `FILE.sha256`; a later change is an error.
+Torch is not imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ssdctl.download.backbone_weights import DEFAULT_CONNECTIONS, cache_dir
+from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report, sha256_of
+from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
+from ssdctl.download.transfer import Patience, Report
+from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.files import write_text
+
+Trust = Literal["pinned", "prefix", "first use"]
+
+
+class DetectorSource(NamedTuple):
+    """A published detector.
+
+    Attributes:
+        name: What the user types.
+        file: Where it is; an empty `sha256` if the publisher gives none.
+        network: What it is.
+        ap: COCO val2017 AP as published; None if the publisher gives none for this file.
+        licence: Of the weights, as their publisher states it.
+        page: Where the publisher describes it.
+    """
+
+    name: str
+    file: PinnedFile
+    network: str
+    ap: float | None
+    licence: str
+    page: str
+
+    @property
+    def trust(self) -> Trust:
+        """Whether the whole SHA-256 is known, its first digits, or none of it."""
+        if not self.file.sha256:
+            return "first use"
+        return "pinned" if len(self.file.sha256) == 64 else "prefix"
+
+
+DETECTORS = (
+    DetectorSource(
+        "ssd300-vgg16-coco",
+        PinnedFile(
+            "ssd300_vgg16_coco-b556d3b4.pth",
+            f"{WEIGHTS_URL}/ssd300_vgg16_coco-b556d3b4.pth",
+            "b556d3b4",
+        ),
+        network="SSD300, VGG16",
+        ap=0.251,
+        licence="BSD-3-Clause",
+        page="https://docs.pytorch.org/vision/stable/models/ssd.html",
+    ),
+    DetectorSource(
+        "nvidia-ssd300-coco",
+        PinnedFile(
+            "nvidia_ssdpyt_amp_200703.pt",
+            "https://api.ngc.nvidia.com/v2/models/nvidia/ssd_pyt_ckpt_amp/versions/20.06.0/files/"
+            "nvidia_ssdpyt_amp_200703.pt",
+            "",
+        ),
+        network="SSD300 v1.1, ResNet-50",
+        ap=None,
+        licence="see its page",
+        page="https://catalog.ngc.nvidia.com/orgs/nvidia/models/ssd_pyt_ckpt_amp",
+    ),
+)
+
+
+def find_detector(name: str) -> DetectorSource | None:
+    """Return the detector called `name`, or None."""
+    return next((d for d in DETECTORS if d.name == name), None)
+
+
+def nearest_detector(name: str) -> str | None:
+    """Return the detector's name that looks most like `name`, if any does."""
+    near = difflib.get_close_matches(name, [d.name for d in DETECTORS], n=1, cutoff=0.6)
+    return near[0] if near else None
+
+
+def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | None:
+    """Return the detector's verified file in `dest` (default: torch.hub's cache), or None.
+
+    Raises:
+        IntegrityError: A file without published checksum has changed since its first use.
+    """
+    path = (dest or cache_dir()) / detector.file.name
+    if detector.trust == "first use":
+        if not path.is_file() or not _checksum_path(path).is_file():
+            return None
+        _check_first_use(path)
+        return path
+    return path if is_whole(path, detector.file) else None
+
+
+def fetch_detector(
+    name: str,
+    dest: Path | None = None,
+    *,
+    mirror: str | None = None,
+    connections: int = DEFAULT_CONNECTIONS,
+    patience: Patience = DEFAULT_PATIENCE,
+    report: Report = no_report,
+) -> Path:
+    """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
+
+    A file without published checksum still has to pass `remember_checksum` once it has been read.
+
+    Raises:
+        UsageError: No detector has that name.
+        NetworkError: It cannot be fetched; the hint says which file to put where.
+        IntegrityError: The server's file is another one, or a file changed since its first use.
+        DiskError: No space or no permission.
+    """
+    detector = find_detector(name)
+    if detector is None:
+        near = nearest_detector(name)
+        raise UsageError(
+            f"no detector is called {name!r}",
+            hint=(f"did you mean {near!r}? " if near else "") + "`ssdctl models` lists them",
+        )
+    folder = dest or cache_dir()
+    if (path := cached_path(detector, folder)) is not None:
+        return path
+    try:
+        return fetch(
+            detector.file,
+            folder,
+            mirror=mirror,
+            connections=connections,
+            patience=patience,
+            report=report,
+        )
+    except NetworkError as error:
+        raise NetworkError(
+            f"{name}: {error}",
+            hint=f"without network: fetch {detector.file.url} on another machine and put it at "
+            f"{(folder / detector.file.name).absolute()}; or use --mirror",
+        ) from error
+
+
+def remember_checksum(path: Path) -> str:
+    """Write the SHA-256 of a file that was read successfully beside it; return it.
+
+    Raises:
+        IntegrityError: Another one is written there already.
+        DiskError: The folder cannot be written.
+    """
+    if _checksum_path(path).is_file():
+        return _check_first_use(path)
+    digest = sha256_of(path, f"checking {path.name}")
+    write_text(_checksum_path(path), f"{digest}  {path.name}\n")
+    return digest
+
+
+def _check_first_use(path: Path) -> str:
+    known = _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
+    digest = sha256_of(path, f"checking {path.name}")
+    if digest != known:
+        raise IntegrityError(
+            f"{path}: changed since its first use: SHA-256 was {known}, is {digest}",
+            hint=f"if you trust the new file, delete {_checksum_path(path)}; else delete both",
+        )
+    return digest
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")

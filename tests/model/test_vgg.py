@@ -1,0 +1,191 @@
+"""SSD300-VGG16 against torchvision's own class, with random weights in its layout."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
+from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.device.cpu import Cpu
+from ssdctl.inference.detector import Detector
+from ssdctl.model.augment import Normalise
+from ssdctl.model.conventions import TORCHVISION_VGG16
+from ssdctl.model.loss import MultiboxLoss
+
+NUM_CLASSES = 91
+
+
+@pytest.fixture(scope="module")
+def theirs() -> nn.Module:
+    """torchvision's model, with weights that give confident detections."""
+    from torchvision.models import detection
+
+    torch.manual_seed(3)
+    model = detection.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=NUM_CLASSES)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def file(theirs: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("torchvision") / "ssd300_vgg16.pth"
+    torch.save(theirs.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures() -> Tensor:
+    """(2, 300, 300, 3) uint8."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.randint(0, 256, (2, 3, 20, 20), generator=generator).float()
+    smooth = nn.functional.interpolate(coarse, size=300, mode="bilinear")
+    return smooth.round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def our_order(values_BNK: Tensor) -> Tensor:
+    """Their boxes, row-column-shape within a map, in our order shape-row-column: (B, K, N)."""
+    parts, start = [], 0
+    for size, shapes in zip(FEATURE_SIZES, BOXES_PER_CELL, strict=True):
+        count = size * size * shapes
+        part = values_BNK[:, start : start + count].unflatten(1, (size * size, shapes))
+        parts.append(part.transpose(1, 2).flatten(1, 2))
+        start += count
+    assert start == NUM_BOXES
+    return torch.cat(parts, dim=1).transpose(1, 2)
+
+
+def their_outputs(model: nn.Module, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """Raw (B, N, 4) offsets and (B, N, C) logits of torchvision's model."""
+    images, _ = model.transform(list(pictures.permute(0, 3, 1, 2) / 255))
+    output = model.head(list(model.backbone(images.tensors).values()))
+    return output["bbox_regression"], output["cls_logits"]
+
+
+def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: Tensor) -> None:
+    checkpoint = read_checkpoint(file)
+    assert checkpoint.architecture.backbone == "vgg16"
+    ours, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
+    with torch.no_grad():
+        pixels = Normalise(torch.float64, conventions=TORCHVISION_VGG16)(pictures)
+        offsets, logits = ours(pixels)
+        expected = [our_order(t) for t in their_outputs(theirs, pictures.double())]
+    torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
+
+
+def test_detections_are_torchvisions_one_to_one(
+    theirs: nn.Module, file: Path, pictures: Tensor
+) -> None:
+    ours = load_network(read_checkpoint(file)).eval()
+    rules = TORCHVISION_VGG16
+    detector = Detector(
+        ours,
+        Cpu("eager"),
+        score_threshold=rules.score_threshold,
+        nms_iou=rules.nms_iou,
+    )
+    with torch.no_grad():
+        expected = theirs(list(pictures.permute(0, 3, 1, 2) / 255))
+    for found, wanted in zip(detector(pictures), expected, strict=True):
+        assert len(found.scores) == len(wanted["scores"]) >= 1
+        order = [
+            torch.argsort(s, descending=True, stable=True) for s in (found.scores, wanted["scores"])
+        ]
+        torch.testing.assert_close(
+            found.scores[order[0]], wanted["scores"][order[1]], atol=1e-5, rtol=0
+        )
+        assert torch.equal(found.labels[order[0]], wanted["labels"][order[1]])
+        torch.testing.assert_close(
+            found.boxes[order[0]] * 300, wanted["boxes"][order[1]], atol=2e-3, rtol=0
+        )
+
+
+def targets() -> tuple[Tensor, Tensor]:
+    """Ground truth of two pictures: (2, 3, 4) ltrb fractions and (2, 3) labels, one padded."""
+    boxes = torch.tensor(
+        [
+            [[0.1, 0.1, 0.5, 0.6], [0.3, 0.2, 0.9, 0.9], [0.6, 0.6, 0.64, 0.7]],
+            [[0.0, 0.0, 1.0, 1.0], [0.2, 0.5, 0.3, 0.7], [0.0, 0.0, 0.0, 0.0]],
+        ]
+    )
+    return boxes.double(), torch.tensor([[1, 17, 90], [3, 44, 0]])
+
+
+def their_losses(model: nn.Module, pictures: Tensor) -> dict[str, Tensor]:
+    boxes, labels = targets()
+    wanted = [
+        {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
+        for b, label in zip(boxes, labels, strict=True)
+    ]
+    losses: dict[str, Tensor] = model(list(pictures.permute(0, 3, 1, 2) / 255), wanted)
+    return losses
+
+
+@pytest.mark.slow
+def test_six_training_steps_are_torchvisions(
+    theirs: nn.Module, file: Path, pictures: Tensor
+) -> None:
+    theirs = deepcopy(theirs).train().double()
+    ours = load_network(read_checkpoint(file)).train().double()
+    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
+    normalise = Normalise(torch.float64, conventions=TORCHVISION_VGG16)
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
+        for m in (theirs, ours)
+    ]
+    for _ in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = their_losses(theirs, pictures.double())
+        found = loss(*ours(normalise(pictures)), *targets())
+        torch.testing.assert_close(found.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            found.classification, expected["classification"], rtol=1e-6, atol=1e-6
+        )
+        sum(expected.values()).backward()  # type: ignore[union-attr]
+        found.total.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_losses_are_torchvisions(theirs: nn.Module) -> None:
+    """The loss of given outputs, without the network's cost."""
+    from torchvision.models.detection.image_list import ImageList
+    from torchvision.ops import box_iou
+
+    generator = torch.Generator().manual_seed(1)
+    offsets = torch.randn(2, NUM_BOXES, 4, generator=generator, dtype=torch.float64)
+    logits = torch.randn(2, NUM_BOXES, NUM_CLASSES, generator=generator, dtype=torch.float64)
+    maps = [torch.zeros(2, 1, size, size) for size in FEATURE_SIZES]
+    anchors = theirs.anchor_generator(
+        ImageList(torch.zeros(2, 3, 300, 300), [(300, 300)] * 2), maps
+    )
+    boxes, labels = targets()
+    wanted = [
+        {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
+        for b, label in zip(boxes, labels, strict=True)
+    ]
+    matched = [
+        theirs.proposal_matcher(box_iou(w["boxes"], a.double()))
+        for w, a in zip(wanted, anchors, strict=True)
+    ]
+    outputs = {"bbox_regression": offsets, "cls_logits": logits}
+    expected = theirs.compute_loss(wanted, outputs, [a.double() for a in anchors], matched)
+    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
+    found = loss(our_order(offsets), our_order(logits), boxes, labels)
+    torch.testing.assert_close(found.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.classification, expected["classification"], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_classes_are_cocos_with_gaps(file: Path) -> None:
+    classes = read_checkpoint(file).classes
+    assert len(classes) == 90
+    assert (classes[0].id, classes[0].name) == (1, "person")
+    assert (classes[89].id, classes[89].name) == (90, "toothbrush")
+    assert classes[11].id is None  # 12 is a gap
