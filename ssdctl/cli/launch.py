@@ -11,18 +11,21 @@ import typer
 from ssdctl import files
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.main import app
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
     from ssdctl.launch.plan import Plan, Request
     from ssdctl.launch.run import Outcome
 
-CRASHES = (1, 8)  # what --restarts answers; other codes would come again
+CRASHES = (
+    ExitCode.BUG,
+    ExitCode.DISTRIBUTED,
+)  # what --restarts answers; other codes would come again
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES = {
-    8: "a rank or the launcher died; the first failure is above",
-    75: "stopped; run the same command again to go on",
-    130: "interrupted",
+    ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
+    ExitCode.STOPPED: "stopped; run the same command again to go on",
+    ExitCode.INTERRUPTED: "interrupted",
 }
 Devices = int | None
 
@@ -183,7 +186,7 @@ def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) ->
     from ssdctl.launch.logs import last_lines
     from ssdctl.runs.layout import RunDir
 
-    if outcome.code in (0, 75, 130):
+    if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
         return
     failure = first_failure(outcome.exits, plan.num_ranks if plan.nodes == 1 else None)
     if failure is None:
