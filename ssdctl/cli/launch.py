@@ -22,7 +22,7 @@ CRASHES = (
     ExitCode.DISTRIBUTED,
 )  # what --restarts answers; other codes would come again
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
-OUTCOMES = {
+OUTCOMES: dict[int, str] = {
     ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
     ExitCode.STOPPED: "stopped; run the same command again to go on",
     ExitCode.INTERRUPTED: "interrupted",
