@@ -13,7 +13,7 @@ import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ssdctl.data.formats.coco import ImageEntry
 from ssdctl.data.image_check import Checked, FileFingerprint, Wish, changed_images, check_image
 from ssdctl.data.store import METADATA_KEY, Shard
 from ssdctl.files import atomic_write
+from ssdctl.runtime.map_ahead import map_ahead
 
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
@@ -140,16 +141,11 @@ def _checked(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[list[Ch
             for image in job.images[first : first + TASK_IMAGES]
         ]
 
-    waiting: deque[Future[list[Checked]]] = deque()
     # Pillow warns of large pictures, which are refused here by their size, and of odd metadata.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for first in range(start, len(job.images), TASK_IMAGES):
-            waiting.append(pool.submit(check, first))
-            if len(waiting) > job.threads + 2:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        firsts = range(start, len(job.images), TASK_IMAGES)
+        yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 
 def _shown(

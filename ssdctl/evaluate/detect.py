@@ -8,9 +8,9 @@ sets the pace. On few cores the thread would only compete with it.
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
+from ssdctl.runtime.map_ahead import map_ahead
 
 Progress = Callable[..., Iterable[Any]]
 BATCHES_BEHIND = 2  # outputs that wait for their decoding
@@ -104,16 +105,13 @@ def _found(
             output = detector.forward(_filled(batch.images, least))
             yield from _finish(detector, split, batch.rows, output)
         return
-    pending: deque[Future[list[Detections]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            for batch in batches:
-                output = detector.forward(_filled(batch.images, least))
-                pending.append(pool.submit(_finish, detector, split, batch.rows, output))
-                if len(pending) > behind:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
+            outputs = ((b.rows, detector.forward(_filled(b.images, least))) for b in batches)
+            finished = map_ahead(
+                pool, lambda item: _finish(detector, split, *item), outputs, behind
+            )
+            yield from itertools.chain.from_iterable(finished)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
