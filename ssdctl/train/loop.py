@@ -45,7 +45,7 @@ from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
 from ssdctl.train.setup import Progress, Setup, prepare_run
-from ssdctl.train.step import StepResult, TrainStep, copied_ahead
+from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
 
@@ -261,7 +261,7 @@ class _Trainer:
             decoder=setup.device.decoder,
         )
         batches = source.batches(0, self.plan.total_steps - self.step)
-        self.batches = copied_ahead(batches, setup.device)
+        self.batches = copy_ahead(batches, setup.device)
 
     def _next_sample(self) -> int:
         """Return the position of the first sample in the stream that was not trained on yet."""

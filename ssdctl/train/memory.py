@@ -1,9 +1,8 @@
-"""What a training step needs of a device's memory: before it starts (`--bs auto`), and after it
-failed.
+"""Estimate the device memory of a training step: for `--bs auto`, and after an out-of-memory error.
 
-The activations that backward needs are counted on fake tensors: shapes without memory, on any
-machine. Where the device can be asked, `--bs auto` takes real steps, and measures them once their
-kernels are chosen.
+The activations that backward needs are counted on fake tensors, which have shapes but no memory, on
+any machine. If the device reports its memory, `--bs auto` takes real steps and measures their peaks
+after their kernels are chosen.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.step import TrainStep
 
-USED_SHARE = 0.9  # of the memory: the allocator splits some, kernels want room to work in
-LARGE_PROBE = 48  # images at most; with a third as many beside them, they tell what one needs
-WORKSPACE = 1.15  # gradients of activations and kernels' room, on top of what is saved
+USED_FRACTION = 0.9  # the rest is for fragmentation and kernels' workspaces
+LARGE_PROBE = 48  # most images of the larger measured batch; the smaller one has a third
+WORKSPACE = 1.15  # gradients of activations and kernels' workspaces, relative to activations
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes: of the network, its gradients and its optimizer; and of each image of a batch."""
+    """Bytes of the network, its gradients and its optimizer state; and of each image of a batch."""
 
     fixed: int
     per_image: int
 
     def fits(self, memory_bytes: int) -> int:
-        """The largest batch for that much memory; a multiple of 8 where it is larger than 8."""
-        most = max(int((USED_SHARE * memory_bytes - self.fixed) / self.per_image), 0)
+        """Return the largest batch that fits, 0 if none; a multiple of 8 if larger than 8."""
+        most = max(int((USED_FRACTION * memory_bytes - self.fixed) / self.per_image), 0)
         return most if most < 8 else most - most % 8
 
 
 def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
-    """What a step needs, counted."""
+    """Estimate the memory of a step by counting tensors."""
     with FakeTensorMode():
         model = architecture.build()
     parameters = sum(p.numel() for p in model.parameters())
@@ -60,7 +59,7 @@ def estimate(architecture: Architecture, config: TrainConfig, precision: str) ->
 
 
 def activation_bytes(architecture: Architecture, precision: str) -> int:
-    """What backward keeps of one image's forward."""
+    """Return the bytes that one image's forward pass saves for backward."""
     two, three = (_saved_bytes(architecture, precision, size) for size in (2, 3))
     return three - two
 
@@ -87,7 +86,7 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
 def random_batch(
     batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
 ) -> Batch:
-    """Noise with as many boxes as COCO has on a picture: costs what a real batch costs."""
+    """Return random images with as many boxes as COCO has: costs as much as a real batch."""
     generator = torch.Generator().manual_seed(0)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
@@ -104,25 +103,25 @@ def random_batch(
 def with_batch_size(
     config: Config, architecture: Architecture, device: Device, ranks: Ranks, precision: str
 ) -> Config:
-    """The config with `--bs auto` replaced by what it comes down to, the same on every rank.
+    """Return the config with `--bs auto` resolved, to the same number on every rank.
 
     Raises:
-        UsageError: The device's memory cannot be asked, or not even one image fits.
+        UsageError: The device does not report its memory, or not even one image fits.
     """
     if config.train.batch_size != "auto":
         return config
     if device.is_host:
         raise UsageError(
-            f"--bs auto: the memory of device {device.name} says nothing about a good batch size",
+            f"--bs auto: the memory of device {device.name} does not determine a good batch size",
             hint="give a number, as in --bs 8",
         )
     memory = device.memory_bytes()
     if memory is None:
         raise UsageError(
-            f"--bs auto: device {device.name} does not tell its memory",
+            f"--bs auto: device {device.name} does not report its memory",
             hint="give a number, as in --bs 32",
         )
-    fits = _what_is_measured_to_fit(config.train, architecture, device, precision, memory)
+    fits = _measured_batch_size(config.train, architecture, device, precision, memory)
     fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)
     if fits < 1:
         raise UsageError(
@@ -133,22 +132,22 @@ def with_batch_size(
     return msgspec.structs.replace(config, train=train)
 
 
-def _what_is_measured_to_fit(
+def _measured_batch_size(
     config: TrainConfig, architecture: Architecture, device: Device, precision: str, memory: int
 ) -> int:
-    """The largest batch, by the peaks of two small ones; 0 where these do not fit."""
+    """Return the largest batch by the peaks of two small ones; 0 if those do not fit."""
     likely = estimate(architecture, config, precision).fits(memory)
-    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of it is 2: batch norm wants two
+    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of 6 is 2, which batch norm needs
     peaks = {}
     try:
         for size in (large // 3, large):
-            _forget(device)
+            _free_unused(device)
             peaks[size] = _peak(size, config, architecture, device, precision)
     except (RuntimeError, MemoryError) as error:
         if not device.is_out_of_memory(error):
             raise
         return 0
-    _forget(device)
+    _free_unused(device)
     (less, low), (more, high) = peaks.items()
     per_image = max((high - low) / (more - less), 1)
     return MemoryEstimate(int(low - less * per_image), int(per_image)).fits(memory)
@@ -157,22 +156,22 @@ def _what_is_measured_to_fit(
 def _peak(
     size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
 ) -> int:
-    """The most memory that a step on so many images holds, on a network that is thrown away."""
+    """Return the peak memory of a step on `size` images, with a temporary network."""
     model = device.place(architecture.build()).train()
     optimizer = build_optimizer(model, config, device)
     scale = loss_scale(precision, device, optimizer)
     step = TrainStep(model, optimizer, device, config, precision, scale=scale)
     batch = random_batch(size, architecture.num_classes)
-    step([batch], 0.0)  # compiles, and tries kernels that may need more than those that win
+    step([batch], 0.0)  # compiles, and tries kernels that may need more memory than the chosen ones
     device.synchronize()
     device.release_memory()
-    step([batch], 0.0)  # the one that CUDA graphs record, so it takes all that they hold
+    step([batch], 0.0)  # recorded by CUDA graphs, so it includes their memory
     device.synchronize()
     return device.peak_memory_bytes()
 
 
-def _forget(device: Device) -> None:
-    """Free networks that nobody uses any more: compiled ones hold themselves, and graphs."""
+def _free_unused(device: Device) -> None:
+    """Free networks that are no longer used: compiled ones keep references to themselves."""
     if device.execution == "compile":
         torch.compiler.reset()
     gc.collect()
@@ -183,10 +182,10 @@ def _forget(device: Device) -> None:
 def out_of_memory_hints(
     architecture: Architecture, config: TrainConfig, device: Device, precision: str
 ) -> Iterator[None]:
-    """Turn an allocator's error into one that says which `--bs` would fit.
+    """Turn an allocator's error into one that names a `--bs` that fits.
 
     Raises:
-        UsageError: Instead of the device's own error that its memory is full.
+        UsageError: The device is out of memory; replaces the device's own error.
     """
     try:
         yield
@@ -196,17 +195,17 @@ def out_of_memory_hints(
         memory = device.memory_bytes()
         raise UsageError(
             f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_what_fits(estimate(architecture, config, precision), memory, config),
+            hint=_batch_size_hint(estimate(architecture, config, precision), memory, config),
         ) from error
 
 
-def _what_fits(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
+def _batch_size_hint(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
     tried = config.batch_size
     assert isinstance(tried, int)
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
     fits = min(need.fits(memory) if memory else tried // 2, tried - 1)
-    # What is left of a device that others use too can be too little for the estimate.
+    # On a shared device less memory may be free than the estimate assumes.
     fits = max(fits, 1)
     more = -(-tried * config.accumulate // fits)
     return f"--bs {fits} would fit; with --accumulate {more} the global batch stays about the same"

@@ -1,4 +1,4 @@
-"""From uint8 pictures and their boxes to the loss: the piece of a step that is compiled as one."""
+"""Compute the loss of uint8 images and their boxes: the part of a step compiled as one graph."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Objective(nn.Module):
 
     Args:
         model: The network, on the device.
-        device: Where all of it is.
-        precision: Of the network; the rest computes in the weights' own.
+        device: The device of all tensors.
+        precision: Of the network; everything else is computed in the weights' dtype.
     """
 
     def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
@@ -33,7 +33,7 @@ class Objective(nn.Module):
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
     ) -> Tensor:
-        """The fields of `Losses` as one tensor of three."""
+        """Return the fields of `Losses` as a tensor of shape (3,)."""
         pixels = self.normalise(images_BHW3, jitter_B4)
         with self._device.autocast(self._precision):
             offsets, logits = self.model(pixels)

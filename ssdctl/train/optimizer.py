@@ -1,4 +1,4 @@
-"""SGD or AdamW as the device has them fastest, and how one is told to leave a step out."""
+"""Build the device's fastest SGD or AdamW; update weights unless the step must be skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST_LR = 1e-30
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
-    """The recipe's optimizer. Its learning rate is set at every step."""
+    """Return the recipe's optimizer. `set_lr` sets its learning rate at every step."""
     light_optimizer.avoid_dynamo_import()
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if _is_decayed(p, config)]
@@ -25,8 +25,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # An optimizer makes its state at the first step, some of uninitialised memory that the kernel
-    # fills; a first step that is left out would leave it so. Zeros give the same first step.
+    # Optimizers create their state at the first step, some in uninitialised memory that the kernel
+    # fills; if that step is skipped it stays uninitialised. Zeros give the same first step.
     if config.optimizer == "adamw":
         optimizer = device.adamw(groups, config.lr, (config.momentum, 0.999))
         for parameter in trained:
@@ -44,14 +44,14 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
 
 
 def _is_decayed(parameter: Tensor, config: TrainConfig) -> bool:
-    """Biases and the scales of batch norm are the vectors among the parameters."""
+    """Return whether weight decay applies. Biases and batch norm's scales are vectors."""
     return config.decay_bias_and_norm or parameter.dim() > 1
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
-        # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
+        # AdamW on lazy devices divides by the rate, which is 0 at the start of a warm-up.
         rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -60,20 +60,20 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, device: Device, is_left_out: Tensor, scale: Tensor | None
+    optimizer: torch.optim.Optimizer, device: Device, is_skipped: Tensor, scale: Tensor | None
 ) -> None:
-    """Step, unless the flag on the device says to leave this one out. Never waits.
+    """Take a step unless the flag on the device is set. Does not wait for the device.
 
     Args:
         optimizer: From `build_optimizer`.
-        device: Where it is.
-        is_left_out: A scalar: 1.0 leaves weights and state as they are.
-        scale: What the gradients were multiplied by.
+        device: The optimizer's device.
+        is_skipped: A scalar on the device: 1.0 leaves weights and state unchanged.
+        scale: The factor of the gradients.
     """
     if device.supports_found_inf:
-        # The fused kernels read these on the device (as GradScaler has them do); torch's stubs do
-        # not know the attributes.
-        optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
+        # The fused kernels read these on the device, as with GradScaler; torch's stubs lack the
+        # attributes.
+        optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
         optimizer.grad_scale = scale  # type: ignore[attr-defined]
         light_optimizer.step(optimizer)
         return
@@ -84,23 +84,23 @@ def update(
         before = [t.detach().clone() for t in (*parameters, *states)]
         light_optimizer.step(optimizer)
         for tensor, old in zip((*parameters, *states), before, strict=True):
-            tensor.copy_(torch.where(is_left_out > 0, old, tensor))
+            tensor.copy_(torch.where(is_skipped > 0, old, tensor))
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """By its state: a vendor's AdamW need not be PyTorch's."""
+    """Return whether it is AdamW, judged by its state: a vendor's class differs from PyTorch's."""
     return any("exp_avg" in state for state in optimizer.state.values())
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `state_dict` gave, on whatever device and in whatever memory layout.
+    """Load a `state_dict` of any device and memory layout.
 
-    The settings stay this optimizer's own: the other's belong to another device's kernels (`fused`,
-    `capturable`) and to its schedule. The fused kernels walk through a weight and its momentum side
-    by side, as they lie in memory.
+    The settings stay this optimizer's: the saved ones belong to another device's kernels (`fused`,
+    `capturable`) and to its schedule. The fused kernels need a weight and its momentum in the same
+    memory layout.
     """
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**own, "params": theirs["params"]} for own, theirs in pairs]
+    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():

@@ -160,7 +160,7 @@ class ProgressLog:
     def detections(self, detections: Detections, step: int) -> None:
         """Draw the detections on the first validation images, in TensorBoard only."""
         if self._tensorboard is not None and self._setup.val is not None:
-            self._tensorboard.pictures(self._setup.val, detections, step)
+            self._tensorboard.images(self._setup.val, detections, step)
 
     def evaluation(self, evaluation: Evaluation, *, is_best: bool) -> None:
         """Record an evaluation and the AP of each class; keep its details if it is the best."""

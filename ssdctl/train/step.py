@@ -1,7 +1,7 @@
-"""One optimizer step: colour, network, targets, loss, backward, guard, update.
+"""Take one optimizer step: colour, network, targets, loss, backward, non-finite check, update.
 
-Nothing here waits for the device: what went wrong is counted there, and read at a log point.
-Shapes never change where steps are compiled, so that is done once.
+Nothing here waits for the device: flags stay on it and are read at a log point. Shapes are constant
+if steps are compiled, so that they are compiled once.
 """
 
 from __future__ import annotations
@@ -15,26 +15,24 @@ from torch import Tensor, nn
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.model.loss import Losses
 from ssdctl.train.loss_scale import LossScale
 from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import set_lr, update
 
-SINGLE_PROCESS = Ranks(0, 1, 0)
-
 
 class StepResult:
-    """What a step left on the device: scalars that have not been waited for."""
+    """The result of a step: scalars on the device, not waited for."""
 
     def __init__(self, losses: Losses, grad_norm: Tensor, is_bad: Tensor) -> None:
         self.losses = losses
         self.grad_norm = grad_norm
-        self.is_bad = is_bad  # 1.0 where the step was left out, and not just to find a scale
+        self.is_bad = is_bad  # 1.0 if the step was skipped, other than to find the loss scale
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """The figures, waited for once; the losses are means over the ranks."""
+        """Wait for the device once; return the metrics. The losses are means over the ranks."""
         losses = collectives.average(torch.stack(list(self.losses)), ranks)
         values = torch.cat([losses, torch.stack([self.grad_norm, self.is_bad])]).tolist()
         names = ("loss", "loss_box", "loss_class", "grad_norm", "is_bad")
@@ -42,16 +40,16 @@ class StepResult:
 
 
 class TrainStep:
-    """The network, its loss and its optimizer, ready to step.
+    """Takes optimizer steps of a network.
 
     Args:
         model: The network on the device.
         optimizer: Of `build_optimizer`.
-        device: Where all of it is.
+        device: The device of all tensors.
         config: The run.
         precision: Of the network.
-        ranks: Who averages the gradients.
-        scale: For fp16.
+        ranks: The ranks that average gradients.
+        scale: The loss scale, for fp16.
     """
 
     def __init__(
@@ -79,39 +77,39 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
 
-        A step whose loss or gradient is not finite on any rank moves nothing: neither weights nor
-        momentum nor the statistics of batch norm. All ranks decide alike.
+        If the loss or a gradient is not finite on any rank, all ranks skip the step: weights,
+        momentum and batch norm's statistics stay unchanged.
         """
         set_lr(self._optimizer, lr)
-        self._clear_gradients(adds_up=len(batches) > 1)
+        self._clear_gradients(accumulates=len(batches) > 1)
         statistics = _joined(self._statistics)
         parts = []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self._without_sync():
-                losses = self._objective(*_moved(batch, self._device.torch_device))
+                losses = self._objective(*_to_device(batch, self._device.torch_device))
                 self._backward(losses[0] / len(batches))
             parts.append(losses.detach().clone())
             self._device.mark_step()
         mean = torch.stack(parts).mean(dim=0)
-        norm, is_left_out = self._judge(mean[0])
-        is_bad = is_left_out
+        norm, is_skipped = self._clip_gradients(mean[0])
+        is_bad = is_skipped
         if self._scale is not None:
-            is_bad = is_left_out * (~self._scale.is_ordinary(mean[0])).float()
+            is_bad = is_skipped * (~self._scale.explains(mean[0])).float()
         scale = None if self._scale is None else self._scale.scale
-        update(self._optimizer, self._device, is_left_out, scale)
+        update(self._optimizer, self._device, is_skipped, scale)
         if self._scale is not None:
-            self._scale.adapt(is_left_out)
-        self._restore(statistics, is_left_out)
+            self._scale.adapt(is_skipped)
+        self._restore(statistics, is_skipped)
         self._device.mark_step()
         return StepResult(Losses(*mean), norm, is_bad)
 
-    def _clear_gradients(self, *, adds_up: bool) -> None:
-        """Forget the last step's gradients.
+    def _clear_gradients(self, *, accumulates: bool) -> None:
+        """Clear the last step's gradients.
 
-        Gradients that add up need memory of their own: a CUDA graph writes each into the same.
+        Accumulated gradients need memory of their own: a CUDA graph always writes to the same.
         """
-        if not adds_up:
+        if not accumulates:
             self._optimizer.zero_grad(set_to_none=True)
             return
         for parameter in self._parameters:
@@ -126,8 +124,12 @@ class TrainStep:
         scaled = loss if self._scale is None else loss * self._scale.scale
         scaled.backward()
 
-    def _judge(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient's norm, to which it is clipped; and 1.0 where the step must be left out."""
+    def _clip_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Average the gradients over ranks and clip them.
+
+        Returns:
+            The norm before clipping, and 1.0 if the step must be skipped.
+        """
         gradients = self._gradients()
         if self._ranks.world_size > 1 and not self._device.averages_in_backward:
             for gradient in gradients:
@@ -136,19 +138,19 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._scale is not None:
             norm = norm / self._scale.scale
-        is_left_out = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+        is_skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
         if self._ranks.world_size > 1:
-            torch.distributed.all_reduce(is_left_out, torch.distributed.ReduceOp.MAX)
+            torch.distributed.all_reduce(is_skipped, torch.distributed.ReduceOp.MAX)
         if self._clip:
-            # nan_to_num: a bad norm must not spread; the optimizer leaves that step out anyway.
+            # nan_to_num keeps a NaN norm out of the gradients; such a step is skipped anyway.
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
             torch._foreach_mul_(gradients, factor)
-        return norm, is_left_out
+        return norm, is_skipped
 
-    def _restore(self, before: Tensor, is_left_out: Tensor) -> None:
-        """Put batch norm's statistics back where the step was left out."""
+    def _restore(self, before: Tensor, is_skipped: Tensor) -> None:
+        """Restore batch norm's statistics if the step is skipped."""
         if self._statistics:
-            kept = torch.where(is_left_out > 0, before, _joined(self._statistics))
+            kept = torch.where(is_skipped > 0, before, _joined(self._statistics))
             parts = kept.split([b.numel() for b in self._statistics])
             torch._foreach_copy_(
                 self._statistics,
@@ -156,46 +158,46 @@ class TrainStep:
             )
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients are averaged over the ranks once a step, with the last micro-batch."""
+        """Average gradients over the ranks only with the last micro-batch of a step."""
         if isinstance(self._objective, nn.parallel.DistributedDataParallel):
             return self._objective.no_sync()
         return contextlib.nullcontext()
 
 
-def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
-    """The batches on the device, each copied while the device works on the one before."""
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+    """Yield batches on the device, each copied while the device works on the previous one."""
     if device.is_host:
         yield from map(trim_padding, batches) if device.execution == "eager" else batches
         return
-    waiting: Batch | None = None
+    copied_before: Batch | None = None
     for batch in batches:
-        device.wait_for_copies()  # of the one that waits, not of the one that comes
-        is_there = batch.images.device.type != "cpu"  # where they were decoded
+        device.wait_for_copies()  # of the previous batch, not of this one
+        is_on_device = batch.images.device.type != "cpu"  # decoded there
         copied = batch._replace(
-            images=batch.images if is_there else device.copy(batch.images),
+            images=batch.images if is_on_device else device.copy(batch.images),
             boxes=device.copy(batch.boxes),
             labels=device.copy(batch.labels),
             jitter=None if batch.jitter is None else device.copy(batch.jitter),
         )
-        if waiting is not None:
-            yield waiting
-        waiting = copied
-    if waiting is not None:
+        if copied_before is not None:
+            yield copied_before
+        copied_before = copied
+    if copied_before is not None:
         device.wait_for_copies()
-        yield waiting
+        yield copied_before
 
 
-def _moved(batch: Batch, place: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """What the objective takes; nothing is copied that lies on the device already."""
-    jitter = None if batch.jitter is None else batch.jitter.to(place, non_blocking=True)
+def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the inputs of the objective on the device; those already there are not copied."""
+    jitter = None if batch.jitter is None else batch.jitter.to(device, non_blocking=True)
     return (
-        batch.images.to(place, non_blocking=True),
+        batch.images.to(device, non_blocking=True),
         jitter,
-        batch.boxes.to(place, non_blocking=True),
-        batch.labels.to(place, non_blocking=True),
+        batch.boxes.to(device, non_blocking=True),
+        batch.labels.to(device, non_blocking=True),
     )
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """One flat copy of many small tensors: a kernel instead of one for each."""
+    """Return a flat copy of many small tensors: one kernel instead of one for each."""
     return torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
