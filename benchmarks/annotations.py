@@ -48,10 +48,10 @@ print(json.dumps(dict(seconds=seconds, read=read, peak=peak, count=count)))
 """
 
 
-def generate(path: Path, num_images: int, num_boxes: int) -> None:
-    """Write an annotation file of COCO's shape."""
+def generate(path: Path, num_images: int, num_boxes: int, *, polygons: bool = True) -> None:
+    """Write an annotation file of COCO's shape, or one with boxes only."""
     dice = random.Random(0)
-    polygons = [
+    outlines = [
         ",".join(f"{dice.uniform(0, 640):.2f}" for _ in range(2 * dice.randint(*POINTS)))
         for _ in range(POLYGONS)
     ]
@@ -68,8 +68,9 @@ def generate(path: Path, num_images: int, num_boxes: int) -> None:
         for i in range(num_boxes):
             x, y = dice.uniform(0, 500), dice.uniform(0, 400)
             w, h = dice.uniform(1, 140), dice.uniform(1, 80)
+            outline = f'"segmentation": [[{outlines[dice.randrange(POLYGONS)]}]], '
             file.write(
-                f'{", " if i else ""}{{"segmentation": [[{polygons[dice.randrange(POLYGONS)]}]], '
+                f"{', ' if i else ''}{{{outline if polygons else ''}"
                 f'"area": {w * h / 2:.4f}, "iscrowd": 0, "image_id": {dice.randrange(num_images)}, '
                 f'"bbox": [{x:.2f},{y:.2f},{w:.2f},{h:.2f}], '
                 f'"category_id": {dice.randint(1, 80)}, "id": {i}}}'

@@ -1,10 +1,11 @@
-"""Time `ssdctl prepare` on many small JPEGs.
+"""Time `ssdctl prepare`, and the start of training, on many small JPEGs.
 
-python benchmarks/prepare.py [--images 118287] [--dir FOLDER] [--verify]
+python benchmarks/prepare.py [--images 118287] [--boxes-only] [--dir FOLDER] [--verify]
 
-As many images and boxes as COCO's train2017 has, the pictures 640 x 480 and some 3 KB each, so that
-what is measured is the work per image and not the disk. Each command is a process of its own, timed
-from start to end, imports and all.
+Images are 640 x 480 and some 3 KB each, hard links to 64 files, so that the work per image is
+measured and not the disk. There are as many boxes per image as in COCO's train2017, or with
+`--boxes-only` (no polygons) as in Open Images: `--images 1743042 --boxes-only` has its size. Each
+command is a process of its own, timed from start to end, imports included.
 """
 
 from __future__ import annotations
@@ -23,71 +24,112 @@ import numpy as np
 from annotations import generate
 from PIL import Image
 
-BOXES_PER_IMAGE = 860_001 / 118_287
+COCO_BOXES_PER_IMAGE = 860_001 / 118_287
+OPEN_IMAGES_BOXES_PER_IMAGE = 14_610_229 / 1_743_042
 PICTURES = 64  # different ones
-COMMANDS = {
-    "packed": [],
-    "again, nothing changed": [],
-    "index alone": ["--no-pack"],
-}
-VERIFY = {"index alone, every image decoded": ["--no-pack", "--verify-images"]}
+PACKED = {"packed": [], "again, nothing changed": []}
+INDEX = {"index only": ["--no-pack"], "index again, nothing changed": ["--no-pack"]}
+VERIFY = {"index only, every image decoded": ["--no-pack", "--verify-images"]}
+START = """
+import json, resource, sys, time
+begun = time.perf_counter()
+from pathlib import Path
+from ssdctl.data.prepare import open_dataset
+from ssdctl.input.loader import TrainLoader
+from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.samples import LoaderConfig
+times = {"imports": time.perf_counter() - begun}
+root = Path(sys.argv[1])
+split = open_dataset(root, root / "prepared", say=print)["train"]
+times["open, every file checked"] = time.perf_counter() - begun - sum(times.values())
+config = LoaderConfig(0, 0, 32, 0, 1, 1, True, 18.0, 2, split.most_boxes)
+for step in (0, 1_000_000):
+    start = time.perf_counter()
+    loader = TrainLoader(split, SampleStream(split.trainable, 0), config)
+    next(loader.batches(step, step + 2))
+    times[f"first batch at step {step:,}"] = time.perf_counter() - start
+    start = time.perf_counter()
+    SampleStream(split.trainable, 0).samples(32 * step, 1)
+    times[f"an epoch's permutation, at step {step:,}"] = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+print(json.dumps({"times": times, "peak": peak}))
+"""
 
 
 def pictures() -> list[bytes]:
     """Small JPEGs of 640 x 480."""
     rng = np.random.default_rng(0)
-    found = []
+    encoded = []
     for _ in range(PICTURES):
         coarse = Image.fromarray(rng.integers(0, 255, (3, 4, 3), dtype=np.uint8))
         buffer = io.BytesIO()
         coarse.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=10)
-        found.append(buffer.getvalue())
-    return found
+        encoded.append(buffer.getvalue())
+    return encoded
+
+
+def make_images(folder: Path, count: int) -> None:
+    """Fill a folder with hard links to a few files; a file has at most 65,000 names on ext4."""
+    folder.mkdir()
+    contents = pictures()
+    sources: dict[int, Path] = {}
+    for i in range(count):
+        path = folder / f"{i:012d}.jpg"
+        picture = i % PICTURES
+        if i // PICTURES % 30_000 == 0:
+            path.write_bytes(contents[picture])
+            sources[picture] = path
+        else:
+            os.link(sources[picture], path)
+
+
+def run_timed(command: list[str]) -> tuple[str, float, float]:
+    """Run a command; return its output, seconds, and peak memory in GB."""
+    begun = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, output
+    return output, time.perf_counter() - begun, usage.ru_maxrss * 1024 / 1e9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=118_287)
+    parser.add_argument("--boxes-only", action="store_true", help="no polygons, index only")
     parser.add_argument("--dir", help="where to put the dataset; it is removed afterwards")
     parser.add_argument("--verify", action="store_true", help="also decode every image")
     options = parser.parse_args()
-    commands = COMMANDS | (VERIFY if options.verify else {})
+    commands = (INDEX if options.boxes_only else PACKED | INDEX) | (
+        VERIFY if options.verify else {}
+    )
     count = options.images
+    per_image = OPEN_IMAGES_BOXES_PER_IMAGE if options.boxes_only else COCO_BOXES_PER_IMAGE
+    num_boxes = round(count * per_image)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         root = Path(folder)
-        (root / "train2017").mkdir()
+        make_images(root / "train2017", count)
         (root / "annotations").mkdir()
-        made = pictures()
-        for i in range(count):
-            (root / "train2017" / f"{i:012d}.jpg").write_bytes(made[i % PICTURES])
         annotations = root / "annotations" / "instances_train2017.json"
-        generate(annotations, count, round(count * BOXES_PER_IMAGE))
-        size = sum(map(len, made)) / PICTURES
-        print(f"{count:,} images of {size / 1e3:.1f} KB, {os.cpu_count()} cores")
-        run = "from ssdctl.__main__ import run; run()"
+        generate(annotations, count, num_boxes, polygons=not options.boxes_only)
+        size = annotations.stat().st_size / 1e9
+        print(
+            f"{count:,} images, {num_boxes:,} boxes, {size:.2f} GB of JSON, {os.cpu_count()} cores"
+        )
+        program = "from ssdctl.__main__ import run; run()"
         for name, more in commands.items():
-            command = [
-                sys.executable,
-                "-c",
-                run,
-                "prepare",
-                "--data",
-                folder,
-                "--json",
-                "-q",
-                *more,
-            ]
-            begun = time.perf_counter()
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None
-                said = process.stdout.read()
-                _, status, usage = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
-            seconds = time.perf_counter() - begun
-            assert process.returncode == 0, said
-            assert json.loads(said)["unchanged"] == (name == "again, nothing changed")
-            rate, peak = count / seconds, usage.ru_maxrss * 1024 / 1e9
-            print(f"  {name:<34}{seconds:7.1f} s {rate:8.0f} img/s  {peak:.2f} GB peak")
+            output, seconds, peak = run_timed(
+                [sys.executable, "-c", program, "prepare", "--data", folder, "--json", "-q", *more]
+            )
+            assert json.loads(output)["unchanged"] == ("nothing changed" in name)
+            print(f"  {name:<34}{seconds:7.1f} s {count / seconds:8.0f} img/s  {peak:.2f} GB peak")
+        output, _, peak = run_timed([sys.executable, "-c", START, folder])
+        start = json.loads(output.splitlines()[-1])
+        for name, seconds in start["times"].items():
+            print(f"  {name:<42}{seconds:7.2f} s")
+        print(f"  training's start: {start['peak']:.2f} GB peak")
 
 
 if __name__ == "__main__":

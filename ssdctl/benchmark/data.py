@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from ssdctl.benchmark.common import endless_batches, plan_alone
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
+from ssdctl.data.image_decode import decode
 from ssdctl.data.store import Split
 from ssdctl.device import inductor, open_device
 from ssdctl.device.base import Device
-from ssdctl.input.decode import decode, shrink_crop
 from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.input.resize import resize_crop
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, draw_samples
 from ssdctl.model.augment import Normalise
@@ -135,7 +136,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             times.append(time.perf_counter())
             pixels = decode(content, (width, height), rows=bottom)
             times.append(time.perf_counter())
-            shrink_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+            resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
             times.append(time.perf_counter())
             for name, value in zip(list(spent)[1:], np.diff(times), strict=True):
                 spent[name].append(float(value))

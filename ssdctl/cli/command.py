@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 
 from ssdctl.cli.console import Console
+from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, select
@@ -54,6 +55,7 @@ def command(
     panel: str | None = None,
     settings: Sequence[str] = (),
     examples: Sequence[str] = (),
+    more_options: Sequence[inspect.Parameter] = (),
     is_isolated: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command.
@@ -64,6 +66,7 @@ def command(
         panel: The heading under which `ssdctl --help` lists it.
         settings: The settings that are its options (`train.*`, `data.root`).
         examples: Command lines for `--help`.
+        more_options: Options made from a table; the function takes them as `**options`.
         is_isolated: Leave ./ssdctl.toml and SSDCTL_* variables out: for commands that mend them.
     """
 
@@ -84,16 +87,21 @@ def command(
         def add_options() -> None:
             chosen.extend(select(*settings) if settings else [])
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
+            own = [*more_options, *(p for p in own if p.kind is not p.VAR_KEYWORD)]
             for parameter in own:
                 _take_no_value(parameter)
             parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
             _sign(run, parameters)
+
+        class Command(AliasCommand):
+            settings = chosen
 
         run.__name__ = function.__name__
         _sign(run, [])
         _without_options.append((function.__module__.rpartition(".")[2], add_options))
         app.command(
             name,
+            cls=Command,
             help=_flowing(inspect.getdoc(function) or "") + _examples(examples),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["-h", "--help"]},

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
@@ -17,6 +17,7 @@ from ssdctl.config.resolve import (
     preset_overrides,
     read_toml,
     resolve,
+    setting_path,
 )
 from ssdctl.config.settings import all_settings
 from ssdctl.errors import UsageError
@@ -60,10 +61,12 @@ def show(
 
 def _named(key: str) -> list[str]:
     """The settings of a table, or the one of that name."""
-    found = [path for path in all_settings() if key in (path, path.partition(".")[0])]
-    if not found:
+    paths = [path for path in all_settings() if key == path.partition(".")[0]]
+    if (path := setting_path(key)) is not None:
+        paths.append(path)
+    if not paths:
         raise UsageError(f"unknown key {key!r}", hint=nearest_key(key))
-    return found
+    return paths
 
 
 def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app, run_command
 from ssdctl.runs.layout import RunDir
 
 # Found by trials on two cores (benchmarks/RESULTS.md): one pass over 1,040 pictures, from random

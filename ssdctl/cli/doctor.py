@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.interrupts import stoppable
-from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 
 WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file, an issue

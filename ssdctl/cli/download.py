@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, patience
-from ssdctl.cli.main import app
 from ssdctl.errors import IntegrityError, UsageError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.runs.layout import RunDir

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command, completer
-from ssdctl.cli.main import app
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:

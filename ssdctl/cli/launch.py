@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,37 +10,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ssdctl import files
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
+from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
     from ssdctl.launch.plan import Plan, Request
     from ssdctl.launch.run import Outcome
 
-CRASHES = (
-    ExitCode.BUG,
-    ExitCode.DISTRIBUTED,
-)  # what --restarts answers; other codes would come again
+CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES: dict[int, str] = {
     ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
     ExitCode.STOPPED: "stopped; run the same command again to go on",
     ExitCode.INTERRUPTED: "interrupted",
 }
-Devices = int | None
 
 
-def _count(flag: str, what: str) -> typer.models.OptionInfo:
+def _count_parameter(device: DeviceType) -> inspect.Parameter:
+    """Return the option that counts the devices of one type, for the signature of `launch`."""
     option: typer.models.OptionInfo = typer.Option(
-        flag,
+        device.count_option,
         min=1,
         metavar="N",
-        help=f"Run on N {what}, those of all nodes together",
+        help=f"Run on N {device.description} ({device.launcher}), the total of all nodes",
         rich_help_panel="Launch",
         show_default=False,
     )
-    return option
+    return inspect.Parameter(
+        device.name,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        default=None,
+        annotation=Annotated[int | None, option],
+    )
 
 
 @command(
@@ -47,6 +51,7 @@ def _count(flag: str, what: str) -> typer.models.OptionInfo:
     "launch",
     panel="Train",
     settings=["launch.*", "data.*", "model.*", "train.*"],
+    more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
     examples=[
         "ssdctl launch --hpus 8 --bs 128 --bf16",
         "ssdctl launch --gpus 4 --data data/coco --dry-run",
@@ -58,10 +63,6 @@ def _count(flag: str, what: str) -> typer.models.OptionInfo:
 )
 def launch(
     call: Call,
-    hpus: Annotated[Devices, _count("--hpus", "Gaudi cards (mpirun)")] = None,
-    gpus: Annotated[Devices, _count("--gpus", "GPUs (torchrun)")] = None,
-    tpus: Annotated[Devices, _count("--tpus", "TPU chips (torchrun with torch_xla)")] = None,
-    cpus: Annotated[Devices, _count("--cpus", "processes on CPUs (torchrun)")] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -94,17 +95,17 @@ def launch(
             metavar="[-- COMMAND ...]", help="Another ssdctl command to launch instead of train"
         ),
     ] = None,
+    **counts: int | None,
 ) -> None:
     """Train on several devices: write the launcher's command, and run it.
 
     Takes every option of `ssdctl train` and hands it on. Slurm and Kubernetes get the job and its
     id is printed; their own settings are the tables `slurm` and `kubernetes` of the config.
     """
-    counts = {"hpu": hpus, "cuda": gpus, "xla": tpus, "cpu": cpus}
     given = [(device, count) for device, count in counts.items() if count is not None]
     if len(given) != 1:
         raise UsageError(
-            "give exactly one of --hpus, --gpus, --tpus and --cpus",
+            f"give exactly one of {', '.join(d.count_option for d in DEVICE_TYPES.values())}",
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request

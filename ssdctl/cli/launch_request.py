@@ -9,10 +9,9 @@ import sys
 import uuid
 from pathlib import Path
 
-import typer
-
-from ssdctl.cli.command import Call, make_options
-from ssdctl.cli.main import app, refuse_old_options
+from ssdctl.cli.app import app, click_root
+from ssdctl.cli.command import Call
+from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
@@ -150,14 +149,13 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
             f"{stray[0]} belongs to train, but {rest[0]} is launched",
             hint=f"put the options of {rest[0]} after --",
         )
-    _check_options(rest)
-    return rest
+    return _without_aliases(rest)
 
 
-def _check_options(rest: list[str]) -> None:
-    """Refuse here what every rank would refuse, between the launcher's tracebacks."""
-    refuse_old_options(rest)
-    make_options(rest[0].replace("-", "_"))
-    root = typer.main.get_command(app)
-    assert isinstance(root, typer.core.TyperGroup)
-    root.commands[rest[0]].make_context(f"ssdctl {rest[0]}", rest[1:])
+def _without_aliases(rest: list[str]) -> list[str]:
+    """Check the options of a command to launch, as every rank would; return it without aliases."""
+    command = click_root(rest[0].replace("-", "_")).commands[rest[0]]
+    command.make_context(f"ssdctl {rest[0]}", rest[1:])
+    return (
+        [rest[0], *command.without_aliases(rest[1:])] if isinstance(command, AliasCommand) else rest
+    )

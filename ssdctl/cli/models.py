@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, write_text
 from ssdctl.runtime.malloc import keep_freed_memory

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 
 
 @command(

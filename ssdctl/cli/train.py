@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.main import app
 from ssdctl.distributed.ranks import MainRankFilter, find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log

@@ -1,11 +1,11 @@
-"""What settings are made of: how one is described, and the types that carry their bounds."""
+"""Building blocks of settings: their description, and types with bounds."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import msgspec
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-DeviceName = Literal["auto", "cpu", "cuda", "hpu", "xla"]
 BackboneName = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg16"]
 
 ClusterName = Literal["voyager"]
@@ -19,26 +19,32 @@ def setting(
     panel: str = "Options",
     metavar: str | None = None,
     choice_flags: bool = False,
-    replaces: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
+    removed_flags: Mapping[str, str] | None = None,
     affects_results: bool = False,
 ) -> msgspec.Meta:
     """Describe one field.
 
     Args:
         help: One sentence, units included.
-        flag: The option's name where it is not the field's.
+        flag: The option's name if it is not the field's.
         panel: The heading under which `--help` lists it.
-        metavar: What stands for the value in `--help`.
-        choice_flags: Give each choice a flag of its own (`--bf16`), besides none for the field.
+        metavar: The placeholder of the value in `--help`.
+        choice_flags: Give each choice a flag of its own (`--bf16`) and the field none.
+        aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
+            sets x. Long ones that take a value are key aliases too: `--batch-size` is
+            `train.batch_size`.
+        removed_flags: Options of the replaced systems with another meaning or syntax, and what to
+            write instead.
         affects_results: Another value changes what a run computes, so a resume refuses it.
-        replaces: Options of the systems that ssdctl replaces; using one names this one.
     """
     extra = {
         "flag": flag,
         "panel": panel,
         "metavar": metavar,
         "choice_flags": choice_flags,
-        "replaces": replaces,
+        "aliases": aliases,
+        "removed_flags": dict(removed_flags or {}),
         "affects_results": affects_results,
     }
     return msgspec.Meta(description=help, extra=extra)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ssdctl.config import fields
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings
@@ -71,13 +72,6 @@ def json_schema() -> dict[str, Any]:
         definition.pop("required", None)
         definition.pop("title", None)
         for field in definition["properties"].values():
-            for extra in (
-                "flag",
-                "panel",
-                "metavar",
-                "choice_flags",
-                "replaces",
-                "affects_results",
-            ):
+            for extra in fields.setting("").extra or ():
                 field.pop(extra, None)
     return schema

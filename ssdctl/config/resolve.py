@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ssdctl.config.schema import Config, conflicts
-from ssdctl.config.settings import Setting, all_settings, plain_type
+from ssdctl.config.settings import Setting, all_settings, paths_by_key, plain_type
 from ssdctl.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -83,7 +83,7 @@ def resolve(
         *_from_environment(os.environ if environment is None else environment),
         *overrides,
     ]
-    checked = [Override(o.path, _converted(o), o.source) for o in layers]
+    checked = [_checked(o) for o in layers]
 
     chosen = [o.value for o in checked if o.path == "train.preset"]
     preset = chosen[-1] if chosen else all_settings()["train.preset"].default
@@ -113,13 +113,13 @@ def resolve(
 def preset_overrides(name: str) -> list[Override]:
     """What a preset sets, checked like any other file."""
     found = read_toml(PRESET_DIR / f"{name}.toml")
-    return [Override(o.path, _converted(o), f"preset {name}") for o in found]
+    return [_checked(o)._replace(source=f"preset {name}") for o in found]
 
 
 def cluster_overrides(name: str) -> list[Override]:
     """What is known of a cluster, checked like any other file."""
     found = read_toml(CLUSTER_DIR / f"{name}.toml")
-    return [Override(o.path, _converted(o), f"cluster {name}") for o in found]
+    return [_checked(o)._replace(source=f"cluster {name}") for o in found]
 
 
 def read_toml(path: Path) -> list[Override]:
@@ -138,10 +138,21 @@ def read_toml(path: Path) -> list[Override]:
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     lines = _lines_of_keys(text)
-    return [
+    overrides = [
         Override(key, value, f"{path}:{lines[key]}" if key in lines else str(path))
         for key, value in _flatten(tables)
     ]
+    _refuse_repeated(overrides)
+    return overrides
+
+
+def _refuse_repeated(overrides: Iterable[Override]) -> None:
+    """Raise UsageError if a file sets one setting by two of its names."""
+    names: dict[str, str] = {}
+    for key, _, source in overrides:
+        first = names.setdefault(setting_path(key) or key, key)
+        if first != key:
+            raise UsageError(f"{source}: {key} is the same setting as {first}", hint="delete one")
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -189,8 +200,13 @@ def parse_assignment(text: str) -> Override:
     return Override(path.strip(), value.strip(), "--set")
 
 
-def _converted(override: Override) -> Any:
+def _checked(override: Override) -> Override:
+    """Return the override with its setting's own key and a value of its type."""
     setting = _lookup(override)
+    return override._replace(path=setting.path, value=_converted(override, setting))
+
+
+def _converted(override: Override, setting: Setting) -> Any:
     value = override.value
     target = plain_type(setting.type)
     if isinstance(value, str):
@@ -226,21 +242,25 @@ def _explained(setting: Setting, problem: str) -> str:
 
 
 def _lookup(override: Override) -> Setting:
-    settings = all_settings()
-    if override.path in settings:
-        return settings[override.path]
+    if (path := setting_path(override.path)) is not None:
+        return all_settings()[path]
     raise UsageError(
         f"{override.source}: unknown key {override.path!r}", hint=nearest_key(override.path)
     )
+
+
+def setting_path(key: str) -> str | None:
+    """Return the path of the setting that a key names, aliases included: `train.bs`."""
+    return paths_by_key().get(key.replace("-", "_"))
 
 
 def nearest_key(path: str) -> str:
     """A hint that names the setting closest to a mistyped one."""
     settings = all_settings().values()
     section, _, name = path.rpartition(".")
-    words: dict[str, str] = {}  # names, options and what the peers call them
+    words: dict[str, str] = {}  # names, options, and those of the replaced systems
     for setting in sorted(settings, key=lambda s: s.section != section):
-        options = (*setting.flags, *setting.replaces)
+        options = (*setting.flags, *setting.aliases, *setting.removed_flags)
         for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
             words.setdefault(word, setting.path)
         words.setdefault(setting.section, setting.section)

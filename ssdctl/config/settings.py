@@ -24,7 +24,8 @@ class Setting(NamedTuple):
     metavar: str | None
     choices: tuple[str, ...]
     choice_flags: bool
-    replaces: tuple[str, ...]
+    aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
+    removed_flags: dict[str, str]  # flags of the replaced systems -> what to write instead
     affects_results: bool  # another value changes what a run computes
 
     @property
@@ -44,6 +45,14 @@ class Setting(NamedTuple):
     def is_flag(self) -> bool:
         """Whether it is on or off."""
         return plain_type(self.type) is bool
+
+    @property
+    def key_aliases(self) -> list[str]:
+        """Other names of its key in files, `--set` and variables: `bs` for `batch_size`."""
+        flags = [] if self.is_flag or self.choice_flags else list(self.flags)
+        spellings = [*flags, *(a for a in self.aliases if a.startswith("--") and "=" not in a)]
+        names = [spelling.removeprefix("--").replace("-", "_") for spelling in spellings]
+        return [name for name in dict.fromkeys(names) if name != self.name]
 
     @property
     def environment(self) -> str:
@@ -84,9 +93,17 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         metavar=extra["metavar"],
         choices=choices,
         choice_flags=extra["choice_flags"],
-        replaces=extra["replaces"],
+        aliases=_aliases(field.name, extra, flags),
+        removed_flags=extra["removed_flags"],
         affects_results=extra["affects_results"],
     )
+
+
+def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the declared aliases and `--FIELD-NAME`, unless that is the flag or was removed."""
+    own = f"--{name.replace('_', '-')}"
+    taken = (*flags, *extra["aliases"], *extra["removed_flags"])
+    return extra["aliases"] if own in taken else (own, *extra["aliases"])
 
 
 @functools.cache
@@ -98,6 +115,16 @@ def all_settings() -> dict[str, Setting]:
             setting = _setting(section.name, field)
             found[setting.path] = setting
     return found
+
+
+@functools.cache
+def paths_by_key() -> dict[str, str]:
+    """Return the path of each key that files, `--set` and variables may use, aliases included."""
+    paths = {path: path for path in all_settings()}
+    for path, setting in all_settings().items():
+        for alias in setting.key_aliases:
+            paths.setdefault(f"{setting.section}.{alias}", path)
+    return paths
 
 
 def select(*patterns: str) -> list[Setting]:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
+from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import safe_join
 
@@ -41,9 +42,9 @@ def default_root() -> Path:
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """The dataset folder and its store's, as the config has them."""
+    """The dataset folder and the folder of its store, by the config."""
     root = Path(config.root) if config.root else default_root()
-    return root, Path(config.store) if config.store else root / "prepared"
+    return root, Path(config.store) if config.store else default_store(root)
 
 
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:

@@ -1,16 +1,15 @@
-"""The work of prepare in parts, so that a killed one goes on where it was.
+"""Check the images of a split in parts, so that an interrupted prepare can be continued.
 
-A part is an Arrow file with a row for each image of a stretch of the annotation file: what is
-wrong with it, what tells the file from another version and, packed, its bytes. It is published
-whole, and its metadata names the job (annotations and wishes) that it belongs to. A later start of
-the same job takes a part over where every image of it is still the same file. The parts of a packed
-store stay as its shards; the others go once the index is written.
+A part is an Arrow file with a row for each image of a range of the annotation file: its problem,
+the fingerprint of its file and, if packed, its bytes. It is published atomically, and its metadata
+names the job (annotations and options) that it belongs to. A later run of the same job reuses a
+part if every image of it is still the same file. The parts of a packed store are its shards; the
+others are deleted once the index is written.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,14 @@ import msgspec
 import pyarrow as pa
 
 from ssdctl.data.formats.coco import ImageEntry
-from ssdctl.data.image_check import Checked, FileFingerprint, Wish, changed_images, check_image
+from ssdctl.data.image_check import (
+    AMBIGUOUS,
+    CheckedImage,
+    FileFingerprint,
+    PackOptions,
+    changed_images,
+    check_image,
+)
 from ssdctl.data.store import METADATA_KEY, Shard
 from ssdctl.files import atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
@@ -42,16 +48,16 @@ Progress = Callable[..., Iterable[Any]]
 
 
 class Job(NamedTuple):
-    """What the parts of a split belong to.
+    """The checking of one split.
 
     Attributes:
         split: Its name.
-        key: Hex digits that stand for the annotations and the wish.
+        key: Hex digits that identify the annotations and the options.
         images: The images, in the annotation file's order.
         source: Their folder.
         target: The store's folder.
-        wish: What is done with each image.
-        threads: How many at a time.
+        options: What is done with each image.
+        threads: How many images at a time.
     """
 
     split: str
@@ -59,21 +65,31 @@ class Job(NamedTuple):
     images: list[ImageEntry]
     source: Path
     target: Path
-    wish: Wish
+    options: PackOptions
     threads: int
 
     def part_name(self, number: int) -> str:
-        kind = "images" if self.wish.pack else ".checked"
+        kind = "images" if self.options.pack else ".checked"
         return f"{kind}-{self.split}-{self.key[:8]}-{number:05d}.arrow"
 
 
 class Report(NamedTuple):
-    """What is known of every image, in order, and the parts that say it."""
+    """The result for every image, in order, and the parts that hold it."""
 
-    marks: list[FileFingerprint]
+    fingerprints: list[FileFingerprint]
     problems: list[str | None]
     notes: list[str | None]
     parts: list[Shard]
+
+    def warnings(self) -> list[str]:
+        """What the user should look at."""
+        ambiguous = sum(AMBIGUOUS in note for note in self.notes if note)
+        if not ambiguous:
+            return []
+        return [
+            f"{ambiguous:,} images have an EXIF orientation, and {AMBIGUOUS}: they are read as "
+            "stored. If their boxes were drawn on upright pictures, turn the files themselves"
+        ]
 
 
 class _PartMetadata(msgspec.Struct, frozen=True):
@@ -82,22 +98,22 @@ class _PartMetadata(msgspec.Struct, frozen=True):
 
 
 def check_images(job: Job, progress: Progress | None) -> Report:
-    """Check every image of a split, taking over what an earlier start of the job has done.
+    """Check every image of a split, reusing the parts of an earlier run of the job.
 
     Raises:
-        DataError: An image is gone, or may not be read.
+        DataError: An image does not exist, or cannot be read.
         DiskError: A part cannot be written.
     """
     report = Report([], [], [], [])
-    while len(report.marks) < len(job.images) and (known := _inherited(job, report)):
-        _extend(report, known)
-    start = len(report.marks)
+    while len(report.fingerprints) < len(job.images) and (part := _reusable_part(job, report)):
+        _extend(report, part)
+    start = len(report.fingerprints)
     with ThreadPoolExecutor(job.threads, thread_name_prefix="check") as pool:
-        batches: Iterator[list[Checked]] = _checked(pool, job, start)
+        batches: Iterator[list[CheckedImage]] = _check_in_threads(pool, job, start)
         if progress is not None:
-            batches = _shown(batches, progress, len(job.images), start, job.split)
+            batches = _with_progress(batches, progress, len(job.images), start, job.split)
         try:
-            while len(report.marks) < len(job.images):
+            while len(report.fingerprints) < len(job.images):
                 _extend(report, _write_part(job, report, batches))
         finally:
             pool.shutdown(cancel_futures=True)
@@ -105,15 +121,15 @@ def check_images(job: Job, progress: Progress | None) -> Report:
 
 
 def _extend(report: Report, more: Report) -> None:
-    report.marks.extend(more.marks)
+    report.fingerprints.extend(more.fingerprints)
     report.problems.extend(more.problems)
     report.notes.extend(more.notes)
     report.parts.extend(more.parts)
 
 
-def _inherited(job: Job, before: Report) -> Report | None:
-    """The next part, where an earlier start left it and its images are the same."""
-    name, start = job.part_name(len(before.parts)), len(before.marks)
+def _reusable_part(job: Job, before: Report) -> Report | None:
+    """The next part, if an earlier run has written it and its images are the same."""
+    name, start = job.part_name(len(before.parts)), len(before.fingerprints)
     try:
         with pa.memory_map(str(job.target / name)) as source:
             opened = pa.ipc.open_file(source)
@@ -125,34 +141,36 @@ def _inherited(job: Job, before: Report) -> Report | None:
     except (OSError, KeyError, pa.ArrowInvalid, msgspec.DecodeError):
         return None
     triples = zip(columns["bytes"], columns["modified_ns"], columns["sketch"], strict=True)
-    marks = [FileFingerprint(*triple) for triple in triples]
-    names = [image.file_name for image in job.images[start : start + len(marks)]]
-    if len(names) < len(marks) or changed_images(job.source, names, marks):
+    fingerprints = [FileFingerprint(*triple) for triple in triples]
+    names = [image.file_name for image in job.images[start : start + len(fingerprints)]]
+    if len(names) < len(fingerprints) or changed_images(job.source, names, fingerprints):
         return None
-    return Report(marks, columns["problem"], columns["note"], [Shard(name, len(marks))])
+    shard = Shard(name, len(fingerprints))
+    return Report(fingerprints, columns["problem"], columns["note"], [shard])
 
 
-def _checked(pool: ThreadPoolExecutor, job: Job, start: int) -> Iterator[list[Checked]]:
-    """Check images in order, some tasks ahead of the one that is waited for."""
+def _check_in_threads(
+    pool: ThreadPoolExecutor, job: Job, start: int
+) -> Iterator[list[CheckedImage]]:
+    """Check images in order, some tasks ahead."""
 
-    def check(first: int) -> list[Checked]:
+    def check(first: int) -> list[CheckedImage]:
         return [
-            check_image(job.source / image.file_name, image, job.wish)
+            check_image(
+                job.source / image.file_name, (image.width or 0, image.height or 0), job.options
+            )
             for image in job.images[first : first + TASK_IMAGES]
         ]
 
-    # Pillow warns of large pictures, which are refused here by their size, and of odd metadata.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        firsts = range(start, len(job.images), TASK_IMAGES)
-        yield from map_ahead(pool, check, firsts, job.threads + 2)
+    firsts = range(start, len(job.images), TASK_IMAGES)
+    yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 
-def _shown(
-    batches: Iterator[list[Checked]], progress: Progress, total: int, done: int, split: str
-) -> Iterator[list[Checked]]:
-    """Pass batches through, counted image by image by a display."""
-    ahead: deque[list[Checked]] = deque()
+def _with_progress(
+    batches: Iterator[list[CheckedImage]], progress: Progress, total: int, done: int, split: str
+) -> Iterator[list[CheckedImage]]:
+    """Pass batches through and count their images in a progress display."""
+    ahead: deque[list[CheckedImage]] = deque()
 
     def images() -> Iterator[None]:
         yield from itertools.repeat(None, done)
@@ -165,36 +183,36 @@ def _shown(
             yield ahead.popleft()
 
 
-def _write_part(job: Job, before: Report, batches: Iterator[list[Checked]]) -> Report:
+def _write_part(job: Job, before: Report, batches: Iterator[list[CheckedImage]]) -> Report:
     """Take batches until a part is full; publish it."""
-    number, start = len(before.parts), len(before.marks)
+    number, start = len(before.parts), len(before.fingerprints)
     name = job.part_name(number)
     metadata = {METADATA_KEY: msgspec.json.encode(_PartMetadata(job.key, start))}
-    columns = [pa.field(c, t) for c, t in COLUMNS.items() if c != "image" or job.wish.pack]
+    columns = [pa.field(c, t) for c, t in COLUMNS.items() if c != "image" or job.options.pack]
     schema = pa.schema(columns, metadata=metadata)
     part = Report([], [], [], [])
     size = 0
     with atomic_write(job.target / name) as file, pa.ipc.new_file(file, schema) as writer:
         for batch in batches:
             writer.write_batch(_record(batch, schema))
-            part.marks.extend(c.mark for c in batch)
+            part.fingerprints.extend(c.fingerprint for c in batch)
             part.problems.extend(c.problem for c in batch)
             part.notes.extend(c.note for c in batch)
             size += sum(len(c.content or b"") for c in batch)
-            if size >= PART_BYTES or (not job.wish.pack and len(part.marks) >= PART_ROWS):
+            if size >= PART_BYTES or (not job.options.pack and len(part.fingerprints) >= PART_ROWS):
                 break
-    part.parts.append(Shard(name, len(part.marks)))
+    part.parts.append(Shard(name, len(part.fingerprints)))
     return part
 
 
-def _record(batch: list[Checked], schema: Any) -> Any:
+def _record(batch: list[CheckedImage], schema: Any) -> Any:
     values = {
         "image": [c.content for c in batch],
         "problem": [c.problem for c in batch],
         "note": [c.note for c in batch],
-        "bytes": [c.mark.bytes for c in batch],
-        "modified_ns": [c.mark.modified_ns for c in batch],
-        "sketch": [c.mark.sketch for c in batch],
+        "bytes": [c.fingerprint.bytes for c in batch],
+        "modified_ns": [c.fingerprint.modified_ns for c in batch],
+        "sketch": [c.fingerprint.sketch for c in batch],
     }
     arrays = [pa.array(values[field.name], field.type) for field in schema]
     return pa.record_batch(arrays, schema=schema)

@@ -28,8 +28,9 @@ from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
 from ssdctl.data.formats.coco_check import Boxes, Finding, check, format_warnings
-from ssdctl.data.image_check import Wish, changed_images, file_sizes
+from ssdctl.data.image_check import PackOptions, changed_images, file_sizes
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     atomic_write,
@@ -111,7 +112,12 @@ def prepare(
         DataError: The dataset cannot be trusted; the message names the place.
         DiskError: The store cannot be written.
     """
-    wish = Wish(pack, shrink if pack else None, verify_images)
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
+        if pack:
+            say("only the index is written there: --store DIR packs the images, too")
+            pack = False
+    wish = PackOptions(pack, shrink if pack else None, verify_images)
     how = _How(jobs, force, say, progress)
     splits = find_splits(root)
     if not how.force and (known := _still_true(folder, splits, wish)):
@@ -152,7 +158,7 @@ def is_prepared(root: Path, folder: Path) -> bool:
     )
 
 
-def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outcome | None:
+def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:
     """The last outcome, where it still describes the dataset and the wish."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
@@ -174,13 +180,15 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: Wish) -> Outc
         if not wish.pack:
             require_images(split, files)
         # With a packed store the images may be gone; those that are there must be the same.
-        if files.images.is_dir() and changed_images(files.images, *store.read_marks(folder, split)):
+        if files.images.is_dir() and changed_images(
+            files.images, *store.read_fingerprints(folder, split)
+        ):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
 def _prepare_split(
-    split: str, files: SplitFiles, folder: Path, wish: Wish, how: _How
+    split: str, files: SplitFiles, folder: Path, wish: PackOptions, how: _How
 ) -> SplitReport:
     require_images(split, files)
     annotations, mark = _read(files.annotations)
@@ -222,7 +230,7 @@ def _prepare_split(
         trainable=trainable,
         findings=findings,
         key=key,
-        warnings=warnings,
+        warnings=warnings + report.warnings(),
     )
 
 
@@ -247,7 +255,7 @@ def _check_files(job: Job, files: SplitFiles) -> None:
             f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=_where_missing(files, missing[0]),
         )
-    if job.wish.pack and job.wish.shrink is None:
+    if job.options.pack and job.options.shrink is None:
         there = sum(
             p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
         )
@@ -302,19 +310,23 @@ def _write_index(
     metadata: store.Metadata,
 ) -> None:
     offsets = pa.array(boxes.starts, pa.int32())
-    quads = pa.FixedSizeListArray.from_arrays(pa.array(boxes.ltrb.reshape(-1), pa.float32()), 4)
+    ltrb, fractions = (
+        pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), 4)
+        for values in (boxes.ltrb, boxes.fractions)
+    )
     columns: dict[str, Any] = {
         "image_id": pa.array([i.id for i in images], pa.int64()),
         "file_name": pa.array([i.file_name for i in images], pa.string()),
         "width": pa.array([i.width for i in images], pa.int32()),
         "height": pa.array([i.height for i in images], pa.int32()),
         "usable": pa.array([problem is None for problem in report.problems], pa.bool_()),
-        "boxes": pa.ListArray.from_arrays(offsets, quads),
+        "boxes": pa.ListArray.from_arrays(offsets, ltrb),
+        "fractions": pa.ListArray.from_arrays(offsets, fractions),
         "labels": pa.ListArray.from_arrays(offsets, pa.array(boxes.labels, pa.int32())),
         "is_crowd": pa.ListArray.from_arrays(offsets, pa.array(boxes.is_crowd)),
-        "bytes": pa.array([m.bytes for m in report.marks], pa.int64()),
-        "modified_ns": pa.array([m.modified_ns for m in report.marks], pa.int64()),
-        "sketch": pa.array([m.sketch for m in report.marks], pa.int64()),
+        "bytes": pa.array([m.bytes for m in report.fingerprints], pa.int64()),
+        "modified_ns": pa.array([m.modified_ns for m in report.fingerprints], pa.int64()),
+        "sketch": pa.array([m.sketch for m in report.fingerprints], pa.int64()),
     }
     table = pa.table(columns, metadata={store.METADATA_KEY: msgspec.json.encode(metadata)})
     with atomic_write(path) as file, pa.ipc.new_file(file, table.schema) as writer:
@@ -350,7 +362,10 @@ def open_dataset(
                 say(f"  {report.split}: {count} x {kind}")
             for warning in report.warnings:
                 say(f"  {report.split}: {warning}")
-    elif check_images:
+        return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+    if is_cached_store(folder):
+        say(f"{root} cannot be written: its index is in {folder}")
+    if check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)
     return {split: store.open_split(folder, split, files) for split, files in splits.items()}
@@ -361,7 +376,7 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
     if metadata is None or metadata.packed:
         return
     require_images(split, files)
-    changed = changed_images(files.images, *store.read_marks(folder, split))
+    changed = changed_images(files.images, *store.read_fingerprints(folder, split))
     if changed:
         raise DataError(
             f"{files.images}: {len(changed)} images are missing or changed since {folder} was "

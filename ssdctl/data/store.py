@@ -1,6 +1,6 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
-    prepared/index-train.arrow                  one row an image: id, file, size, boxes, labels
+    prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
     prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
     prepared/report.json                        what prepare dropped or mended
 
@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from ssdctl.data.dataset import SplitFiles
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_check import FileFingerprint
+from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.errors import DataError
 
-FORMAT = 2
+FORMAT = 3
 METADATA_KEY = b"ssdctl"
 
 
@@ -81,26 +82,41 @@ class Split(NamedTuple):
         """The encoded image of a row."""
         return self.images.read(row)
 
+    def decode(self, row: int, rows: int | None = None) -> Pixels:
+        """The (H, W, 3) RGB pixels of a row's image, or at least its first `rows` rows of pixels.
+
+        They may be in memory that the thread's next call overwrites.
+
+        Raises:
+            DataError: The image cannot be read.
+            ImageError: It cannot be decoded, or has another size.
+        """
+        width, height = (int(n) for n in self.pixel_sizes[row])
+        return decode(self.images.read(row), (width, height), rows)
+
     def place(self, row: int) -> str:
-        """Where the encoded image of a row lies, for messages."""
+        """Where the encoded image of a row is, for messages."""
         return self.images.place(row)
 
 
 class ImageFiles(NamedTuple):
-    """Images that lie as files in a folder."""
+    """Images that are files in a folder."""
 
     folder: Path
-    names: list[str]
+    names: Any  # a sequence, or an Arrow array, of N strings
+
+    def path(self, row: int) -> Path:
+        return self.folder / str(self.names[row])
 
     def read(self, row: int) -> bytes:
-        path = self.folder / self.names[row]
+        path = self.path(row)
         try:
             return path.read_bytes()
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
     def place(self, row: int) -> str:
-        return str(self.folder / self.names[row])
+        return str(self.path(row))
 
 
 class PackedImages:
@@ -183,25 +199,23 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         )
     table = _map(index_path(folder, split))
     sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
-    labels = table.column("labels").combine_chunks()
+    labels = _array(table, "labels")
     starts = labels.offsets.to_numpy().astype(np.int64)
     counts = np.diff(starts)
-    boxes = table.column("boxes").combine_chunks().flatten().flatten()
-    pixels = boxes.to_numpy(zero_copy_only=False).reshape(-1, 4)
-    scale = np.repeat(np.tile(sizes, 2), counts, axis=0).astype(np.float32)
+    fractions = _array(table, "fractions").flatten().flatten()
     is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        images = ImageFiles(files.images, table.column("file_name").to_pylist())
+        images = ImageFiles(files.images, _array(table, "file_name"))
     return Split(
         classes=metadata.classes,
         image_ids=_numbers(table, "image_id"),
         sizes=sizes,
         pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
-        boxes=pixels / scale,
+        boxes=fractions.to_numpy().reshape(-1, 4),  # in the mapped file
         labels=labels.flatten().to_numpy(),
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
@@ -211,16 +225,16 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     )
 
 
-def read_marks(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
-    """The image files of a split, and what tells each from another version of it.
+def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
+    """The image files of a split and their fingerprints.
 
     Raises:
         DataError: The index cannot be read.
     """
     table = _map(index_path(folder, split))
     columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
-    marks = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
-    return table.column("file_name").to_pylist(), marks
+    fingerprints = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
+    return table.column("file_name").to_pylist(), fingerprints
 
 
 def _map(path: Path) -> Any:
@@ -231,6 +245,12 @@ def _map(path: Path) -> Any:
         raise DataError(
             f"{path}: no readable part of a store: {error}", hint="run ssdctl prepare --force"
         ) from None
+
+
+def _array(table: Any, column: str) -> Any:
+    """A column as one Arrow array; it is in the mapped file if that has a single chunk."""
+    chunks = table.column(column)
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
 def _numbers(table: Any, column: str) -> NDArray[Any]:

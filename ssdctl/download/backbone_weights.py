@@ -11,6 +11,7 @@ from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
 from ssdctl.download.sources import weights_named
 from ssdctl.download.transfer import Patience, Report
 from ssdctl.errors import NetworkError
+from ssdctl.runtime.redact import redact_url
 
 DEFAULT_CONNECTIONS = 4
 
@@ -69,7 +70,7 @@ def fetch_weights(
     file = weights_named(name).file
     folder = dest or cache_dir()
     if say is not None and not (folder / file.name).is_file():
-        say(f"fetching {file.urls(mirror)[0]} to {folder}")
+        say(f"fetching {redact_url(file.urls(mirror)[0])} to {folder}")
     try:
         return fetch(
             file,
@@ -82,6 +83,6 @@ def fetch_weights(
     except NetworkError as error:
         raise NetworkError(
             f"{name}: {error}",
-            hint=f"without network: fetch {file.url} on another machine and put it at "
+            hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
             f"{(folder / file.name).absolute()}; or use --mirror",
         ) from error

@@ -29,6 +29,7 @@ from ssdctl.download.partial_file import remove_part
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Patience, Report
 from ssdctl.files import make_dir, safe_join, write_bytes
+from ssdctl.runtime.redact import redact_url
 
 READ_BYTES = 1024 * 1024
 
@@ -156,7 +157,7 @@ def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[di
         planned.append(
             {
                 "name": file.name,
-                "url": file.urls(mirror)[0],
+                "url": redact_url(file.urls(mirror)[0]),
                 "bytes": file.bytes,
                 "sha256": file.sha256,
                 "unpack": file.unpack,

@@ -15,6 +15,7 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urljoin, urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
@@ -25,6 +26,7 @@ from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError
 from ssdctl.files import disk_errors, free_bytes, safe_join
+from ssdctl.runtime.redact import redact_url
 
 MAX_REDIRECTS = 10
 HASH_BYTES = 1024 * 1024
@@ -165,9 +167,25 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         )
 
 
+class InsecureRedirect(requests.exceptions.InvalidSchema):
+    """An HTTPS server redirects to plain HTTP."""
+
+
+class _Session(requests.Session):
+    """Refuses redirects from HTTPS to HTTP."""
+
+    def get_redirect_target(self, resp: requests.Response) -> str | None:
+        target = super().get_redirect_target(resp)
+        if target is not None and urlsplit(resp.url).scheme == "https":
+            destination = urljoin(resp.url, target)
+            if urlsplit(destination).scheme == "http":
+                raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
+        return target
+
+
 def open_session(connections: int) -> requests.Session:
-    """A session that follows redirects to http(s) alone, through the environment's proxies."""
-    session = requests.Session()
+    """Open a session that follows redirects to http(s) only, through the environment's proxies."""
+    session = _Session()
     session.max_redirects = MAX_REDIRECTS
     for scheme in ("http://", "https://"):  # no other adapter: no redirect leads elsewhere
         session.mount(scheme, HTTPAdapter(pool_maxsize=max(connections, 1), max_retries=0))
@@ -205,7 +223,7 @@ def _quarantined(target: Path, file: PinnedFile, digest: str, url: str) -> Integ
         part_paths(target)[0].replace(corrupt)
         remove_part(target)
     return IntegrityError(
-        f"{file.name} from {url}: its SHA-256 is {digest}, pinned is {file.sha256}; "
+        f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",
         hint="run it again; if the same hash comes back, the source is another file: try --mirror",
     )

@@ -10,6 +10,7 @@ import requests
 
 from ssdctl._version import __version__
 from ssdctl.errors import IntegrityError, NetworkError
+from ssdctl.runtime.redact import redact_url, redact_urls
 
 BUSY = (429, 503)
 PASSING = (408, 500, 502, 504)
@@ -75,8 +76,8 @@ def validate_response(
     _check_total(total, num_bytes, url)
     if span is None or span.start != wanted.start or not wanted.start < span.stop <= wanted.stop:
         raise IntegrityError(
-            f"{url}: asked for bytes {wanted.start}-{wanted.stop - 1}, the server answers with "
-            f"Content-Range {reply.headers.get('Content-Range')!r}",
+            f"{redact_url(url)}: asked for bytes {wanted.start}-{wanted.stop - 1}, the server "
+            f"answers with Content-Range {reply.headers.get('Content-Range')!r}",
             hint="its answers cannot be trusted: try --mirror",
         )
     return span
@@ -93,7 +94,7 @@ def total_bytes(reply: requests.Response, url: str) -> int:
     _check_status(reply, url)
     total = _content_length(reply) if reply.status_code == 200 else _content_range(reply)[1]
     if not total:
-        raise NetworkError(f"{url}: the server does not say how long the file is")
+        raise NetworkError(f"{redact_url(url)}: the server does not say how long the file is")
     return total
 
 
@@ -105,13 +106,16 @@ def _check_status(reply: requests.Response, url: str) -> None:
     if status in PASSING:
         raise RetryableError(f"the server answers {said}")
     if status in ABSENT:
-        raise NotFound(f"{url}: the server answers {said}", hint="check the URL, or try --mirror")
+        raise NotFound(
+            f"{redact_url(url)}: the server answers {said}", hint="check the URL, or try --mirror"
+        )
     if status not in (200, 206):
-        raise NetworkError(f"{url}: the server answers {said}", hint="try --mirror")
+        raise NetworkError(f"{redact_url(url)}: the server answers {said}", hint="try --mirror")
     kind = reply.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml"):
         raise IntegrityError(
-            f"{url}: the server answers with a page (Content-Type: {kind}), not with the file",
+            f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with "
+            "the file",
             hint="a login page of the network, perhaps: open the URL in a browser, or try --mirror",
         )
 
@@ -119,7 +123,8 @@ def _check_status(reply: requests.Response, url: str) -> None:
 def _check_total(total: int | None, num_bytes: int, url: str) -> None:
     if total is not None and total != num_bytes:
         raise IntegrityError(
-            f"{url}: the server's file has {total:,} bytes, the pinned one {num_bytes:,}",
+            f"{redact_url(url)}: the server's file has {total:,} bytes, the pinned one "
+            f"{num_bytes:,}",
             hint="the file there is another one: try --mirror, or correct the manifest",
         )
 
@@ -166,11 +171,11 @@ def explained(error: Exception, url: str) -> str:
         if not isinstance(inner, BaseException):
             break
         reason = inner
-    said = str(reason) or type(error).__name__
-    said = re.sub(r"^\w+\(host=.*?\): ", "", said)  # urllib3 names its own objects
+    message = redact_urls(str(reason)) or type(error).__name__
+    message = re.sub(r"^\w+\(host=.*?\): ", "", message)  # urllib3 names its own objects
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "behind a proxy with a certificate of its own, set REQUESTS_CA_BUNDLE to its CA file"
-        raise NetworkError(f"{url}: {said}", hint=hint) from error
+        raise NetworkError(f"{redact_url(url)}: {message}", hint=hint) from error
     broken_for_good = (
         requests.TooManyRedirects,
         requests.exceptions.InvalidSchema,
@@ -180,5 +185,7 @@ def explained(error: Exception, url: str) -> str:
         requests.exceptions.InvalidProxyURL,
     )
     if isinstance(error, broken_for_good):
-        raise NetworkError(f"{url}: {said}", hint="check the URL, or try --mirror") from error
-    return said
+        raise NetworkError(
+            f"{redact_url(url)}: {message}", hint="check the URL, or try --mirror"
+        ) from error
+    return message

@@ -15,6 +15,7 @@ import msgspec
 
 from ssdctl.errors import UsageError
 from ssdctl.files import safe_join
+from ssdctl.runtime.redact import redact_url
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -180,7 +181,7 @@ def check_url(url: str, where: str) -> str:
     except ValueError:
         fetchable = False
     if not fetchable:
-        raise UsageError(f"{where}: {url!r} is no http:// or https:// URL")
+        raise UsageError(f"{where}: {redact_url(url)!r} is not an http:// or https:// URL")
     return url
 
 

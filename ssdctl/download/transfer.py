@@ -19,6 +19,7 @@ import urllib3
 from ssdctl.download import http_response
 from ssdctl.download.partial_file import Part
 from ssdctl.errors import IntegrityError, NetworkError
+from ssdctl.runtime.redact import redact_url
 
 CHUNK_BYTES = 64 * 1024
 TICK_S = 0.1
@@ -107,8 +108,8 @@ def transfer(order: Order, part: Part) -> None:
             ranges = ranges and change.ranges
             part.reset(change.validator)
     raise NetworkError(
-        f"{order.url}: started from zero {restarts} times: the file keeps changing, or the "
-        "server ignores ranges and its connections keep breaking",
+        f"{redact_url(order.url)}: started from zero {restarts} times: the file keeps changing, or "
+        "the server ignores ranges and its connections keep breaking",
         hint="try --mirror, or fetch the file by other means",
     )
 
@@ -183,7 +184,7 @@ class _Attempt:
             self.mark, self.mark_bytes = now, received
         elif now - self.mark > self.patience.stall_s:
             raise NetworkError(
-                f"{self.url}: {received - self.mark_bytes} bytes in the last "
+                f"{redact_url(self.url)}: {received - self.mark_bytes} bytes in the last "
                 f"{self.patience.stall_s:g} s: stalled",
                 hint="what arrived is kept: run it again to go on, or try --mirror",
             )
@@ -245,7 +246,7 @@ class _Attempt:
             limit = self.patience.retries if self.contacted else self.patience.first_retries
             if failures > limit:
                 raise NetworkError(
-                    f"{self.url}: {problem} (tried {failures} times)",
+                    f"{redact_url(self.url)}: {problem} (tried {failures} times)",
                     hint="what arrived is kept: run it again to go on. Proxies are taken from "
                     "HTTPS_PROXY and HTTP_PROXY; --mirror fetches from elsewhere",
                 )
@@ -304,7 +305,8 @@ class _Attempt:
         while data := reply.raw.read1(CHUNK_BYTES, decode_content=False):
             if offset + len(data) > span.stop:
                 raise IntegrityError(
-                    f"{self.url}: the server sends more than the {len(span)} bytes it was due",
+                    f"{redact_url(self.url)}: the server sends more than the {len(span)} bytes it "
+                    "was due",
                     hint="the file there is another one: try --mirror",
                 )
             with self.lock:
@@ -325,7 +327,9 @@ def _ask(
     except HTTP_ERRORS:
         raise
     except OSError as error:  # requests looks for the file of certificates first
-        raise NetworkError(f"{url}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE") from error
+        raise NetworkError(
+            f"{redact_url(url)}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE"
+        ) from error
 
 
 def length_of(session: requests.Session, url: str, patience: Patience) -> int:
@@ -354,7 +358,7 @@ def length_of(session: requests.Session, url: str, patience: Patience) -> int:
         failures += 1
         if failures > (patience.retries if contacted else patience.first_retries):
             tried = f" (tried {failures} times)" if failures > 1 else ""
-            raise NetworkError(f"{url}: {problem}{tried}")
+            raise NetworkError(f"{redact_url(url)}: {problem}{tried}")
         time.sleep(patience.wait_s(failures, asked_s))
 
 
@@ -368,11 +372,13 @@ def _in_time(look: Callable[[], int], seconds: float, url: str) -> int:
         except BaseException as error:
             found.append(error)
 
-    thread = threading.Thread(target=work, name=f"length of {url}", daemon=True)
+    thread = threading.Thread(target=work, name=f"length of {redact_url(url)}", daemon=True)
     thread.start()
     thread.join(seconds)
     if not found:
-        raise NetworkError(f"{url}: no answer within {seconds:g} s", hint="try --mirror")
+        raise NetworkError(
+            f"{redact_url(url)}: no answer within {seconds:g} s", hint="try --mirror"
+        )
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]

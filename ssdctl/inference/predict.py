@@ -9,32 +9,29 @@ from __future__ import annotations
 
 import itertools
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.image_check import MOST_PIXELS
+from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import BoxLabel
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import find_checkpoint
 from ssdctl.runtime.map_ahead import map_ahead
-
-Picture = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 
 
 class Found(NamedTuple):
@@ -92,7 +89,8 @@ class Predictor:
         """What is on a picture, the best first.
 
         Args:
-            picture: A file, a Pillow image, or (H, W, 3) uint8 RGB pixels.
+            picture: A path, encoded bytes, a binary file object, a Pillow image, or RGB pixels as
+                an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
 
         Raises:
             DataError: It is no readable picture.
@@ -102,7 +100,7 @@ class Predictor:
 
     def predict_many(self, pictures: Sequence[Picture]) -> list[list[Found]]:
         """The same for several pictures in one pass through the network."""
-        opened = [as_image(picture) for picture in pictures]
+        opened = [open_picture(picture) for picture in pictures]
         if not opened:
             return []
         pixels = torch.from_numpy(np.stack([resized(image) for image in opened]))
@@ -188,42 +186,14 @@ def _open_or_error(path: Path) -> Image.Image | DataError:
         return error
 
 
-def as_image(picture: Picture) -> Image.Image:
-    """A picture of any kind, in RGB.
+def open_picture(picture: Picture) -> Image.Image:
+    """Open a user's picture of any kind, upright, in RGB.
 
     Raises:
-        DataError: It is none.
+        DataError: It cannot be read as a picture, or is too large.
+        UsageError: It is not a picture, or pixels of an unsupported shape or type.
     """
-    if isinstance(picture, Image.Image):
-        return picture.convert("RGB")
-    if isinstance(picture, np.ndarray):
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
-            raise UsageError(
-                f"pixels of shape {picture.shape} and type {picture.dtype}",
-                hint="expected (height, width, 3) uint8, RGB",
-            )
-        return Image.fromarray(picture)
-    return open_picture(Path(picture))
-
-
-def open_picture(path: Path | IO[bytes]) -> Image.Image:
-    """A user's picture, upright, in RGB.
-
-    Raises:
-        DataError: It cannot be read as a picture, or is absurdly large.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what Pillow warns of is refused below
-            with Image.open(path) as picture:
-                if picture.width * picture.height > MOST_PIXELS:
-                    raise DataError(
-                        f"{path}: {picture.width} x {picture.height} pixels are too many"
-                    )
-                upright = ImageOps.exif_transpose(picture)
-                return upright.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: no readable picture ({error})") from None
+    return Image.fromarray(read_rgb(picture))
 
 
 def resized(image: Image.Image) -> NDArray[np.uint8]:

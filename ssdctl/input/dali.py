@@ -11,6 +11,7 @@ A batch in which DALI meets a bad image is decoded by the native pipeline, which
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections import deque
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.image_decode import ImageError, Pixels, plain_jpeg_size
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError
@@ -96,10 +99,22 @@ class _Feed:
         )
 
     def _read(self, row: int) -> NDArray[np.uint8]:
+        """The encoded image; one that DALI might decode differently is decoded here."""
         try:
-            return np.frombuffer(self._split.read(row), np.uint8)
-        except DataError:  # lost: DALI stumbles over it as over any bad image
+            content = self._split.read(row)
+            width, height = (int(n) for n in self._split.pixel_sizes[row])
+            if plain_jpeg_size(content) == (width, height):
+                return np.frombuffer(content, np.uint8)
+            return _as_bmp(self._split.decode(row))
+        except (DataError, ImageError):  # DALI fails on it as on any bad image
             return np.zeros(1, np.uint8)
+
+
+def _as_bmp(pixels: Pixels) -> NDArray[np.uint8]:
+    """Encode pixels without loss and at little cost."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "BMP")
+    return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
 def _opener(plan: LoaderConfig, decoder: Decoder | None) -> Any:

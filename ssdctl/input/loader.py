@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.image_decode import ImageError, Pixels
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
-from ssdctl.input.decode import Pixels, decode, shrink_crop, shrink_exactly
+from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samples
 from ssdctl.runtime.map_ahead import take_ahead
@@ -211,16 +212,15 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
     row = int(samples.rows[slot])
     width, height = (int(n) for n in split.pixel_sizes[row])
     try:
-        content = split.read(row)
         if samples.is_whole:
-            shrink_exactly(decode(content, (width, height)), out)
+            resize(split.decode(row), out)
             return None
         edges = samples.crops.rect[slot] * (width, height, width, height)
         left, top, right, bottom = (int(edge) for edge in np.rint(edges))
-        pixels = decode(content, (width, height), rows=bottom)
-        shrink_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
-    except (DataError, OSError, SyntaxError, ValueError) as error:
-        return str(error).partition(" <_io")[0]  # without an address in memory
+        pixels = split.decode(row, rows=bottom)
+        resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+    except (DataError, ImageError) as error:
+        return str(error)
     return None
 
 

@@ -155,8 +155,8 @@ def _program(request: Request) -> list[str]:
         bind_to = config.bind_to if config.cores_per_node else "none"
         words += [f"--bind-to={bind_to}"]
         names = [entry.partition("=")[0] for entry in request.kubernetes.env]
-        if carry := [*config.carry, *names]:
-            words += [f"--carry={','.join(carry)}"]
+        if export_env := [*config.export_env, *names]:
+            words += [f"--export-env={','.join(export_env)}"]
     else:
         words += ["--launcher=torchrun"]
     if config.cores_per_node:

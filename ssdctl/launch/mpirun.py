@@ -71,11 +71,11 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     if config.nodes > 1:
         port = request.environment.get("MASTER_PORT", port)
     _check_address(address, port)
-    _check_carried(config.carry)
+    _check_carried(config.export_env)
     options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
     if config.nodes > 1 or request.hosts:
         present = {**request.environment, **request.settings}
-        for name in sorted(n for n in present if CARRIED.fullmatch(n) or n in config.carry):
+        for name in sorted(n for n in present if CARRIED.fullmatch(n) or n in config.export_env):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
 
     argv = ("mpirun", *options, request.python, "-m", "ssdctl", *request.command)
@@ -190,4 +190,4 @@ def _check_address(address: str, port: str) -> None:
 def _check_carried(names: tuple[str, ...]) -> None:
     for name in names:
         if not VARIABLE.fullmatch(name):
-            raise UsageError(f"--carry {name!r} is no name of a variable")
+            raise UsageError(f"--export-env {name!r} is not the name of a variable")

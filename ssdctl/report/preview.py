@@ -87,8 +87,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
 
 def _whole(split: Split, row: int) -> Image.Image:
     """The image with its boxes, its longer side as long as a tile."""
-    with Image.open(io.BytesIO(split.read(row))) as opened:
-        picture = opened.convert("RGB")
+    picture = Image.fromarray(split.decode(row))
     picture.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
     bounds = slice(split.starts[row], split.starts[row + 1])
     _draw(picture, split.boxes[bounds], split.labels[bounds], _names(split))

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from PIL import Image
 
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.image_check import MOST_PIXELS
+from ssdctl.data.formats import coco
+from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import safe_join
@@ -49,25 +50,23 @@ def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture],
     return pictures, problem
 
 
-def _reader(evaluation: Evaluation) -> Callable[[SampleImage], bytes | memoryview]:
-    """How to read an image: from the store where it is prepared, else from its file."""
+def _reader(evaluation: Evaluation) -> Callable[[SampleImage], Pixels]:
+    """Return a function that decodes an image: from the store if there is one, else its file."""
     about = evaluation.about
     files = find_splits(Path(about.data))[about.split]
     try:
         split = open_split(Path(about.store), about.split, files)
     except DataError:
-        return lambda sample: safe_join(files.images, sample.file_name).read_bytes()
+        sizes = {i.id: (i.width or 0, i.height or 0) for i in coco.read(files.annotations).images}
+        return lambda sample: decode(
+            safe_join(files.images, sample.file_name).read_bytes(), sizes[sample.image_id]
+        )
     rows = {int(image_id): row for row, image_id in enumerate(split.image_ids)}
-    return lambda sample: split.read(rows[sample.image_id])
+    return lambda sample: split.decode(rows[sample.image_id])
 
 
-def _pair(
-    evaluation: Evaluation, sample: SampleImage, content: bytes | memoryview
-) -> SamplePicture:
-    with Image.open(io.BytesIO(content)) as opened:
-        if opened.width * opened.height > MOST_PIXELS:
-            raise DataError(f"{opened.width} x {opened.height} pixels are too many")
-        picture = opened.convert("RGB")
+def _pair(evaluation: Evaluation, sample: SampleImage, pixels: Pixels) -> SamplePicture:
+    picture = Image.fromarray(pixels)
     scale = min(WIDTH / picture.width, 1.0)
     size = (max(round(picture.width * scale), 1), max(round(picture.height * scale), 1))
     small = picture.resize(size, Image.Resampling.LANCZOS)

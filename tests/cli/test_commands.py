@@ -97,27 +97,6 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("--batch-size", "--bs"),
-        ("--use-hpu", "--device"),
-        ("--hpu-lazy-mode", "--execution"),
-        ("--autocast", "--bf16"),
-        ("--val-interval", "--eval-every"),
-        ("--num-workers", "--workers"),
-        ("--multistep", "--decay-epochs"),
-        ("--log-interval", "--log-every"),
-    ],
-)
-def test_old_options_name_ours(cli: Cli, old: str, new: str) -> None:
-    for command in (["train"], ["launch", "--hpus", "8"]):
-        result = cli(*command, f"{old}=3")
-        assert result.code == 2
-        assert old in result.err
-        assert new in result.err
-
-
-@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["train", "--data", "none", "--device", "cpu"], 3, "no such dataset folder"),

@@ -88,7 +88,7 @@ def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[s
         ["--cpus", "2", "--bs", "x"],
         ["--cpus", "2", "--set", "train.nonsense=1"],
         ["--cpus", "2", "--nonsense"],
-        ["--cpus", "2", "--batch-size", "4"],
+        ["--cpus", "2", "--batch-splits", "4"],
         ["--cpus", "2", "--device", "cuda"],
         ["--cpus", "2", "--set", "train.device=hpu"],
         ["--tpus", "4", "--launcher", "slurm"],
@@ -143,6 +143,10 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     plan = json.loads(capsys.readouterr().out)
     assert ranks_command(plan) == ["evaluate", "--bs", "4", "a;b"]
     assert plan["environment"]["SSDCTL_EVALUATE__DEVICE"] == "cpu"
+    aliases = ["evaluate", "--checkpoint", "x.pt", "--batch_size=4"]
+    assert launch("--cpus", "2", "--dry-run", "--json", "--", *aliases) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     # Options before -- are train's, and train is not what is launched.
     assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
     assert "--bs belongs to train" in capsys.readouterr().err
@@ -151,7 +155,7 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (["train", "--batch-size", "3"], "--batch-size is now --bs"),
+        (["train", "--batch-splits", "3"], "--accumulate"),
         (["train", "--epocs", "3"], "--epochs"),
         (["evaluate"], "CKPT"),
     ],

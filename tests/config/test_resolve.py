@@ -72,7 +72,7 @@ def test_file_in_working_directory_is_read(tmp_path: Path) -> None:
     [
         ("[train]\n\nlerning = 1\n", ":3", None),
         ("[train]\nmomentun = 1\n", ":2", "train.momentum"),
-        ("[train]\nbs = 1\n", ":2", "train.batch_size"),
+        ("[train]\nbss = 1\n", ":2", "train.batch_size"),
         ("train.epoch = 1\n", ":1", "train.epochs"),
         ("[trian]\nlr = 1\n", ":2", "train.lr"),
     ],
@@ -200,8 +200,8 @@ def test_every_line_of_a_started_file_can_be_set(tmp_path: Path) -> None:
         ("train.batchsize", "train.batch_size"),
         ("lr", "train.lr"),
         ("train.warm_up", "train.warmup"),
-        ("evaluate.bs", "evaluate.batch_size"),
-        ("train.num-workers", "train.workers"),
+        ("evaluate.batch", "evaluate.batch_size"),
+        ("train.numworkers", "train.workers"),
         ("slrum.time", "slurm.time"),
     ],
 )
@@ -231,10 +231,3 @@ def test_every_option_of_a_command_is_unique() -> None:
         for f in s.flags
     ]
     assert len(flags) == len(set(flags))
-
-
-def test_old_options_are_none_of_ours() -> None:
-    ours = {f for s in all_settings().values() for f in s.flags}
-    old = [o for s in all_settings().values() for o in s.replaces]
-    assert len(old) == len(set(old))
-    assert not ours.intersection(old)

@@ -23,7 +23,7 @@ from ssdctl.download.fetch import claim, fetch
 from ssdctl.download.partial_file import Part
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Patience
-from ssdctl.errors import DiskError, IntegrityError, NetworkError
+from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
 QUICK = Patience(
@@ -41,6 +41,19 @@ def fetch_quickly(pin: PinnedFile, folder: Path, connections: int = 4) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
+
+
+def tls_certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """A server's TLS context for 127.0.0.1, and its self-signed certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificate, and is not here")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=here"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
+    subprocess.run(["openssl", *words.split(), *more], check=True, capture_output=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate, key)
+    return tls, certificate
 
 
 def leave_part(folder: Path, pin: PinnedFile, arrived: int, validator: str = '"1"') -> None:
@@ -117,14 +130,7 @@ class TestFetch:
     def test_a_ca_bundle_of_the_environment_is_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        if shutil.which("openssl") is None:
-            pytest.skip("openssl makes the certificate, and is not here")
-        key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-        words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=here"
-        more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate]
-        subprocess.run(["openssl", *words.split(), *more], check=True, capture_output=True)
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(certificate, key)
+        tls, certificate = tls_certificate(tmp_path)
         with Server(tls) as server:
             pin = pinned(server.route("/a.bin", file(CONTENT)))
             with pytest.raises(NetworkError, match=r"(?i)certificate"):
@@ -378,6 +384,58 @@ class TestFaults:
         server.route("/b.bin", file(CONTENT))
         pin = pinned(server.route("/a.bin", lambda _: Reply(302, {"Location": "/b.bin"})))
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
+
+    def test_10_https_is_never_left_for_http(
+        self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tls, certificate = tls_certificate(tmp_path)
+        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
+        insecure = server.route("/b.bin", file(CONTENT))
+        with Server(tls) as secure:
+            to_http = pinned(secure.route("/a.bin", lambda _: Reply(302, {"Location": insecure})))
+            with pytest.raises(NetworkError, match="HTTPS to HTTP"):
+                fetch_quickly(to_http, tmp_path / "data")
+            assert not server.requests
+            target = secure.route("/b.bin", file(CONTENT))
+            for location in ("/b.bin", target):
+                route = secure.route("/c.bin", lambda _, to=location: Reply(302, {"Location": to}))
+                folder = tmp_path / location.replace("/", "_")
+                assert fetch_quickly(pinned(route), folder).read_bytes() == CONTENT
+            # From HTTP to HTTPS is fine.
+            route = server.route("/d.bin", lambda _: Reply(302, {"Location": target}))
+            assert fetch_quickly(pinned(route), tmp_path / "up").read_bytes() == CONTENT
+
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            Reply(404),
+            Reply(503),
+            Reply(401),
+            Reply(200, {"Content-Type": "text/html"}, b"<html>"),
+            Reply(200, {}, b"another file"),
+            Reply(206, {"Content-Range": "bytes 7-9/2500000"}, b"abc"),
+            Reply(302, {"Location": "ftp://bob:hunter2@127.0.0.1/a?X-Amz-Signature=s3cret"}),
+            Reply(302, {"Location": "/a.bin?X-Amz-Signature=s3cret"}),
+            Reply(200, {}, b"?" * len(CONTENT)),
+        ],
+    )
+    def test_secrets_of_urls_are_not_in_messages(
+        self, server: Server, tmp_path: Path, reply: Reply
+    ) -> None:
+        url = server.route("/a.bin", lambda _: reply).replace("://", "://bob:hunter2@")
+        with pytest.raises(SsdctlError) as failure:
+            fetch_quickly(pinned(f"{url}?X-Amz-Signature=s3cret"), tmp_path)
+        text = f"{failure.value} {failure.value.hint}"
+        assert "127.0.0.1" in text
+        assert "hunter2" not in text
+        assert "s3cret" not in text
+
+    def test_secrets_of_urls_without_a_server(self, tmp_path: Path) -> None:
+        for host in ("127.0.0.1:1", "no-such-host.invalid", "[bad"):
+            with pytest.raises(SsdctlError) as failure:
+                fetch_quickly(pinned(f"http://bob:hunter2@{host}/a?sig=s3cret"), tmp_path)
+            assert "hunter2" not in str(failure.value)
+            assert "s3cret" not in str(failure.value)
 
     def test_11_a_longer_file(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", file(CONTENT + b"more")))

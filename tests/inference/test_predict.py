@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Result
 from PIL import Image
 
@@ -87,14 +88,23 @@ def test_turned_pictures_are_put_upright(predictor: Predictor, picture: Path) ->
         upright = image.convert("RGB")
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned a quarter clockwise
-    upright.transpose(Image.Transpose.ROTATE_90).save("turned.png", exif=exif)
-    assert predictor.predict("turned.png") == predictor.predict(upright)
+    path = Path("turned.png")
+    upright.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    expected = predictor.predict(upright)
+    assert expected
+    assert predictor.predict(path) == expected
+    assert predictor.predict(path.read_bytes()) == expected
+    with Image.open(path) as image, path.open("rb") as file:
+        assert predictor.predict(image) == expected
+        assert predictor.predict(file) == expected
+    pixels = torch.from_numpy(np.array(upright))
+    assert predictor.predict(pixels.permute(2, 0, 1)) == expected
 
 
 @pytest.mark.parametrize("content", [b"", b"no picture", b"\xff\xd8\xff\xe0 cut"])
 def test_no_picture(predictor: Predictor, content: bytes) -> None:
     Path("x.jpg").write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.jpg: no readable picture"):
+    with pytest.raises(DataError, match=r"x\.jpg: not a readable image"):
         predictor.predict("x.jpg")
 
 
@@ -127,7 +137,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
         "--score", 0.02, "--device", "cpu",
     )  # fmt: skip
     assert result.code == 3  # one was bad, the rest went on
-    assert "bad.png: no readable picture" in result.err
+    assert "photos/bad.png: " in result.err
     assert "1 of 4 files" in result.err
     answers = json.loads(result.out)
     names = [a["image"] for a in answers]

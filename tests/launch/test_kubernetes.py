@@ -305,7 +305,7 @@ def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
     assert "/dev/shm" not in [m["mountPath"] for m in alone["volumeMounts"]]
     assert "/dev/shm" in [m["mountPath"] for m in several["volumeMounts"]]
     plan = plan_for("hpu", 16, nodes=2, env=("TOKEN=1",))
-    assert "--carry=TOKEN" in containers(plan.manifest)["launcher"]["command"]
+    assert "--export-env=TOKEN" in containers(plan.manifest)["launcher"]["command"]
 
 
 def test_a_pod_that_is_started_again_must_resume_by_itself(cli: Cli) -> None:

@@ -91,7 +91,7 @@ def test_several_gaudi_nodes_take_hosts_and_environment_along() -> None:
     plan = plan_for(
         "hpu",
         16,
-        carry=("MINE",),
+        export_env=("MINE",),
         nodes=2,
         hostfile="-hosts",
         hosts=("gaudi-0", "gaudi-1"),
@@ -209,8 +209,8 @@ def test_a_host_still_to_be_said(device: str) -> None:
         (
             "hpu",
             8,
-            {"carry": ("A;B",)},
-            "no name of a variable",
+            {"export_env": ("A;B",)},
+            "not the name of a variable",
         ),
         ("cuda", 8, {"rdzv_endpoint": "a:1"}, "several nodes"),
         ("cuda", 8, {"nodes": 2, "rdzv_endpoint": "-a:1"}, "HOST:PORT"),

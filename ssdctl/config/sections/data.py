@@ -18,7 +18,7 @@ class DataConfig(Section, frozen=True):
             flag="--data",
             metavar="DIR",
             panel="Data",
-            replaces=("--data-dir", "--data_dir"),
+            aliases=("--data-dir", "-d"),
         ),
     ] = None
     store: Annotated[

@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from ssdctl.config.fields import Count, DeviceName, Fraction, NonNegativeInt, Section, setting
+from ssdctl.config.devices import DeviceName
+from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setting
 
 
 class EvaluateConfig(Section, frozen=True):
@@ -15,21 +16,24 @@ class EvaluateConfig(Section, frozen=True):
             "Images per batch",
             flag="--bs",
             metavar="N",
-            replaces=("--val-batch-size", "--eval-batch-size", "--ebs"),
+            aliases=("--val-batch-size", "--eval-batch-size", "--ebs"),
         ),
     ] = 16
     precision: Annotated[
         Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
     ] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
-    workers: Annotated[NonNegativeInt, setting("Decode threads; 0 = all cores", metavar="N")] = 0
+    workers: Annotated[
+        NonNegativeInt,
+        setting("Decode threads; 0 = all cores", metavar="N", aliases=("--num-workers",)),
+    ] = 0
     limit: Annotated[
         Count | None,
-        setting("Score the first N images alone", metavar="N", replaces=("--eval_samples",)),
+        setting("Score only the first N images", metavar="N", aliases=("--eval-samples",)),
     ] = None
     score_threshold: Annotated[
         Fraction,
-        setting("Drop detections below this score", metavar="X", replaces=("--nms-valid-thresh",)),
+        setting("Drop detections below this score", metavar="X", aliases=("--nms-valid-thresh",)),
     ] = 0.05
     nms_iou: Annotated[
         Fraction, setting("Suppress a box that overlaps a better one by more", metavar="X")

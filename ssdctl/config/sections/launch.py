@@ -20,7 +20,13 @@ class LaunchConfig(Section, frozen=True):
         setting("Settings of a known cluster to start from (docs/clusters.md)", panel="Launch"),
     ] = None
     nodes: Annotated[
-        Count, setting("Machines; the devices are divided among them", metavar="N", panel="Launch")
+        Count,
+        setting(
+            "Machines; the devices are divided among them",
+            metavar="N",
+            panel="Launch",
+            aliases=("--nnodes", "--num-nodes"),
+        ),
     ] = 1
     restarts: Annotated[
         NonNegativeInt,
@@ -50,12 +56,13 @@ class LaunchConfig(Section, frozen=True):
         Literal["core", "none"],
         setting("Whether mpirun gives each rank cores of its own", panel="Launch"),
     ] = "core"
-    carry: Annotated[
+    export_env: Annotated[
         tuple[str, ...],
         setting(
-            "More variables that mpirun takes along to other nodes",
+            "More environment variables that mpirun exports to the ranks of other nodes",
             metavar="NAME,NAME",
             panel="Launch",
+            aliases=("--carry",),
         ),
     ] = ()
     cores_per_node: Annotated[

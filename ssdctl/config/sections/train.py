@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import (
     BackboneName,
     Count,
-    DeviceName,
     Duration,
     Interval,
     IntervalOrTime,
@@ -36,12 +36,12 @@ class ModelConfig(Section, frozen=True):
             flag="--backbone-weights",
             metavar="NAME|FILE|none",
             panel="Network",
-            replaces=(
-                "--backbone-path",
-                "--pretrained-backbone",
-                "--resnet_checkpoint",
-                "--torchvision-weights-version",
-            ),
+            aliases=("--backbone-path", "--pretrained-backbone"),
+            removed_flags={
+                "--weights": "--backbone-weights for a backbone, --init FILE for a whole detector",
+                "--resnet-checkpoint": "--backbone-weights; TensorFlow checkpoints are not read",
+                "--torchvision-weights-version": "--backbone-weights imagenet-v1 or imagenet-v2",
+            },
         ),
     ]
     extra_norm: Annotated[
@@ -60,7 +60,7 @@ class TrainConfig(Section, frozen=True):
     # Recipe
     epochs: Annotated[
         Count,
-        setting("Length of the run, in epochs", metavar="N", panel="Recipe", replaces=("-e",)),
+        setting("Length of the run, in epochs", metavar="N", panel="Recipe", aliases=("-e",)),
     ]
     batch_size: Annotated[
         Count | Literal["auto"],
@@ -69,7 +69,7 @@ class TrainConfig(Section, frozen=True):
             flag="--bs",
             metavar="N|auto",
             panel="Recipe",
-            replaces=("--batch-size", "-b"),
+            aliases=("-b",),
         ),
     ]
     lr: Annotated[
@@ -78,7 +78,7 @@ class TrainConfig(Section, frozen=True):
             "Learning rate at global batch 32; scaled by global batch / 32",
             metavar="X",
             panel="Recipe",
-            replaces=("--learning-rate", "--base_lr"),
+            aliases=("--learning-rate", "--base-lr"),
             affects_results=True,
         ),
     ]
@@ -88,7 +88,7 @@ class TrainConfig(Section, frozen=True):
             "Linear warm-up: 3 or 3ep = epochs, 300st = optimizer steps",
             metavar="DURATION",
             panel="Recipe",
-            replaces=("--lr_warmup_epoch",),
+            aliases=("--lr-warmup-epoch",),
             affects_results=True,
         ),
     ]
@@ -98,7 +98,12 @@ class TrainConfig(Section, frozen=True):
             "Epochs at which the learning rate falls (see --lr-decay)",
             metavar="E,E",
             panel="Recipe",
-            replaces=("--multistep", "--lr-decay-schedule", "--lr-decay-epochs", "--k"),
+            removed_flags={
+                "--multistep": "--decay-epochs 43,54, with commas",
+                "--lr-decay-schedule": "--decay-epochs 40,50, with commas",
+                "--lr-decay-epochs": "--decay-epochs 40,50, with commas",
+                "--k": "--decay-epochs 15,55, the two ends of the cosine",
+            },
             affects_results=True,
         ),
     ]
@@ -117,7 +122,7 @@ class TrainConfig(Section, frozen=True):
             "SGD momentum (AdamW: beta1)",
             metavar="X",
             panel="Recipe",
-            replaces=("-m",),
+            aliases=("-m",),
             affects_results=True,
         ),
     ]
@@ -127,7 +132,7 @@ class TrainConfig(Section, frozen=True):
             "Weight decay",
             metavar="X",
             panel="Recipe",
-            replaces=("--wd", "--weight_decay"),
+            aliases=("--wd",),
             affects_results=True,
         ),
     ]
@@ -173,18 +178,15 @@ class TrainConfig(Section, frozen=True):
             "Arithmetic of the network: auto = bf16 where the device has it natively, else fp32",
             panel="Device",
             choice_flags=True,
-            replaces=(
-                "--autocast",
-                "--amp",
-                "--no-amp",
-                "--fp16-mode",
-                "--hmp",
-                "--lowp",
-                "--BF16",
-                "--use-fp16",
-                "--dtype",
-                "--data-type",
-            ),
+            aliases=("--dtype", "--data-type", "--autocast=bf16", "--no-amp=fp32"),
+            removed_flags={
+                "--amp": "--bf16, or --fp16 (a GPU's, the type of NVIDIA's --amp)",
+                "--fp16-mode": "--fp16, --bf16 or --fp32",
+                "--use-fp16": "--fp16 or --bf16",
+                "--hmp": "--bf16: autocast chooses the operators, without lists",
+                "--lowp": "--bf16",
+                "--BF16": "--bf16",
+            },
             affects_results=True,
         ),
     ]
@@ -200,7 +202,14 @@ class TrainConfig(Section, frozen=True):
             "Run folder; the same folder again resumes [default: runs/PRESET]",
             metavar="RUN",
             panel="Run",
-            replaces=("--save", "--model_dir", "--save-path", "--checkpoint-dir"),
+            aliases=(
+                "--output-dir",
+                "--output",
+                "--save",
+                "--model-dir",
+                "--save-path",
+                "--checkpoint-dir",
+            ),
         ),
     ] = None
     steps: Annotated[
@@ -209,7 +218,7 @@ class TrainConfig(Section, frozen=True):
             "Stop after this many optimizer steps [default: all epochs]",
             metavar="N",
             panel="Run",
-            replaces=("--end-iteration", "--num-steps", "--max-steps"),
+            aliases=("--end-iteration", "--num-steps", "--max-steps"),
         ),
     ] = None
     init: Annotated[
@@ -222,7 +231,11 @@ class TrainConfig(Section, frozen=True):
             "auto = from the newest intact checkpoint of RUN, never, or a file",
             metavar="auto|never|FILE",
             panel="Run",
-            replaces=("--checkpoint", "--iteration"),
+            removed_flags={
+                "--checkpoint": "--init FILE to start from the weights of a checkpoint (of any "
+                "system), or --resume FILE to continue a run of ssdctl with its optimizer",
+                "--iteration": "--resume: a checkpoint of ssdctl contains its step",
+            },
         ),
     ] = "auto"
     resume_changed: Annotated[
@@ -243,7 +256,11 @@ class TrainConfig(Section, frozen=True):
             "Micro-batches per optimizer step; the global batch grows with it",
             metavar="N",
             panel="Recipe",
-            replaces=("--accumulation", "--batch-splits"),
+            aliases=("--accumulation",),
+            removed_flags={
+                "--batch-splits": "--accumulate, which multiplies the batch instead of dividing "
+                "it: a batch of 128 in 4 splits is --bs 32 --accumulate 4",
+            },
         ),
     ] = 1
     ema: Annotated[
@@ -261,7 +278,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Batch norm over the images of all ranks, where the device can",
             panel="Recipe",
-            replaces=("--distributed_bn",),
+            aliases=("--distributed-bn",),
             affects_results=True,
         ),
     ] = False
@@ -270,7 +287,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Use kernels alone that give the same bits every time; slower",
             panel="Run",
-            replaces=("--det",),
+            aliases=("--det",),
         ),
     ] = False
     rank_timeout: Annotated[
@@ -296,7 +313,8 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Device to train on; auto = the accelerator this machine has, else cpu",
             panel="Device",
-            replaces=("--use-hpu", "--hpu", "--no-cuda", "--no_hpu"),
+            aliases=("--use-hpu=hpu", "--hpu=hpu", "--no-hpu=cpu"),
+            removed_flags={"--no-cuda": "--device cpu, or --device xla for a TPU"},
         ),
     ] = "auto"
     execution: Annotated[
@@ -305,7 +323,8 @@ class TrainConfig(Section, frozen=True):
             "How a step runs: operation by operation, by torch.compile, or as graphs gathered by "
             "the device [default: the device's fastest]",
             panel="Device",
-            replaces=("--hpu-lazy-mode", "--use-lazy-mode", "--use-torch-compile", "--compile"),
+            aliases=("--hpu-lazy-mode=lazy", "--use-torch-compile=compile", "--compile=compile"),
+            removed_flags={"--use-lazy-mode": "--execution lazy, or compile"},
         ),
     ] = None
     tf32: Annotated[
@@ -313,7 +332,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Round the factors of fp32 products to TF32, where a GPU can",
             panel="Device",
-            replaces=("--allow-tf32", "--no-allow-tf32"),
+            aliases=("--allow-tf32=true", "--no-allow-tf32=false"),
             affects_results=True,
         ),
     ] = False
@@ -324,7 +343,11 @@ class TrainConfig(Section, frozen=True):
             "slowest kernels and waits, in RUN/profile",
             metavar="FIRST,LAST",
             panel="Run",
-            replaces=("--profiling", "--profile-steps", "--profiler"),
+            removed_flags={
+                "--profiling": "--profile 50,53, the first and the last step",
+                "--profile-steps": "--profile 50,53, the first and the last step",
+                "--profiler": "--profile 50,53, the first and the last step",
+            },
         ),
     ] = None
 
@@ -335,7 +358,12 @@ class TrainConfig(Section, frozen=True):
             "Decode threads; 0 = this process's share of the cores",
             metavar="N",
             panel="Input",
-            replaces=("--num-workers", "--num_parallel_calls", "--threadpool_size", "--max_cpus"),
+            aliases=("--num-workers",),
+            removed_flags={
+                "--num-parallel-calls": "--workers, all decode threads of a rank",
+                "--threadpool-size": "--workers, all decode threads of a rank",
+                "--max-cpus": "--workers, all decode threads of a rank",
+            },
         ),
     ] = 0
     pipeline: Annotated[
@@ -344,7 +372,11 @@ class TrainConfig(Section, frozen=True):
             "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
             "samples, crops and colours, pixels that differ by a few levels",
             panel="Input",
-            replaces=("--data_pipeline", "--dl-worker-type", "--use-dali"),
+            removed_flags={
+                "--data-pipeline": "--pipeline native or --pipeline dali",
+                "--dl-worker-type": "--pipeline native or --pipeline dali",
+                "--use-dali": "--pipeline dali",
+            },
             affects_results=True,
         ),
     ] = "native"
@@ -354,7 +386,7 @@ class TrainConfig(Section, frozen=True):
             "Random batches instead of images, for the device's ceiling: no dataset is needed, "
             "nothing is evaluated",
             panel="Input",
-            replaces=("--fake_data", "--use_fake_data", "--synthetic-data", "-f"),
+            aliases=("--use-fake-data", "--synthetic-data", "-f"),
             affects_results=True,
         ),
     ] = False
@@ -390,7 +422,9 @@ class TrainConfig(Section, frozen=True):
             "Evaluate this often (epochs, or steps with st) [default: at the end]",
             metavar="DURATION",
             panel="Evaluation",
-            replaces=("--val-interval",),
+            removed_flags={
+                "--val-interval": "--eval-every 10, epochs; fractions and steps (500st) too",
+            },
         ),
     ] = None
     eval_at: Annotated[
@@ -399,7 +433,10 @@ class TrainConfig(Section, frozen=True):
             "Evaluate after these epochs, besides --eval-every",
             metavar="E,E",
             panel="Evaluation",
-            replaces=("--evaluation", "--val-epochs"),
+            removed_flags={
+                "--evaluation": "--eval-at 22,32, with commas and counted from 1, not from 0",
+                "--val-epochs": "--eval-at 40,50, with commas",
+            },
         ),
     ] = ()
     patience: Annotated[
@@ -414,7 +451,10 @@ class TrainConfig(Section, frozen=True):
             "Stop once AP reaches this",
             metavar="AP",
             panel="Evaluation",
-            replaces=("--threshold", "--target", "-t"),
+            aliases=("--threshold", "-t"),
+            removed_flags={
+                "--target": "--target-ap, which ends the run instead of judging it at its end",
+            },
         ),
     ] = None
     save_every: Annotated[
@@ -423,7 +463,8 @@ class TrainConfig(Section, frozen=True):
             "Save a checkpoint this often: epochs, steps (st) or minutes (min)",
             metavar="DURATION",
             panel="Saving",
-            replaces=("--save_checkpoints_epochs", "--save_checkpoints_steps", "-c"),
+            aliases=("--save-checkpoints-epochs", "-c"),
+            removed_flags={"--save-checkpoints-steps": "--save-every 500st, with the unit"},
         ),
     ] = "1ep"
     keep: Annotated[
@@ -432,7 +473,7 @@ class TrainConfig(Section, frozen=True):
             "Newest checkpoints to keep, besides the best",
             metavar="N",
             panel="Saving",
-            replaces=("--keep_ckpt_max",),
+            aliases=("--keep-ckpt-max",),
         ),
     ] = 2
     log_every: Annotated[
@@ -441,12 +482,11 @@ class TrainConfig(Section, frozen=True):
             "Steps between two lines of metrics",
             metavar="N",
             panel="Saving",
-            replaces=(
-                "--log-interval",
-                "--save_summary_steps",
-                "--log_step_count_steps",
-                "--suppress_loss_report",
-            ),
+            aliases=("--log-interval", "--log-step-count-steps", "--save-summary-steps"),
+            removed_flags={
+                "--suppress-loss-report": "--log-every: between two lines nothing is read from "
+                "the device",
+            },
         ),
     ] = 20
     tensorboard: Annotated[

@@ -53,7 +53,8 @@ class Boxes(NamedTuple):
     """
 
     starts: NDArray[np.int64]  # N + 1
-    ltrb: NDArray[np.float32]  # M x 4
+    ltrb: NDArray[np.float64]  # M x 4
+    fractions: NDArray[np.float32]  # M x 4: ltrb / image size, rounded once
     labels: NDArray[np.int32]  # M
     is_crowd: NDArray[np.bool_]  # M
 
@@ -72,14 +73,15 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
         raise DataError(f"{path}: no categories")
     sizes = _sizes(path, annotations.images)
     entries = annotations.annotations
-    ltrb, kind = _clipped(bboxes(entries), sizes[row])
+    ltrb, fractions, kind = _clipped(bboxes(entries), sizes[row])
     findings = [_finding(annotations, int(i), int(row[i]), kind[i]) for i in np.nonzero(kind)[0]]
     kept = np.nonzero(kind <= CLIPPED)[0]
     kept = kept[np.argsort(row[kept], kind="stable")]  # image by image, in the file's order
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(np.bincount(row[kept], minlength=len(sizes)), out=starts[1:])
     is_crowd = crowd_flags(entries)
-    return Boxes(starts, ltrb[kept], label[kept].astype(np.int32), is_crowd[kept]), findings
+    labels = label[kept].astype(np.int32)
+    return Boxes(starts, ltrb[kept], fractions[kept], labels, is_crowd[kept]), findings
 
 
 def format_warnings(
@@ -122,9 +124,9 @@ def format_warnings(
 
 def _clipped(
     bbox: NDArray[np.float64], size: NDArray[np.int64]
-) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Boxes (M x 4: left, top, width, height) as ltrb inside their images (M x 2), and what was
-    done to each: nothing, clipped, or dropped for a reason."""
+) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
+    """Boxes (M x 4: left, top, width, height) as ltrb inside their images (M x 2), in pixels and in
+    fractions, and what was done to each: nothing, clipped, or dropped for a reason."""
     with np.errstate(all="ignore"):  # overflows show in the results
         low, extent = bbox[:, :2], bbox[:, 2:]
         high = low + extent
@@ -133,14 +135,15 @@ def _clipped(
         outside = (inside[1] <= inside[0]).any(axis=1)
         # COCO's own boxes overshoot by rounding: a hundredth of a pixel is not reported.
         overshoot = np.maximum(inside[0] - low, high - inside[1]).max(axis=1, initial=0)
-        ltrb = np.concatenate(inside, axis=1).astype(np.float32)
-        tiny = (ltrb[:, 2:] <= ltrb[:, :2]).any(axis=1)
+        ltrb = np.concatenate(inside, axis=1)
+        fractions = (ltrb / np.tile(size, 2)).astype(np.float32)
+        tiny = (fractions[:, 2:] <= fractions[:, :2]).any(axis=1)
     kind = np.where(overshoot > 0.01, CLIPPED, OK).astype(np.uint8)
     kind[tiny] = NO_SIZE
     kind[outside] = OUTSIDE
     kind[empty] = NO_SIZE
     kind[np.isnan(bbox).any(axis=1)] = NO_BBOX
-    return ltrb, kind
+    return ltrb, fractions, kind
 
 
 def _finding(annotations: Annotations, index: int, row: int, kind: int) -> Finding:

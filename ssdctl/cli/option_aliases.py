@@ -1,0 +1,197 @@
+"""Other spellings of options, and options of the replaced systems.
+
+A command line may use standard spellings (`--batch-size`, `--learning-rate`, `--num_workers`) and
+old flags that mean the same: `AliasCommand` rewrites them before they are parsed, so help and
+completion list each option once. An old flag with another meaning, or without a counterpart, is
+refused with what to write instead (exit 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import typer
+
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.settings import Setting, all_settings, select
+from ssdctl.errors import UsageError
+
+# Aliases of options that belong to a command itself: the first one that the command has.
+OUTPUT = ("--out", "--dest")
+COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
+POSITIONAL = "="
+PRECISIONS = ("bf16", "fp16", "fp32")
+CHECKPOINT_METAVAR = "CKPT"  # commands whose first argument starts so take --checkpoint CKPT too
+
+COUNT = "ssdctl launch with the number of devices: " + ", ".join(
+    f"{device.count_option} N" for device in DEVICE_TYPES.values()
+)
+BINDING = "ssdctl launch binds ranks to cores: --cores-per-node, --devices-per-node, --bind-to"
+USE_INSTEAD = {
+    "-s": "--seed N, or --steps N (its meaning in Habana's TensorFlow program)",
+    "--mode": "another command: ssdctl evaluate CKPT or ssdctl benchmark train",
+    "--inference": "another command: ssdctl predict CKPT IMAGE",
+    "--vis-dataloader": "another command: ssdctl prepare --preview FILE",
+    "--benchmark-iterations": "another command: ssdctl benchmark train --seconds S",
+    "--use-horovod": "another command: ssdctl launch --hpus N",
+    "--hvd-workers": "another command: ssdctl launch --hpus N",
+    "--num-cores": "another command: ssdctl launch --tpus N",
+    "-n": COUNT,
+    "-np": COUNT,
+    "--np": COUNT,
+    "--nproc-per-node": COUNT,
+    "--nnodes": "another command: ssdctl launch --nodes N",
+    "--map-by": BINDING,
+    "--json-summary": "RUN/metrics.jsonl, which every run writes, and --json for the result",
+    "-x": "ssdctl launch --export-env NAME: mpirun passes the variables that a run needs by itself",
+}
+NOT_NEEDED = {
+    "--local-rank": "launchers set it in the environment of each rank",
+    "--disable-distributed-validation": "ranks share the images, and each image is scored once",
+    "--no-save": "a run always saves; --save-every and --keep set how often and how many",
+    "--warmup-factor": "the warm-up starts at 0, as with the factor 0 of every published script",
+    "--num-cropping-iterations": "a crop mode gets one attempt, the default of that option",
+    "--hpu-channels-last": "the device chooses the memory layout",
+    "--data-layout": "the device chooses the memory layout",
+    "--num-workers-per-hls": "ssdctl launch counts the ranks",
+    "--kubernetes-run": "ssdctl launch --launcher kubernetes submits a job",
+    "--num-examples-per-epoch": "the images of the dataset are counted",
+    "--use-cocoeval-cc": "scoring always uses a compiled engine; --verify compares pycocotools",
+    "--recipe-cache": "compiled graphs are kept in ~/.cache/ssdctl, or where "
+    "PT_HPU_RECIPE_CACHE_CONFIG says",
+    "--static": "batches are always made from the dataset, none are stored beforehand",
+    "--parallel-loader": "the next batches are always copied to the device in advance",
+    "--benchmark-warmup": "ssdctl benchmark train warms up by itself",
+    "--trace": "the batch size of a run does not change",
+    "--rule": "the batch size of a run does not change",
+    "--hmp-bf16": "autocast chooses the operators, without lists: --bf16",
+    "--hmp-fp32": "autocast chooses the operators, without lists: --bf16",
+    "--hmp-opt-level": "autocast chooses the operators, without lists: --bf16",
+    "--hmp-verbose": "autocast chooses the operators, without lists: --bf16",
+    "--allow-run-as-root": "ssdctl launch passes it to mpirun if the user is root",
+    "--report-bindings": "ssdctl launch --dry-run shows the bindings",
+    "--tag-output": "ssdctl launch passes it to mpirun",
+    "--merge-stderr-to-stdout": "each rank writes its own log, RUN/logs",
+    "--prefix": "ssdctl launch passes it to mpirun if MPI_ROOT is set",
+}
+
+
+class AliasCommand(typer.core.TyperCommand):
+    """A command that also accepts the aliases of its settings."""
+
+    settings: Sequence[Setting] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Rewrite aliases to the command's own options, then parse.
+
+        Raises:
+            SystemExit: An option of the replaced systems that was removed; the code is 2.
+        """
+        try:
+            args = self.without_aliases(args)
+        except UsageError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise SystemExit(error.exit_code) from None
+        return super().parse_args(ctx, args)
+
+    def without_aliases(self, args: Sequence[str]) -> list[str]:
+        """Return the command line with every alias replaced by the option that it stands for.
+
+        Raises:
+            UsageError: An option of the replaced systems that was removed.
+        """
+        own = {flag: p for p in self.params for flag in (*p.opts, *p.secondary_opts)}
+        templates = self._templates(own)
+        checkpoints: list[str] = []
+        rewritten: list[str] = []
+        rest = list(args)
+        while rest:
+            token = rest.pop(0)
+            if token == "--":
+                rewritten += [token, *rest]
+                break
+            flag, equals, value = _split(token, own, templates)
+            if flag in own or not flag.startswith("-"):
+                rewritten.append(flag + equals + value)
+                is_switch = getattr(own.get(flag), "is_flag", False)
+                has_value_next = flag in own and not equals and not is_switch
+                rewritten += [rest.pop(0)] if has_value_next and rest else []
+                continue
+            template = templates.get(flag)
+            if template is None:
+                _refuse_removed(flag, self.settings)
+                rewritten.append(token)
+            elif not template.endswith("="):
+                if equals:
+                    raise UsageError(f"{flag} does not take a value")
+                rewritten.append(template)
+            else:
+                if not equals and not rest:
+                    raise UsageError(f"{flag} requires a value")
+                value = value if equals else rest.pop(0)
+                if flag == "-d" and value in PRECISIONS:
+                    raise UsageError(f"-d is the dataset folder in ssdctl: use --{value}")
+                if template == POSITIONAL:
+                    checkpoints.append(value)
+                else:
+                    rewritten.append(template + value)
+        return [*checkpoints, *rewritten]
+
+    def _templates(self, own: Mapping[str, Any]) -> dict[str, str]:
+        """Return what each alias stands for: `--flag`, or `--flag=` if it takes a value."""
+        templates: dict[str, str] = {}
+        for setting in self.settings:
+            for alias in setting.aliases:
+                templates.setdefault(*_template(setting, alias))
+        if any(setting.path == "train.epochs" for setting in self.settings):
+            for setting in select("evaluate.*"):  # a run evaluates too
+                for alias in setting.aliases:
+                    if alias not in own:
+                        templates.setdefault(alias, f"--set={setting.path}=")
+        for name, targets in COMMAND_ALIASES.items():
+            if name not in own and (target := next((t for t in targets if t in own), None)):
+                templates.setdefault(name, f"{target}=")
+        arguments = [p for p in self.params if p.param_type_name == "argument"]
+        if arguments and str(arguments[0].metavar).startswith(CHECKPOINT_METAVAR):
+            templates.setdefault("--checkpoint", POSITIONAL)
+        return templates
+
+
+def _template(setting: Setting, alias: str) -> tuple[str, str]:
+    """Return an alias without its constant, and what it stands for."""
+    name, _, constant = alias.partition("=")
+    if setting.is_flag:
+        return name, setting.flags[constant == "false"]
+    if setting.choice_flags:
+        return name, f"--{constant}" if constant else f"--set={setting.path}="
+    return name, f"{setting.flags[0]}={constant}" if constant else f"{setting.flags[0]}="
+
+
+def _split(
+    token: str, own: Mapping[str, Any], templates: Mapping[str, str]
+) -> tuple[str, str, str]:
+    """Split `--flag=value` and `-b128` into flag, `=` and value; `--batch_size` gets dashes."""
+    if token.startswith("--"):
+        flag, equals, value = token.partition("=")
+        return flag.replace("_", "-"), equals, value
+    short = token[:2]
+    is_alias = short not in own and templates.get(short, "").endswith("=")
+    if is_alias and token != short and token not in USE_INSTEAD:
+        return short, "=", token[2:].removeprefix("=")
+    return token, "", ""
+
+
+def _refuse_removed(flag: str, chosen: Sequence[Setting]) -> None:
+    """Raise UsageError if `flag` is one of a replaced system, naming what to write instead."""
+    flag = flag.partition("=")[0]
+    for setting in all_settings().values():
+        if flag in setting.removed_flags:
+            place = "" if setting in chosen else f" (an option of ssdctl {setting.section})"
+            raise UsageError(
+                f"{flag} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
+            )
+    if flag in USE_INSTEAD:
+        raise UsageError(f"{flag} is not an option of ssdctl: use {USE_INSTEAD[flag]}")
+    if flag in NOT_NEEDED:
+        raise UsageError(f"{flag} is not an option of ssdctl and not needed: {NOT_NEEDED[flag]}")

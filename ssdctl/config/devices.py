@@ -1,0 +1,49 @@
+"""The table of device types: what a device is called by options, launchers and schedulers.
+
+A new device type gets a row here, a module in `ssdctl/device/` that opens it, a row in
+`ssdctl/device/__init__.py`, and its checks in `ssdctl/doctor/`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+DeviceName = Literal["auto", "cpu", "cuda", "hpu", "xla"]
+LocalLauncher = Literal["torchrun", "mpirun"]
+
+
+class DeviceType(NamedTuple):
+    """One type of device.
+
+    Attributes:
+        name: The value of `--device`, and PyTorch's name of the device.
+        plural: The option of `ssdctl launch` that counts its devices, without dashes.
+        description: What is counted, in help texts.
+        launcher: What starts one rank per device if the user does not say.
+        slurm_gres: Slurm's usual name of the resource; None: none is requested.
+        kubernetes_resource: The name of the resource in a pod; None: none is requested.
+    """
+
+    name: str
+    plural: str
+    description: str
+    launcher: LocalLauncher
+    slurm_gres: str | None
+    kubernetes_resource: str | None
+
+    @property
+    def count_option(self) -> str:
+        """The option of `ssdctl launch` that counts its devices."""
+        return f"--{self.plural}"
+
+
+# torch_xla has torchrun start one process per chip, and gives each process its chip.
+DEVICE_TYPES = {
+    device.name: device
+    for device in (
+        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi"),
+        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu"),
+        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu"),
+        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None),
+    )
+}

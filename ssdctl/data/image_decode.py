@@ -1,0 +1,396 @@
+"""Decode images: the one decoder of every command and of the Python API. Torch-free.
+
+    decode(content, size)            # an image of a dataset, of the size that is annotated
+    decode(content, size, rows=210)  # at least its first 210 rows
+    read_rgb(picture)                # a user's picture of any kind, upright by its EXIF orientation
+
+The result is (H, W, 3) uint8 RGB. Rules, the same for every caller:
+
+- Transparency is dropped; of an animation or a multi-page file the first frame is taken.
+- 16 bits per channel become 8 by taking the high byte.
+- A dataset's image is read as it is stored if that gives the annotated size, otherwise turned
+  upright by its EXIF orientation if that gives it. If both do, as stored.
+- A header that announces more than `MAX_PIXELS` is refused before anything is decoded.
+
+Plain JPEGs are decoded by libjpeg-turbo (simplejpeg) into memory that the thread reuses. Rows below
+a crop are not decoded: the height in the JPEG's header is lowered to the crop's bottom, rounded up
+to whole blocks, and the decoder ends there; the rows above are unchanged (tested bit by bit). All
+other files are decoded by Pillow, and so is everything if simplejpeg is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from ssdctl.errors import DataError, UsageError
+
+try:
+    import simplejpeg
+except ImportError:  # no wheel for this platform: Pillow decodes to the same pixels
+    simplejpeg = None
+
+Pixels = NDArray[np.uint8]
+# Sources of `read_rgb`: a path, encoded bytes, a file object, a PIL image, an array or a tensor.
+Picture = Any
+MAX_PIXELS = 100_000_000  # larger images are refused as decompression bombs
+MAX_FILE_BYTES = 1 << 30
+COMMON_FORMATS = ("JPEG", "PNG")  # MPO is opened as a JPEG
+# Not EPS, which runs Ghostscript, nor formats that need another program or hold no pixels.
+OTHER_FORMATS = (
+    "WEBP", "BMP", "DIB", "TIFF", "GIF", "AVIF", "JPEG2000", "PPM", "TGA", "PCX", "SGI", "ICO",
+    "QOI", "DDS", "PSD", "HEIF",
+)  # fmt: skip
+PLAIN_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended, progressive
+START_OF_SCAN, END_OF_IMAGE = 0xDA, b"\xff\xd9"
+MAX_REUSED_BYTES = 48 << 20  # memory for larger pictures is not kept by the thread
+_thread = threading.local()
+
+# Large sizes are refused here, and odd metadata does not matter. Not `catch_warnings`, which is
+# not thread-safe.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+class ImageError(ValueError):
+    """The content is not an image that can be decoded, or has another size than expected."""
+
+
+class Header(NamedTuple):
+    """What an image's header states."""
+
+    format: str
+    mode: str  # Pillow's
+    stored_size: tuple[int, int]  # width and height of the stored pixels
+    orientation: int  # EXIF, 1 to 8; 1 = upright as stored
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """Width and height once it is turned upright."""
+        width, height = self.stored_size
+        return (height, width) if self.orientation >= 5 else (width, height)
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether it has more than 8 bits per channel in a mode that tells so."""
+        return self.mode.startswith("I") or self.mode == "F"
+
+    def fits_both(self, size: tuple[int, int]) -> bool:
+        """Whether `size` does not tell stored pixels from upright ones."""
+        return self.orientation != 1 and self.stored_size == self.upright_size == tuple(size)
+
+    def orientation_for(self, size: tuple[int, int] | None) -> int:
+        """The orientation to apply to get the annotated `size`, or upright pixels; 1 = none.
+
+        Raises:
+            ImageError: Neither the stored nor the upright pixels have that size.
+        """
+        if size is None:
+            return self.orientation
+        if self.stored_size == tuple(size):
+            return 1
+        if self.upright_size == tuple(size):
+            return self.orientation
+        (width, height), (declared_width, declared_height) = self.stored_size, size
+        raise ImageError(
+            f"is {width} x {height}, its annotation says {declared_width} x {declared_height}"
+        )
+
+
+def read_header(picture: Image.Image) -> Header:
+    """Read the header of an opened image whose pixels are not loaded yet.
+
+    Raises:
+        ImageError: It announces too many pixels.
+    """
+    width, height = picture.size
+    _refuse_too_large(width, height)
+    orientation = _orientation(picture)
+    if picture.format == "TIFF" and orientation >= 5:
+        width, height = height, width  # Pillow states the upright size of a TIFF
+    return Header(picture.format or "", picture.mode, (width, height), orientation)
+
+
+def _refuse_too_large(width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ImageError(
+            f"refused by its header: {width} x {height} pixels, the limit is {MAX_PIXELS:,}"
+        )
+
+
+def open_image(file: Path | IO[bytes]) -> Image.Image:
+    """Open an image of any supported format; its pixels are not decoded yet.
+
+    Raises:
+        Exception: Pillow raises errors of many types for files that are not images.
+    """
+    try:
+        return Image.open(file, formats=COMMON_FORMATS)
+    except UnidentifiedImageError:
+        return Image.open(file, formats=_other_formats())
+
+
+@functools.cache
+def _other_formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in OTHER_FORMATS if name in Image.OPEN)
+
+
+def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None = None) -> Pixels:
+    """Decode an image to (H, W, 3) RGB pixels, or at least to its first `rows` rows.
+
+    The result may be in memory that the thread's next call overwrites.
+
+    Args:
+        content: The encoded image, any bytes-like object.
+        size: Width and height that a dataset's annotations declare; None: upright.
+        rows: How many rows, from the top, are needed; None: all.
+
+    Raises:
+        ImageError: It cannot be decoded, or has another size.
+    """
+    content = memoryview(content).cast("B")  # Arrow's buffers have signed bytes
+    try:
+        frame = _plain_frame(content)
+        if frame is None or simplejpeg is None:
+            return _decode_by_pillow(content, size)
+        if size is not None and (frame.width, frame.height) == tuple(size):
+            return _decode_plain(content, frame, rows)
+        with open_image(io.BytesIO(content)) as picture:
+            orientation = read_header(picture).orientation_for(size)
+        return apply_orientation(_decode_plain(content, frame, None), orientation)
+    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+        raise as_image_error(error) from None
+
+
+def read_rgb(picture: Picture) -> Pixels:
+    """Convert a user's picture to (H, W, 3) RGB pixels, upright.
+
+    Args:
+        picture: A path, encoded bytes, a binary file object, a PIL image, or pixels as a numpy
+            array (H, W), (H, W, 1 or 3 or 4) of uint8 or uint16, or as a tensor, which may also be
+            (1 or 3 or 4, H, W), or floating point from 0 to 1.
+
+    Raises:
+        DataError: It cannot be read or decoded.
+        UsageError: It is not a picture, or pixels of an unsupported shape or type.
+    """
+    if isinstance(picture, Image.Image):
+        return _rgb_of_image(picture)
+    if isinstance(picture, np.ndarray):
+        return _rgb_of_array(picture)
+    if hasattr(picture, "cpu"):
+        return _rgb_of_tensor(picture)
+    name, content = _read_content(picture)
+    try:
+        return decode(content).copy()
+    except ImageError as error:
+        raise DataError(f"{name}: {error}") from None
+
+
+def _read_content(picture: Picture) -> tuple[str, bytes]:
+    """Read the encoded image and the name that messages give it."""
+    if isinstance(picture, (bytes, bytearray, memoryview)):
+        return "image", bytes(picture)
+    if isinstance(picture, (str, os.PathLike)):
+        name = os.fspath(picture)
+        try:
+            with Path(name).open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{name}: cannot be read: {reason}") from None
+    elif hasattr(picture, "read"):
+        name = str(getattr(picture, "name", "image"))
+        content = picture.read(MAX_FILE_BYTES + 1)
+    else:
+        raise UsageError(
+            f"a picture of type {type(picture).__name__}",
+            hint="give a path, bytes, a file opened in binary mode, a PIL image, an array or a "
+            "tensor",
+        )
+    if not isinstance(content, bytes):
+        raise UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
+    if len(content) > MAX_FILE_BYTES:
+        raise DataError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB")
+    return name, content
+
+
+def _rgb_of_image(picture: Image.Image) -> Pixels:
+    name = str(getattr(picture, "filename", "") or "image")
+    try:
+        read_header(picture)
+        picture.load()  # Pillow turns a TIFF upright when it loads it
+        return apply_orientation(_to_rgb(picture), _orientation(picture))
+    except Exception as error:
+        raise DataError(f"{name}: {as_image_error(error)}") from None
+
+
+def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
+    is_supported = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (1, 3, 4))
+    if not is_supported or not pixels.size or pixels.dtype not in (np.uint8, np.uint16):
+        raise UsageError(
+            f"pixels of shape {pixels.shape} and type {pixels.dtype}",
+            hint="expected (height, width, 3) uint8, RGB",
+        )
+    if pixels.dtype == np.uint16:
+        pixels = (pixels >> 8).astype(np.uint8)
+    if pixels.ndim == 2:
+        pixels = pixels[..., None]
+    if pixels.shape[2] == 1:
+        pixels = np.repeat(pixels, 3, axis=2)
+    return np.ascontiguousarray(pixels[..., :3])
+
+
+def _rgb_of_tensor(tensor: Any) -> Pixels:
+    pixels = np.asarray(tensor.detach().cpu())
+    if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4):
+        pixels = pixels.transpose(1, 2, 0)
+    if np.issubdtype(pixels.dtype, np.floating):
+        if not (pixels.size and pixels.min() >= 0 and pixels.max() <= 1):  # NaN fails it, too
+            raise UsageError(
+                "floating-point pixels outside 0 to 1", hint="scale them, or give uint8"
+            )
+        pixels = np.rint(pixels * 255).astype(np.uint8)
+    return _rgb_of_array(pixels)
+
+
+def apply_orientation(pixels: Pixels, orientation: int) -> Pixels:
+    """Turn stored (H, W, 3) pixels upright by an EXIF orientation (1 to 8)."""
+    if orientation == 1:
+        return pixels
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    return np.ascontiguousarray(pixels)
+
+
+def _orientation(picture: Image.Image) -> int:
+    """Return the EXIF orientation of an image, 1 if it states none."""
+    metadata = ("exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp")
+    if picture.format == "PNG" and not any(key in picture.info for key in metadata):
+        return 1  # Pillow would decode all pixels to look for EXIF data behind them
+    try:
+        orientation = int(picture.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # broken metadata: the pixels may be intact
+        return 1
+    return orientation if 1 <= orientation <= 8 else 1
+
+
+def _decode_by_pillow(content: Any, size: tuple[int, int] | None) -> Pixels:
+    with open_image(io.BytesIO(content)) as picture:
+        header = read_header(picture)
+        orientation = header.orientation_for(size)
+        pixels = _to_rgb(picture)
+    if header.format != "TIFF":
+        return apply_orientation(pixels, orientation)
+    if orientation == 1:  # Pillow has turned it upright: turn it back
+        inverse = {6: 8, 8: 6}.get(header.orientation, header.orientation)
+        pixels = apply_orientation(pixels, inverse)
+    return pixels
+
+
+def _to_rgb(picture: Image.Image) -> Pixels:
+    """Convert an image as it is stored to writable (H, W, 3) RGB pixels."""
+    mode = picture.mode
+    if mode.startswith("I;16") or (mode == "I" and picture.format in ("PNG", "PPM")):
+        bits = 16
+        if picture.format == "TIFF":
+            bits = min(int(getattr(picture, "tag_v2", {}).get(258, (16,))[0]), 16)
+        gray = (np.asarray(picture) >> (bits - 8)).clip(0, 255).astype(np.uint8)
+        return np.repeat(gray[..., None], 3, axis=2)
+    if mode in ("I", "F"):
+        raise ImageError("has 32 bits per pixel, of which the range is unknown: convert it to 8")
+    if mode in ("P", "PA") and "transparency" in picture.info:
+        picture = picture.convert("RGBA")  # Pillow warns of the direct conversion
+    return np.array(picture.convert("RGB"))
+
+
+class _Frame(NamedTuple):
+    """What a JPEG's frame header states."""
+
+    offset: int  # of the height's two bytes
+    height: int
+    width: int
+    block_rows: int  # rows that are coded together, over all channels
+
+
+def plain_jpeg_size(content: Any) -> tuple[int, int] | None:
+    """Width and height of a complete JPEG with 8 bits and gray or three colours; else None."""
+    frame = _plain_frame(memoryview(content).cast("B"))
+    return None if frame is None else (frame.width, frame.height)
+
+
+def _plain_frame(content: Any) -> _Frame | None:
+    """The frame header of a complete JPEG with 8 bits and gray or three colours; None otherwise."""
+    if bytes(content[:2]) != b"\xff\xd8" or bytes(content[-2:]) != END_OF_IMAGE:
+        return None
+    head = bytes(content[: 1 << 16])
+    offset = 2
+    while offset + 10 < len(head) and head[offset] == 0xFF:
+        marker = head[offset + 1]
+        if marker == START_OF_SCAN:
+            break
+        if marker in PLAIN_FRAMES:
+            return _parse_frame(head, offset + 4)
+        offset += 2 + int.from_bytes(head[offset + 2 : offset + 4], "big")
+    return None
+
+
+def _parse_frame(head: bytes, offset: int) -> _Frame | None:
+    bits, channels = head[offset], head[offset + 5]
+    height, width = (int.from_bytes(head[i : i + 2], "big") for i in (offset + 1, offset + 3))
+    first, end = offset + 7, offset + 6 + 3 * channels
+    factors = [head[i] & 15 for i in range(first, end, 3) if i < len(head)]
+    if bits != 8 or channels not in (1, 3) or not height or not width or not all(factors):
+        return None
+    return _Frame(offset + 1, height, width, 8 * max(factors))
+
+
+def _decode_plain(content: Any, frame: _Frame, rows: int | None) -> Pixels:
+    _refuse_too_large(frame.width, frame.height)
+    height = frame.height
+    if rows is not None:
+        # One more row, because interpolated colour depends on the next row.
+        height = min(height, -(-(rows + 1) // frame.block_rows) * frame.block_rows)
+        if height < frame.height:
+            content = bytearray(content)
+            content[frame.offset : frame.offset + 2] = height.to_bytes(2, "big")
+    needed = height * frame.width * 3
+    # Not strict, as Pillow is not: a broken code inside the picture spoils some blocks, and the
+    # bytes after a lowered height are not an error.
+    pixels: Pixels = simplejpeg.decode_jpeg(
+        content, buffer=thread_buffer("decoded", needed), strict=False
+    )
+    return pixels
+
+
+def thread_buffer(name: str, size: int) -> Pixels:
+    """Return `size` bytes of memory that belongs to this thread, reused under its name."""
+    buffer: Pixels | None = getattr(_thread, name, None)
+    if buffer is None or buffer.size < size:
+        buffer = np.empty(size, np.uint8)
+        if size <= MAX_REUSED_BYTES:
+            setattr(_thread, name, buffer)
+    return buffer[:size]
+
+
+def as_image_error(error: Exception) -> ImageError:
+    """Convert any error of a decoder, without the address of an object in its text."""
+    if isinstance(error, ImageError):
+        return error
+    if isinstance(error, Image.DecompressionBombError):
+        return ImageError(f"refused by its header: {error}")
+    reason = str(error).partition(" <_io")[0] or type(error).__name__
+    return ImageError(f"not a readable image ({reason})")

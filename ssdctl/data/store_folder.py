@@ -1,0 +1,67 @@
+"""Choose the folder of a dataset's store: `prepared/` in the dataset folder, or a cache folder.
+
+A dataset folder that cannot be written, as one that many users share, gets its index in the user's
+cache folder, under a name made of the dataset's path and annotation files. Each user has an own
+cache; processes of one user are kept apart by the store's lock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+STORE_NAME = "prepared"
+ANNOTATION_PATTERNS = ("*.toml", "*.yaml", "*.json", "annotations/*.json", "*/_annotations*.json")
+
+
+def default_store(root: Path) -> Path:
+    """Return the store's folder of the dataset in `root` if the user names none."""
+    folder = root / STORE_NAME
+    if not root.is_dir() or _is_writable(folder if folder.exists() else root):
+        return folder
+    if folder.exists() and _is_prepared(root, folder):
+        return folder
+    return _cache_folder() / "datasets" / f"{root.resolve().name}-{_key(root)}"
+
+
+def is_cached_store(folder: Path) -> bool:
+    """Whether `default_store` has chosen this folder because the dataset folder is read-only."""
+    return folder.parent == _cache_folder() / "datasets"
+
+
+def _is_prepared(root: Path, folder: Path) -> bool:
+    from ssdctl.data.prepare import is_prepared
+    from ssdctl.errors import SsdctlError
+
+    try:
+        return is_prepared(root, folder)
+    except (SsdctlError, OSError):  # reported by the command itself
+        return False
+
+
+def _cache_folder() -> Path:
+    """`ssdctl` in the user's cache folder, or a folder in /tmp if that cannot be written."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    existing = next((path for path in (base, *base.parents) if path.exists()), base)
+    if _is_writable(existing):
+        return base / "ssdctl"
+    return Path(tempfile.gettempdir()) / f"ssdctl-{os.getuid()}"
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _key(root: Path) -> str:
+    """Hex digits that identify a dataset by its path and its annotation files."""
+    digest = hashlib.sha256(os.fsencode(root.resolve()))
+    for path in sorted({path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        name = os.fsencode(path.relative_to(root))
+        digest.update(b"\0%s\0%d %d" % (name, status.st_size, status.st_mtime_ns))
+    return digest.hexdigest()[:16]

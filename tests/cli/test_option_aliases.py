@@ -1,0 +1,200 @@
+"""Options that people type from memory: standard spellings, and those of the replaced systems."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Result
+
+from ssdctl.config.settings import all_settings
+
+Cli = Callable[..., Result]
+
+EIGHT_CARDS = ["launch", "--hpus", "8", "--cores-per-node", "48", "--dry-run", "--json"]
+
+
+def ranks_options(cli: Cli, *arguments: str) -> set[str]:
+    """The options that `launch` passes to the ranks' `train`."""
+    result = cli(*EIGHT_CARDS, *arguments)
+    assert result.code == 0, result.err
+    argv = json.loads(result.out)["argv"]
+    return set(argv[argv.index("train") + 1 :]) - {"--device=hpu"}
+
+
+@pytest.mark.parametrize(
+    ("alias", "ours"),
+    [
+        ("--batch-size 8", "--bs=8"),
+        ("--batch_size=8", "--bs=8"),
+        ("-b 8", "--bs=8"),
+        ("-b8", "--bs=8"),
+        ("--learning-rate 1e-3", "--lr=1e-3"),
+        ("--base_lr 1e-3", "--lr=1e-3"),
+        ("--num-workers 3", "--workers=3"),
+        ("--num_workers=3", "--workers=3"),
+        ("--wd 0.1", "--weight-decay=0.1"),
+        ("--weight_decay 0.1", "--weight-decay=0.1"),
+        ("--log-interval 5", "--log-every=5"),
+        ("--log_every 5", "--log-every=5"),
+        ("--save_summary_steps 10", "--log-every=10"),
+        ("--output-dir x", "--out=x"),
+        ("--model_dir x", "--out=x"),
+        ("--data_dir d", "--data=d"),
+        ("-d d", "--data=d"),
+        ("--autocast", "--bf16"),
+        ("--dtype bf16", "--set=train.precision=bf16"),
+        ("--hpu-lazy-mode", "--execution=lazy"),
+        ("--use_fake_data", "--fake-data"),
+        ("--no-allow-tf32", "--no-tf32"),
+        ("--threshold 0.23", "--target-ap=0.23"),
+        ("--ebs 4", "--set=evaluate.batch_size=4"),
+        ("--pretrained-backbone r.pth", "--backbone-weights=r.pth"),
+    ],
+)
+def test_launch_passes_an_alias_on_as_our_option(cli: Cli, alias: str, ours: str) -> None:
+    assert ranks_options(cli, *alias.split()) == {ours}
+
+
+def test_the_voyager_command_line_works_as_it_is(cli: Cli) -> None:
+    """But for --val-interval, whose name says less than ours, it is what users have in scripts."""
+    theirs = (
+        "-d /dataset --batch-size 128 --log-interval 100 --use-hpu --hpu-lazy-mode --autocast "
+        "--warmup 2.619685 --num-workers 12"
+    )
+    assert ranks_options(cli, *theirs.split()) == {
+        "--data=/dataset", "--bs=128", "--log-every=100", "--execution=lazy", "--bf16",
+        "--warmup=2.619685", "--workers=12",
+    }  # fmt: skip
+
+
+def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
+    assert ranks_options(cli, "--mllog", "--autocast", "--out", "-b") == {
+        "--mllog=--autocast", "--out=-b",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "remedy"),
+    [
+        ("train", "--val-interval=3", "--eval-every"),
+        ("train", "--batch-splits=4", "--accumulate"),
+        ("train", "--multistep", "--decay-epochs"),
+        ("train", "--checkpoint=x.pt", "--init"),
+        ("train", "--checkpoint=x.pt", "--resume"),
+        ("train", "--amp", "--bf16"),
+        ("train", "-d=bf16", "--bf16"),
+        ("train", "-s", "--seed"),
+        ("launch", "-n", "--hpus"),
+        ("launch", "-np", "--hpus"),
+        ("launch", "--nproc_per_node=8", "--gpus"),
+        ("train", "--nproc_per_node=8", "ssdctl launch"),
+        ("train", "--num-cropping-iterations", "one attempt"),
+        ("train", "--warmup-factor", "starts at 0"),
+        ("train", "--static", "from the dataset"),
+        ("train", "--recipe_cache=x", "PT_HPU_RECIPE_CACHE_CONFIG"),
+        ("train", "--json-summary=x", "metrics.jsonl"),
+        ("train", "--parallel_loader", "in advance"),
+        ("train", "--resnet_checkpoint=x", "TensorFlow"),
+        ("train", "--local_rank=0", "launchers"),
+        ("train", "--use-hpu=3", "does not take a value"),
+        ("train", "--batch-size", "requires a value"),
+    ],
+)
+def test_what_means_something_else_or_nothing_here_is_refused_with_a_remedy(
+    cli: Cli, command: str, option: str, remedy: str
+) -> None:
+    result = cli(command, option)
+    assert result.code == 2
+    assert option.partition("=")[0].replace("_", "-") in result.err
+    assert remedy in result.err
+    assert "No such option" not in result.err
+    assert result.out == ""
+
+
+SEEDS = """
+--data --epochs --batch-size --eval-batch-size --seed --evaluation --multistep --learning-rate
+--momentum --weight-decay --warmup --num-workers --fp16 --local_rank --data_pipeline --bs
+--nproc_per_node -d -e -b -s --model_dir --save_summary_steps --data_dir --resnet_checkpoint
+--use_horovod --batch_size --dtype --save_checkpoints_epochs --np --mode --profile --steps
+--num_steps --log_step_count_steps --save_checkpoints_steps --log-interval --val-interval
+--use-hpu --hpu-lazy-mode --autocast --fake_data --allow-run-as-root --bind-to --map-by
+"""
+
+
+@pytest.mark.parametrize("flag", SEEDS.split())
+def test_every_option_in_the_documents_of_the_replaced_systems_is_answered(
+    cli: Cli, flag: str
+) -> None:
+    """As an option, an alias, or with a reason: never with a bare "No such option"."""
+    assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err
+
+
+def test_evaluate_takes_the_checkpoint_as_an_option_too(cli: Cli, checkpoint: Path) -> None:
+    options = ["--device", "cpu", "--eval_samples", "2", "--batch_size", "2", "--json"]
+    result = cli("evaluate", *options, "--checkpoint", checkpoint)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["images"] == 2
+
+
+def test_output_dir_is_the_out_of_every_command(cli: Cli, tmp_path: Path) -> None:
+    result = cli("download", "--dataset", "shapes", "--images", 1, "--output_dir", "s", "--dry-run")
+    assert result.code == 0, result.err
+    assert result.out.startswith("s:")
+    assert cli("export", "none.pt", "--format", "onnx", "--output-dir", "x").code == 2
+
+
+@pytest.mark.parametrize("source", ["file", "--set", "variable"])
+@pytest.mark.parametrize(
+    ("alias", "path", "value"),
+    [
+        ("train.bs", "train.batch_size", 7),
+        ("train.learning_rate", "train.lr", 0.5),
+        ("train.num_workers", "train.workers", 7),
+        ("train.output_dir", "train.out", "x"),
+        ("data.data", "data.root", "x"),
+        ("model.backbone_weights", "model.weights", "none"),
+        ("prepare.from", "prepare.source", "voc"),
+        ("evaluate.bs", "evaluate.batch_size", 7),
+    ],
+)
+def test_keys_have_aliases_too(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, source: str, alias: str, path: str, value: object
+) -> None:
+    section, name = alias.split(".")
+    options: list[str] = []
+    if source == "file":
+        Path("ssdctl.toml").write_text(f"[{section}]\n{name} = {json.dumps(value)}\n")
+    elif source == "--set":
+        options = ["--set", f"{alias}={value}"]
+    else:
+        monkeypatch.setenv(f"SSDCTL_{section}__{name}".upper(), str(value))
+    result = cli("config", "show", "--json", *options)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)[path]["value"] == value
+
+
+def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
+    Path("ssdctl.toml").write_text("[train]\nbs = 1\nbatch_size = 2\n")
+    result = cli("config", "show")
+    assert result.code == 2
+    assert "ssdctl.toml:3" in result.err
+    assert "train.bs" in result.err
+
+
+def test_aliases_are_not_in_help_and_no_option_of_ours(cli: Cli) -> None:
+    settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
+    ours = [flag for s in settings for flag in s.flags]
+    aliases = [alias.partition("=")[0] for s in settings for alias in s.aliases]
+    removed = [flag for s in settings for flag in s.removed_flags]
+    assert len({*ours, *aliases, *removed}) == len([*ours, *aliases, *removed])
+    words = set(re.findall(r"--[\w-]+", cli("train", "--help").out))
+    assert not words & {*aliases, *removed}
+
+
+def test_every_key_alias_is_unique() -> None:
+    keys = [f"{s.section}.{k}" for s in all_settings().values() for k in (s.name, *s.key_aliases)]
+    assert len(keys) == len(set(keys))

@@ -1,0 +1,322 @@
+"""Every entrance of the decoder gives the same pixels: Pillow's, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from ssdctl.data import image_decode as module
+from ssdctl.data.image_decode import ImageError, apply_orientation, decode, read_rgb
+from ssdctl.errors import DataError, UsageError
+
+Pixels = NDArray[np.uint8]
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    """Blobs and noise, so that neighbouring rows and colours differ."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noise = rng.integers(-20, 21, (height, width, 3))
+    return Image.fromarray(np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def by_pillow(content: bytes) -> Pixels:
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(2, 200),
+    height=st.integers(2, 200),
+    quality=st.integers(30, 98),
+    subsampling=st.integers(0, 2),
+    progressive=st.booleans(),
+    restart=st.integers(0, 5),
+    is_gray=st.booleans(),
+    data=st.data(),
+)
+def test_rows_down_to_the_bottom_of_a_crop_equal_pillows(
+    width: int,
+    height: int,
+    quality: int,
+    subsampling: int,
+    progressive: bool,
+    restart: int,
+    is_gray: bool,
+    data: st.DataObject,
+) -> None:
+    image = picture(width, height, seed=width * height)
+    options: dict[str, Any] = {"quality": quality, "progressive": progressive}
+    if restart:
+        options["restart_marker_blocks"] = restart
+    if is_gray:
+        image = image.convert("L")
+    else:
+        options["subsampling"] = subsampling
+    content = encoded(image, **options)
+    expected = by_pillow(content)
+    assert np.array_equal(decode(content, (width, height)), expected)
+    rows = data.draw(st.integers(1, height))
+    part = decode(content, (width, height), rows)
+    assert len(part) >= rows
+    assert np.array_equal(part[:rows], expected[:rows])
+
+
+def test_rows_below_the_crop_are_not_decoded() -> None:
+    content = encoded(picture(320, 320, 0))
+    assert len(decode(content, (320, 320), rows=100)) <= 128
+
+
+@pytest.mark.parametrize("kind", ["png", "gray png", "palette", "alpha", "cmyk", "no end", "exif"])
+def test_other_than_plain_jpegs_are_decoded_as_by_pillow(kind: str) -> None:
+    image = picture(60, 40, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned, which the size of the annotation excludes
+    content = {
+        "png": lambda: encoded(image, "PNG"),
+        "gray png": lambda: encoded(image.convert("L"), "PNG"),
+        "palette": lambda: encoded(image.quantize(16), "PNG"),
+        "alpha": lambda: encoded(image.convert("RGBA"), "PNG"),
+        "cmyk": lambda: encoded(image.convert("CMYK")),
+        "no end": lambda: encoded(image) + b"trailing bytes",
+        "exif": lambda: encoded(image, exif=exif),
+    }[kind]()
+    for given_ in (content, memoryview(content), memoryview(content).cast("b")):
+        assert np.array_equal(decode(given_, (60, 40), rows=10)[:10], by_pillow(content)[:10])
+        assert np.array_equal(decode(given_, (60, 40)), by_pillow(content))
+
+
+def test_without_simplejpeg_the_pixels_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encoded(picture(90, 70, 1))
+    expected = decode(content, (90, 70)).copy()
+    monkeypatch.setattr(module, "simplejpeg", None)
+    assert np.array_equal(decode(content, (90, 70), rows=20), expected)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xd8", b"\xff\xd8\xff\xd9", b"\xff\xd8\xff\xc0\x00\x11\x08", b"<html>"]
+)
+def test_other_content_is_refused(content: bytes) -> None:
+    with pytest.raises(ImageError):
+        decode(content, (60, 40))
+
+
+def test_a_cut_file_and_another_size_are_refused() -> None:
+    content = encoded(picture(300, 200, 2))
+    with pytest.raises(ImageError, match="truncated"):
+        decode(content[: len(content) // 2], (300, 200), rows=10)
+    with pytest.raises(ImageError, match=r"300 x 200.*201 x 300"):
+        decode(content, (201, 300))
+
+
+def with_orientation(image: Image.Image, kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    if kind == "MPO":
+        other = image.resize((image.width // 2, image.height // 2))
+        return encoded(image, kind, exif=exif, save_all=True, append_images=[other])
+    options = {"lossless": True} if kind == "WEBP" else {}
+    return encoded(image, kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "TIFF", "AVIF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientations_of_all_entrances(kind: str, orientation: int, tmp_path: Path) -> None:
+    """A path, bytes, a file and a PIL image are upright; the declared size selects in datasets."""
+    if not supports(kind):
+        pytest.skip(f"this Pillow does not write {kind}")
+    stored = picture(60, 40, 4)
+    content = with_orientation(stored, kind, orientation)
+    # The reference is Pillow's own function; Pillow turns a TIFF by itself.
+    with Image.open(io.BytesIO(content)) as image:
+        image.load()
+        upright = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+    assert upright.shape[:2] == ((60, 40) if orientation >= 5 else (40, 60))
+    assert np.array_equal(decode(content), upright)
+    path = tmp_path / "x.bin"
+    path.write_bytes(content)
+    assert np.array_equal(read_rgb(path), upright)
+    assert np.array_equal(read_rgb(str(path)), upright)
+    assert np.array_equal(read_rgb(content), upright)
+    assert np.array_equal(read_rgb(io.BytesIO(content)), upright)
+    with path.open("rb") as file:
+        assert np.array_equal(read_rgb(file), upright)
+    with Image.open(path) as image:
+        assert np.array_equal(read_rgb(image), upright)
+    # In a dataset:
+    as_stored = decode(content, (60, 40))
+    assert np.array_equal(apply_orientation(as_stored, orientation), upright)
+    if kind in ("PNG", "WEBP", "TIFF"):
+        assert np.array_equal(as_stored, np.asarray(stored))
+    if orientation >= 5:
+        assert np.array_equal(decode(content, (40, 60), rows=7)[:7], upright[:7])
+    else:
+        with pytest.raises(ImageError, match=r"60 x 40.*40 x 60"):
+            decode(content, (40, 60))
+
+
+def test_arrays_and_tensors_are_the_same_picture() -> None:
+    pixels = np.asarray(picture(30, 20, 5))
+    tensor = torch.from_numpy(pixels.copy())
+    alpha = np.concatenate([pixels, np.full_like(pixels[..., :1], 7)], axis=2)
+    for given_ in (
+        pixels,
+        alpha,
+        pixels.astype(np.uint16) * 257,
+        tensor,
+        tensor.permute(2, 0, 1),
+        tensor.permute(2, 0, 1).float() / 255,
+        tensor.permute(2, 0, 1).double().div(255).requires_grad_(),
+    ):
+        assert np.array_equal(read_rgb(given_), pixels)
+    gray = pixels[..., 0]
+    for given_ in (gray, gray[..., None], torch.from_numpy(gray.copy())[None]):
+        assert np.array_equal(read_rgb(given_), np.repeat(gray[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("given_", "subject"),
+    [
+        (np.zeros((5, 5, 3)), "float64"),
+        (np.zeros((5, 5, 2), np.uint8), "(5, 5, 2)"),
+        (np.zeros((0, 5, 3), np.uint8), "(0, 5, 3)"),
+        (torch.full((3, 5, 5), 255.0), "0 to 1"),
+        (torch.full((3, 5, 5), float("nan")), "0 to 1"),
+        (7, "int"),
+        (io.StringIO("x"), "binary"),
+    ],
+)
+def test_other_objects_are_a_usage_error(given_: object, subject: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_rgb(given_)
+    assert subject in f"{error.value} {error.value.hint}"
+
+
+def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(b"no picture")
+    for given_ in (tmp_path / "x.png", tmp_path / "none.png", tmp_path):
+        with pytest.raises(DataError, match=str(given_)):
+            read_rgb(given_)
+    with pytest.raises(DataError):
+        read_rgb(encoded(picture(60, 40, 3))[:200])
+
+
+class TestDepth:
+    """16 bits per channel become 8 by the high byte, whatever the file's values are."""
+
+    VALUES = (np.arange(40 * 60, dtype=np.uint32) * 27).astype(np.uint16).reshape(40, 60)
+
+    @pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG2000", "PPM"])
+    def test_gray(self, kind: str) -> None:
+        image = Image.fromarray(self.VALUES)
+        options = {"irreversible": False} if kind == "JPEG2000" else {}
+        content = encoded(image, kind, **options)
+        expected = np.repeat((self.VALUES >> 8).astype(np.uint8)[..., None], 3, axis=2)
+        assert np.array_equal(decode(content, (60, 40)), expected)
+        assert np.array_equal(read_rgb(content), expected)
+        assert np.array_equal(read_rgb(image), expected)
+
+    def test_rgb(self) -> None:
+        """Pillow does not write it: a PNG by hand."""
+        colours = np.stack([self.VALUES, self.VALUES[::-1], self.VALUES[:, ::-1]], axis=2)
+        rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in colours)
+        parts = [(b"IHDR", struct.pack(">IIBBBBB", 60, 40, 16, 2, 0, 0, 0))]
+        parts += [(b"IDAT", zlib.compress(rows)), (b"IEND", b"")]
+        content = b"\x89PNG\r\n\x1a\n" + b"".join(
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            for kind, data in parts
+        )
+        assert np.array_equal(decode(content, (60, 40)), (colours >> 8).astype(np.uint8))
+
+    def test_pixels_without_a_known_range_are_refused(self) -> None:
+        content = encoded(Image.fromarray(np.zeros((40, 60), np.float32)), "TIFF")
+        with pytest.raises(ImageError, match="32 bits"):
+            decode(content, (60, 40))
+
+
+def supports(kind: str) -> bool:
+    Image.init()
+    return kind in Image.SAVE
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("WEBP", {"lossless": True}),
+        ("BMP", {}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("GIF", {}),
+        ("AVIF", {}),
+        ("JPEG2000", {}),
+        ("PPM", {}),
+        ("TGA", {}),
+        ("PCX", {}),
+        ("SGI", {}),
+    ],
+)
+def test_other_formats(kind: str, options: dict[str, Any]) -> None:
+    if not supports(kind):
+        pytest.skip(f"this Pillow does not write {kind}")
+    image = picture(60, 40, 6)
+    content = encoded(image, kind, **options)
+    pixels = decode(content, (60, 40))
+    assert np.array_equal(pixels, by_pillow(content))
+    if kind not in ("GIF", "AVIF", "JPEG2000"):  # lossy ones
+        assert np.array_equal(pixels, np.asarray(image))
+    assert np.array_equal(read_rgb(content), pixels)
+
+
+def test_a_palette_with_transparency_keeps_its_colours() -> None:
+    image = picture(60, 40, 3).quantize(16)
+    content = encoded(image, "PNG", transparency=bytes(range(16)))
+    with Image.open(io.BytesIO(content)) as opened:
+        expected = np.asarray(image.convert("RGB"))
+        assert np.array_equal(decode(content, (60, 40)), expected)
+        assert np.array_equal(read_rgb(opened), expected)
+        assert opened.mode == "P"  # the caller's picture is unchanged
+
+
+def test_postscript_is_never_run() -> None:
+    """Pillow gives EPS files to Ghostscript."""
+    with pytest.raises(ImageError):
+        decode(encoded(picture(60, 40, 3), "EPS"), (60, 40))
+
+
+def test_a_pixel_bomb_is_refused_by_its_header() -> None:
+    content = bytearray(encoded(picture(60, 40, 3)))
+    frame = content.index(b"\xff\xc0")
+    content[frame + 5 : frame + 9] = struct.pack(">HH", 30_000, 30_000)
+    for size in (None, (30_000, 30_000)):
+        with pytest.raises(ImageError, match="refused by its header"):
+            decode(bytes(content), size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "MPO"]))
+def test_damaged_files_raise_only_image_errors(data: st.DataObject, kind: str) -> None:
+    content = bytearray(with_orientation(picture(16, 12, 1), kind, 6))
+    for _ in range(data.draw(st.integers(1, 8))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    for size in (None, (16, 12), (12, 16)):
+        with contextlib.suppress(ImageError):
+            assert decode(bytes(content), size).shape[2] == 3

@@ -1,0 +1,101 @@
+"""Fault 52: a dataset folder that cannot be written gets its index in a cache folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store_folder import default_store
+
+# Root is stopped by mode bits only without these capabilities.
+AS_ORDINARY_USER = (
+    ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all", "--"]
+    if os.getuid() == 0
+    else []
+)
+
+
+@pytest.fixture
+def read_only(shapes: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the dataset that cannot be written."""
+    if AS_ORDINARY_USER and shutil.which(AS_ORDINARY_USER[0]) is None:
+        pytest.skip("setpriv takes root's capabilities away, and is not here")
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    yield root
+    for path in (root, *root.rglob("*")):
+        path.chmod(0o755)
+
+
+def start(cache: Path, *args: object) -> subprocess.Popen[str]:
+    """Start ssdctl as a user with this cache folder."""
+    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    return subprocess.Popen(
+        [*AS_ORDINARY_USER, sys.executable, "-m", "ssdctl", *map(str, args)],
+        env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    return json.loads(out), err
+
+
+def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> None:
+    before = sorted(read_only.rglob("*"))
+    caches = [tmp_path / "cache of one", tmp_path / "cache of another"]
+    started = [
+        (cache, start(cache, "prepare", "--data", read_only, "--json"))
+        for cache in caches
+        for _ in range(3)
+    ]
+    stores = set()
+    for cache, process in started:
+        outcome, err = finish(process)
+        store = Path(outcome["store"])
+        assert cache in store.parents
+        assert str(store) in err
+        assert not outcome["packed"]  # a home folder is not a place for all the images
+        assert (store / "index-train.arrow").is_file()
+        stores.add(store)
+    assert len(stores) == 2
+    for cache in caches:
+        outcome, _ = finish(start(cache, "prepare", "--data", read_only, "--json"))
+        assert outcome["unchanged"]
+    assert sorted(read_only.rglob("*")) == before
+
+
+def test_an_option_still_decides(read_only: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    arguments = ("prepare", "--data", read_only, "--store", mine, "--json")
+    outcome, _ = finish(start(tmp_path / "cache", *arguments))
+    assert outcome["store"] == str(mine)
+    assert outcome["packed"]
+
+
+def test_a_store_that_its_owner_prepared_is_used(read_only: Path, tmp_path: Path) -> None:
+    read_only.chmod(0o755)
+    prepare(read_only, read_only / "prepared", pack=False)
+    for path in (read_only, read_only / "prepared"):
+        path.chmod(0o555)
+    arguments = ("prepare", "--data", read_only, "--no-pack", "--json")
+    outcome, _ = finish(start(tmp_path / "cache", *arguments))
+    assert outcome["store"] == str(read_only / "prepared")
+    assert outcome["unchanged"]
+
+
+def test_a_writable_dataset_keeps_its_store(tmp_path: Path) -> None:
+    assert default_store(tmp_path) == tmp_path / "prepared"
+    assert default_store(tmp_path / "missing") == tmp_path / "missing/prepared"

@@ -1,0 +1,45 @@
+"""A whole picture is resized exactly as by Pillow; a crop within one level of it."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from ssdctl.input.resize import resize, resize_crop
+
+
+def picture(width: int, height: int, seed: int) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+    noise = rng.integers(-20, 21, (height, width, 3))
+    return Image.fromarray(np.clip(np.asarray(smooth) + noise, 0, 255).astype(np.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    box=st.tuples(
+        st.integers(0, 299), st.integers(0, 199), st.integers(1, 300), st.integers(1, 200)
+    ),
+    flip=st.booleans(),
+)
+def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], flip: bool) -> None:
+    left, top = min(box[0], box[2] - 1), min(box[1], box[3] - 1)
+    window = (left, top, max(box[2], left + 1), max(box[3], top + 1))
+    pixels = np.array(picture(300, 200, 5))
+    out = np.zeros((300, 300, 3), np.uint8)
+    resize_crop(pixels, window, flip, out)
+    cut = Image.fromarray(pixels).crop(window)
+    expected = np.asarray(cut.resize((300, 300), Image.Resampling.BILINEAR)).astype(int)
+    error = np.abs(out[:, ::-1] - expected if flip else out - expected)
+    assert error.max() <= 1
+    assert error.mean() < 0.1
+
+
+def test_a_whole_picture_is_exactly_pillows() -> None:
+    image = picture(333, 222, 7)
+    out = np.zeros((300, 300, 3), np.uint8)
+    resize(np.asarray(image), out)
+    assert np.array_equal(out, np.asarray(image.resize((300, 300), Image.Resampling.BILINEAR)))

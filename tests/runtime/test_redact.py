@@ -1,0 +1,48 @@
+"""Secrets of URLs are hidden; host and path stay readable."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.runtime.redact import redact_url, redact_urls
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://host/a/b.zip", "https://host/a/b.zip"),
+        ("http://host:8080/a", "http://host:8080/a"),
+        ("http://[::1]:8080/a", "http://[::1]:8080/a"),
+        ("https://bob:hunter2@host:1/a", "https://***@host:1/a"),
+        ("https://token@host/a", "https://***@host/a"),
+        ("https://host/a?X-Amz-Signature=s3cret&b", "https://host/a?***"),
+        ("https://host/a#access_token=s3cret", "https://host/a#***"),
+        ("https://b:p@host/@org/x?q@r", "https://***@host/@org/x?***"),
+        ("https://bob:hun/ter2@host/a", "https://***@host/a"),
+        ("https://bob:hun?ter2@host/a", "https://***@host/a"),
+        ("https://bob:hun#ter2@host/a?x=1", "https://***@host/a?***"),
+        ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
+        ("no url?", "no url?"),
+    ],
+)
+def test_urls(url: str, shown: str) -> None:
+    assert redact_url(url) == shown
+    assert redact_url(shown) == shown
+    assert redact_urls(f"x ('{url}') failed") == f"x ('{shown}') failed"
+
+
+def test_messages_of_urllib3() -> None:
+    text = "Max retries exceeded with url: /a.zip?sig=s3cret (Caused by X)"
+    assert redact_urls(text) == "Max retries exceeded with url: /a.zip?*** (Caused by X)"
+
+
+@given(
+    secret=st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="'\"<>")),
+)
+def test_a_secret_never_shows(secret: str) -> None:
+    marked = f"{secret}S3CRET{secret}"
+    for url in (f"https://bob:{marked}@host.org/a", f"https://host.org/a?sig={marked}"):
+        assert "S3CRET" not in redact_url(url)
+        assert "S3CRET" not in redact_urls(f"error: {url} x")
