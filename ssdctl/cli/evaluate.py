@@ -20,7 +20,6 @@ from ssdctl.runtime.malloc import keep_freed_memory
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.evaluate.checkpoint import Talk
     from ssdctl.runs.evaluation import Evaluation
 
 
@@ -114,7 +113,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 call.config,
                 device,
                 given=call.resolved.called_for(),
-                talk=_talk(call, ranks),
+                progress=call.console.progress,
                 ranks=ranks,
                 detections_file=detections,
             )
@@ -137,14 +136,6 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
         if error.is_from_all_ranks and not ranks.is_main:
             raise SystemExit(error.exit_code) from None
         raise
-
-
-def _talk(call: Call, ranks: Ranks) -> Talk:
-    from ssdctl.evaluate.checkpoint import Talk
-
-    if ranks.is_main:
-        return Talk(call.console.say, call.console.warn, call.console.progress)
-    return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
 
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:

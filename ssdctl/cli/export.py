@@ -82,7 +82,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
 
     wishes = call.config.evaluate
     given = call.resolved.called_for()
-    data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
+    data = dataset_folders(choose_data(checkpoint, call.config.data, given))
     check, pictures = export_onnx(
         checkpoint,
         out,

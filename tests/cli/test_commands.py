@@ -233,7 +233,8 @@ def test_data_that_moved_away_is_said(
     Path("data/coco").symlink_to(shapes)
     result = cli("evaluate", "moved.pt", "--json", "--device", "cpu", "--limit", 2)
     assert result.code == 0, result.err
-    assert "(/nowhere/coco) is gone: using data/coco" in result.err
+    assert "/nowhere/coco" in result.err
+    assert "using data/coco" in result.err
 
 
 def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
