@@ -28,6 +28,10 @@ class CheckpointDir:
     def path(self) -> Path:
         return self._run.checkpoints
 
+    def steps(self) -> list[Path]:
+        """Return the checkpoints of steps, the oldest first."""
+        return self._run.step_checkpoints()
+
     def write(self, payload: dict[str, Any]) -> None:
         """Write a checkpoint (see `checkpoint.writer.payload`) and delete the oldest.
 
@@ -37,7 +41,7 @@ class CheckpointDir:
         target = self._run.step_checkpoint(payload["step"])
         write_checkpoint(target, payload)
         link_or_copy(target, self._run.last)
-        for old in self._run.step_checkpoints()[: -self._keep]:
+        for old in self.steps()[: -self._keep]:
             old.unlink()
 
     def mark_best(self, step: int) -> None:
@@ -58,7 +62,7 @@ class CheckpointDir:
         Returns:
             The new paths.
         """
-        later = [path for path in self._run.step_checkpoints() if step_of(path) > start_step]
+        later = [path for path in self.steps() if step_of(path) > start_step]
         return [path.replace(path.with_name(path.name + ".retired")) for path in later]
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
@@ -68,7 +72,7 @@ class CheckpointDir:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        for path in reversed(self._run.step_checkpoints()):
+        for path in reversed(self.steps()):
             try:
                 return read_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:

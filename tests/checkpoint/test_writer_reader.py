@@ -241,7 +241,7 @@ def test_none_intact_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
-    with pytest.raises(IntegrityError, match="none of the 1 checkpoints") as error:
+    with pytest.raises(IntegrityError, match="all 1 checkpoints") as error:
         CheckpointDir(tmp_path, keep=1).newest_intact()
     assert "trying the one before" not in str(error.value)
 
