@@ -176,8 +176,16 @@ def try_lock(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for its owner; call `on_wait` before a wait."""
+def lock(
+    path: Path, on_wait: Callable[[], None] | None = None, *, is_temporary: bool = False
+) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for its owner; call `on_wait` before a wait.
+
+    Args:
+        path: The lock file; created if missing, as are its parents.
+        on_wait: Called once if another process has the lock.
+        is_temporary: Delete the file at the end.
+    """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = try_lock(path)
@@ -189,6 +197,8 @@ def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None
     try:
         yield
     finally:
+        if is_temporary:
+            path.unlink(missing_ok=True)
         os.close(descriptor)
 
 

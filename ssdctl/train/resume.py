@@ -15,7 +15,7 @@ from ssdctl.config.settings import all_settings
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.runs.layout import RunDir, find_checkpoint
+from ssdctl.runs.layout import RunDir
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.setup import Setup, load_first_weights
 
@@ -81,7 +81,7 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
         if checkpoint is None:
             return None
     else:
-        checkpoint = read_checkpoint(find_checkpoint(Path(resume)))
+        checkpoint = read_checkpoint(Path(resume))
     if checkpoint.peer is not None:
         raise UsageError(
             f"{checkpoint.path} is a checkpoint of {checkpoint.peer}: it lacks the state to resume",
