@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from ssdctl.evaluate.coco_ap import read_detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.evaluate.synthetic import make_split
 
 PYCOCOTOOLS = """
@@ -59,7 +60,7 @@ def score_both(folder: Path, *, skip: bool) -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        scoring = run_scoring(annotations, found)
+        scoring = run_scoring(read_ground_truth(annotations), found)
         times.append(time.perf_counter() - start)
         del scoring
     print(f"ssdctl: scoring {min(times):.2f} s, best of 5 ({len(found.scores)} detections)")

@@ -6,11 +6,31 @@ two, and a signal may come at any moment. Other commands end silently by Ctrl-C 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 
 
+@contextlib.contextmanager
+def own_exit_code() -> Iterator[None]:
+    """Keep the exit code of the block if stdout or stderr cannot be written.
+
+    Python flushes both again when it exits, and exits with 120 if that fails.
+    """
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # a full disk; a closed stream
+                with contextlib.suppress(OSError, ValueError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@own_exit_code()
 def run() -> None:
     """Run the command line, or tell a shell what may come next on it."""
     is_training = "train" in sys.argv[1:2]

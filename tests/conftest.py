@@ -1,5 +1,5 @@
 """Shared fixtures: a small shapes dataset, a tiny trained run, the command line in-process, a web
-server."""
+server. Markers: see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
@@ -14,19 +14,35 @@ from typing import NamedTuple
 import pytest
 from download.http_server import Server
 from hypothesis import HealthCheck, settings
+from markers import starts_processes
+from narrow_network import narrow_ssd300
 
 from ssdctl.data.shapes import generate
 
-# Where the suite itself runs in the background, its shell ignores SIGINT, and children inherit that.
+# If the suite runs in the background, its shell ignores SIGINT, and child processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# How long an example takes on a loaded machine says nothing; the first one makes Unicode's tables.
+# The narrow test network, in this process and in child processes.
+narrow_ssd300.install()
+NARROW_NETWORK = str(Path(narrow_ssd300.__file__).parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    path for path in (NARROW_NETWORK, os.environ.get("PYTHONPATH")) if path
+)
+
+# The duration of an example depends on the machine's load; the first one builds Unicode tables.
 settings.register_profile("ssdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ssdctl")
+
+# Variables of a developer's shell, a container or a batch job that change what is tested.
+MACHINE_PREFIXES = ("SSDCTL_", "_SSDCTL_", "SLURM_", "OMPI_", "PMIX_")
+MACHINE_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTHONUNBUFFERED", "PYTHONWARNINGS", "NO_COLOR", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES"),
+}
 
 TINY_RUN = (
     "--backbone resnet18 --backbone-weights none --bs 2 --warmup 1st --log-every 1 --workers 1 "
@@ -35,7 +51,7 @@ TINY_RUN = (
 
 
 class Result(NamedTuple):
-    """What a command left: its exit code and its words."""
+    """The exit code, output and error text of a command."""
 
     code: int
     out: str
@@ -56,11 +72,30 @@ def run_cli(*arguments: object) -> Result:
     return Result(code, out.getvalue(), err.getvalue())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes
+    or reads the trained run, else `unit`. The tests of the network build all of it."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if item.path.parent.name == "model":
+            item.add_marker("full_network")
+        if item.get_closest_marker("process") or item.get_closest_marker("slow"):
+            continue
+        is_process = "tiny_run" in item.fixturenames or starts_processes(item)
+        item.add_marker("process" if is_process else "unit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Choose the network before the first fixture runs."""
+    os.environ["TEST_NETWORK"] = "full" if item.get_closest_marker("full_network") else "narrow"
+
+
 @pytest.fixture(autouse=True)
-def _clean_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No config file, variable or cache of the machine reaches a test."""
+def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Keep config files and variables of the machine out of every test."""
     for name in list(os.environ):
-        if name.startswith("SSDCTL_") or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name.startswith(MACHINE_PREFIXES) or name in MACHINE_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
@@ -73,14 +108,14 @@ def cli() -> Callable[..., Result]:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A web server of this test's own, on the loopback."""
+    """Start a web server on the loopback interface, for one test."""
     with Server() as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of 24 training and 9 validation pictures. Read only."""
+    """Return the folder of a dataset of 24 training and 9 validation images. Read only."""
     folder = tmp_path_factory.mktemp("data") / "shapes"
     generate(folder, num_train=24, num_val=9, seed=0)
     return folder
@@ -88,7 +123,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of three steps, evaluated at its end. Read only."""
+    """Return the folder of a run of three steps, evaluated at its end. Read only."""
     run = tmp_path_factory.mktemp("runs") / "tiny"
     result = run_cli("train", "--data", shapes, "--out", run, "--steps", 3, *TINY_RUN.split())
     assert result.code == 0, result.err
@@ -97,5 +132,5 @@ def tiny_run(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tiny_run: Path) -> Path:
-    """The last checkpoint of the tiny run. Read only."""
+    """Return the last checkpoint of the tiny run. Read only."""
     return tiny_run / "checkpoints" / "last.pt"

@@ -1,4 +1,4 @@
-"""Reading the documentation's pages: their blocks, commands, inline code, headings and tables."""
+"""Read the documentation's pages: their blocks, commands, inline code, headings and tables."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
 class Block(NamedTuple):
     """A fenced block."""
 
-    mark: str  # run, file: NAME, or nothing
+    mark: str  # "run", "file: NAME" or ""
     kind: str  # bash, toml, ...
     text: str
 
     def lines(self) -> list[str]:
-        """The lines, continued ones joined."""
+        """Return the lines, with continued lines joined."""
         return [line.strip() for line in self.text.replace("\\\n", " ").splitlines()]
 
 
@@ -33,24 +33,24 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
 def spans(text: str) -> list[str]:
-    """Inline code, line breaks within it undone."""
+    """Return the inline code, each on one line."""
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text)]
 
 
 def whole_commands(page: Path) -> list[str]:
-    """Commands of fenced and indented blocks: to be typed as they are."""
+    """Return the complete commands, in fenced and indented blocks."""
     fenced = [line for block in blocks(page) if block.kind == "bash" for line in block.lines()]
     indented = re.findall(r"^ {4,}(ssdctl .*)$", prose(page).replace("\\\n", " "), re.M)
     return [c for c in [*fenced, *indented] if c.startswith("ssdctl ")]
 
 
 def words_of(text: str) -> list[str]:
-    """The arguments of a command, up to a pipe or redirection."""
+    """Return the arguments of a command, up to a pipe or redirection."""
     words = shlex.split(text, comments=True)[1:]
     for sign in (">", "|", "&&"):
         words = words[: words.index(sign)] if sign in words else words
@@ -58,13 +58,13 @@ def words_of(text: str) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The headings as links name them."""
+    """Return the headings as they are written in links."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """The table rows of `docs/migrating.md` that say "theirs, ours, notice"."""
+    """Yield the rows of the tables in `docs/migrating.md`: theirs, ours, notice."""
     inside = False
     for line in prose(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""Waiting for processes, and whether they live."""
+"""Wait for conditions, and check whether a process is running."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 90) -> Any:
-    """The condition's value, once it is true."""
+    """Return the condition's value as soon as it is true."""
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if value := condition():
@@ -20,7 +20,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 90) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not waited for does not."""
+    """Return whether a process is running; a zombie is not."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, and what they left behind."""
+"""Start runs in child processes, and read and compare the files of runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     (mask,) = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(mask, 16) >> (number - 1) & 1)

@@ -1,5 +1,5 @@
-"""A network with SSD300's outputs that costs next to nothing, and steps on it: for tests of what
-surrounds the network."""
+"""A very small network with SSD300's output shapes, and training steps on it, for tests of devices,
+optimizers and steps."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ NUM_CLASSES = 4
 
 
 class Tiny(nn.Module):
-    """(B, 3, 300, 300) pictures -> (B, 4, 8732) offsets and (B, 4, 8732) logits."""
+    """(B, 3, 300, 300) images -> (B, 4, 8732) offsets and (B, 4, 8732) logits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1)
+        # Without a bias: before a batch norm its gradient is rounding noise, which AdamW scales up.
+        self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(8)
         self.heads = nn.Conv2d(8, (4 + NUM_CLASSES) * 7, 1)
 
@@ -41,7 +42,7 @@ def config(**changes: object) -> TrainConfig:
 
 
 def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
-    """Random pictures, two boxes and a padded one on each; an infinite jitter spoils them."""
+    """Return random images with two boxes and a padding box each; an infinite jitter gives NaNs."""
     generator = torch.Generator().manual_seed(seed)
     low = torch.rand(size, 3, 2, generator=generator) * 0.5
     boxes = torch.cat([low, low + 0.1 + 0.4 * torch.rand(size, 3, 2, generator=generator)], dim=-1)
@@ -55,7 +56,7 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
 def made(
     device: Device, precision: str = "fp32", **changes: Any
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
-    """The same weights every time."""
+    """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
     settings = config(**changes)
     model = device.place(Tiny()).train()
@@ -65,7 +66,7 @@ def made(
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What a step may move, on the host."""
+    """Return all that a step changes, on the host."""
     found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
     for key, entry in optimizer.state_dict()["state"].items():
         found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
@@ -73,6 +74,6 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3, *, first: int = 0) -> list[float]:
-    """The losses of some steps, each on other pictures, read at the end alone."""
+    """Return the losses of some steps on different images, read only after the last step."""
     results = [step([batch(seed=n)], lr * n) for n in range(first, first + steps)]
     return [float(result.losses.total) for result in results]

@@ -1,4 +1,4 @@
-"""What the benchmarks of this machine share: a dataset where there is none, batches without end."""
+"""Shared by the benchmarks: a generated dataset, and an endless stream of batches."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ Figures = dict[str, float | int | str]
 
 
 def make_shapes(folder: Path) -> dict[str, Split]:
-    """A dataset to measure on where the user names none."""
+    """Generate a dataset, for measurements without --data."""
     shapes.generate(folder, num_train=256, num_val=64)
     return open_dataset(folder, folder / "prepared", say=lambda _: None)
 
 
-def plan_alone(split: Split, config: Config, *, batch_size: int, threads: int) -> LoaderConfig:
-    """What a process that trains alone takes of the stream."""
+def single_process_config(
+    split: Split, config: Config, *, batch_size: int, threads: int
+) -> LoaderConfig:
+    """Return the loader config of a process that trains without other ranks."""
     return LoaderConfig(
         seed=config.train.seed,
         first_sample=0,
@@ -47,7 +49,7 @@ def endless_batches(
     threads: int,
     decoder: Decoder | None = None,
 ) -> Iterator[Batch]:
-    """Training batches of one rank, by the config's pipeline."""
-    plan = plan_alone(split, config, batch_size=batch_size, threads=threads)
+    """Return training batches of one rank from the config's pipeline."""
+    plan = single_process_config(split, config, batch_size=batch_size, threads=threads)
     source = open_input(config.train.pipeline, split, plan, decoder=decoder)
     return source.batches(0, 1 << 40)

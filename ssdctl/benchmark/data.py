@@ -1,9 +1,9 @@
-"""This machine's input figures: images per second of the host stage and of the full chain.
+"""Measure the input of this machine: images per second of the host stage and the full chain.
 
     figures = benchmark_data(split, config, seconds=5)
 
-Host stage: read, crop, decode, resize, boxes, which is all that the CPU does in training. Full
-chain: with colours, normalisation and targets, which the device does otherwise.
+Host stage: read, crop, decode, resize, boxes: all that the CPU does in training. Full chain: also
+colours, normalisation and targets, which the device computes in training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import endless_batches, plan_alone
+from ssdctl.benchmark.common import endless_batches, single_process_config
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.image_decode import decode
@@ -36,31 +36,31 @@ Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200
-PART = 8  # images of the full chain's last stages at a time
+CHUNK = 8  # images per task of the full chain's last stages
 
 
 def benchmark_data(
     split: Split, config: Config, seconds: float, say: Callable[[str], None]
 ) -> Figures:
-    """Images per second of the host stage, of the full chain, and milliseconds of each stage.
+    """Return images per second of the host stage and the full chain, and ms of each stage.
 
     Args:
-        split: Of training images.
+        split: The training images.
         config: Of `ssdctl train`.
-        seconds: Of each measurement.
-        say: Told why steps are not compiled as wished.
+        seconds: Length of each measurement.
+        say: Called with the device's notices.
     """
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
         say(notice)
     threads = config.train.workers or len(os.sched_getaffinity(0))
-    plan = plan_alone(split, config, batch_size=BATCH_SIZE, threads=threads)
+    plan = single_process_config(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
         return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     torch_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the full chain's arithmetic runs in the threads that are counted
+    torch.set_num_threads(1)  # the full chain computes in the counted threads
     try:
         host = _rate((len(batch.rows) for batch in batches()), seconds)
         full = _rate(full_chain(batches(), threads, device), seconds)
@@ -78,10 +78,10 @@ def benchmark_data(
 
 
 def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterator[int]:
-    """Colour, normalise and match batches on the CPU; yields how many images each held."""
+    """Colour, normalise and match batches on the CPU; yield the number of images of each."""
     last_stages = _LastStages()
     if device.execution == "compile":
-        # Numbers of boxes vary; and only what is C++ throughout lets the other threads run.
+        # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
         inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 
     def finish(batch: Batch, part: slice) -> None:
@@ -96,13 +96,13 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     with ThreadPoolExecutor(threads) as pool:
         for batch in batches:
             size = len(batch.rows)
-            parts = [slice(start, start + PART) for start in range(0, size, PART)]
+            parts = [slice(start, start + CHUNK) for start in range(0, size, CHUNK)]
             list(pool.map(lambda part, batch=batch: finish(batch, part), parts))
             yield size
 
 
 class _LastStages(nn.Module):
-    """What the device does to a batch for the network and its loss."""
+    """Prepare a batch for the network and its loss, as the device does in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,9 +116,9 @@ class _LastStages(nn.Module):
 
 
 def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, float]:
-    """Median milliseconds that an image spends in each stage of the host's work, in one thread.
+    """Return the median milliseconds per image of each stage of the host's work, in one thread.
 
-    `draw` is its share of a batch's order, boxes, crops and colours.
+    `draw` is the image's share of drawing a batch's samples, crops and colours.
     """
     order = SampleStream(split.trainable, plan.seed)
     out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
@@ -132,7 +132,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
             left, top, right, bottom = (int(edge) for edge in edges)
             times = [time.perf_counter()]
-            content = bytes(split.read(int(row)))  # copied, so that a mapped file is read indeed
+            content = bytes(split.read(int(row)))  # copied, to really read a mapped file
             times.append(time.perf_counter())
             pixels = decode(content, (width, height), rows=bottom)
             times.append(time.perf_counter())

@@ -1,5 +1,4 @@
-"""What `ssdctl benchmark evaluate` measures: the network, what surrounds it, one picture's latency,
-and scoring at COCO's size."""
+"""Measure evaluation: network, detection, latency of one picture, scoring at COCO's size."""
 
 from __future__ import annotations
 
@@ -23,6 +22,7 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.evaluate.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
 from ssdctl.inference.detector import Detector
 from ssdctl.input.loader import evaluation_batches
@@ -32,9 +32,9 @@ from ssdctl.model.ssd300 import SSD300
 Figures = dict[str, float | int | str]
 DETECT_BATCH = 8
 ROUNDS = 5
-LEAST_BATCHES = 3  # a round
-LEAST_REQUESTS = 10  # of the latency at batch 1
-MOST_CANDIDATES = 300  # an image
+MIN_BATCHES = 3  # per round
+MIN_REQUESTS = 10  # of the latency at batch 1
+MAX_CANDIDATES = 300  # per image
 PERCENTILES = (50, 90, 99)
 
 
@@ -47,35 +47,35 @@ def benchmark_evaluate(
         split: Real images.
         config: Its `evaluate` and `model` tables.
         seconds: Length of each measurement.
-        score_images: How many images the scored split has; its detections go with them.
+        score_images: Images of the split that is scored; its detections are in proportion.
 
     Returns:
-        Rates in images per second, latencies in ms, times in s: `forward_` is the network alone on
-        pixels that lie ready, `images_per_second` the whole from encoded images to detections.
+        Rates in images per second, latencies in ms, times in s: `forward_` is only the network, on
+        pixels in memory; `images_per_second` is all from encoded images to detections.
     """
-    wishes = config.evaluate
-    device = open_device(wishes.device)
+    settings = config.evaluate
+    device = open_device(settings.device)
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
     detector = Detector(
         model,
         device,
-        precision=wishes.precision,
-        score_threshold=wishes.score_threshold,
-        nms_iou=wishes.nms_iou,
+        precision=settings.precision,
+        score_threshold=settings.score_threshold,
+        nms_iou=settings.nms_iou,
     )
     options = DetectOptions(
-        wishes.batch_size,
-        wishes.precision,
-        wishes.workers or len(os.sched_getaffinity(0)),
-        wishes.score_threshold,
-        wishes.nms_iou,
+        settings.batch_size,
+        settings.precision,
+        settings.workers or len(os.sched_getaffinity(0)),
+        settings.score_threshold,
+        settings.nms_iou,
     )
-    size = wishes.batch_size
+    size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
     pixels = next(iter(evaluation_batches(split, rows, size, options.threads))).images.clone()
-    _quieten(model, detector.forward(pixels).logits.clone())
-    forward, whole = _beside_each_other(
+    _suppress_objects(model, detector.forward(pixels).logits.clone())
+    forward, total = _interleaved_rates(
         lambda: detector.forward(pixels),
         lambda rows: detect_split(model, split, rows, device, options),
         split,
@@ -85,21 +85,21 @@ def benchmark_evaluate(
     )
     return {
         "detect_images_per_second": round(detect_rate(device, len(split.classes) + 1, seconds), 1),
-        "images_per_second": round(statistics.median(whole), 2),
+        "images_per_second": round(statistics.median(total), 2),
         "forward_images_per_second": round(statistics.median(forward), 2),
         "network_fraction": round(
-            statistics.median(w / f for w, f in zip(whole, forward, strict=True)), 4
+            statistics.median(w / f for w, f in zip(total, forward, strict=True)), 4
         ),
         **_latencies(split, detector, seconds, device),
         **_scoring(score_images),
         "device": device.label,
-        "precision": wishes.precision,
+        "precision": settings.precision,
         "backbone": config.model.backbone,
         "batch_size": size,
     }
 
 
-def _beside_each_other(
+def _interleaved_rates(
     forward: Callable[[], Any],
     evaluate: Callable[[NDArray[np.int64]], Any],
     split: Split,
@@ -107,12 +107,12 @@ def _beside_each_other(
     seconds: float,
     device: Device,
 ) -> tuple[list[float], list[float]]:
-    """Rates of the bare network and of the whole, in turn: a slow moment of the machine meets both.
+    """Measure the network and the whole evaluation in turn, so that a slow moment affects both.
 
-    The whole runs over full batches, so that the two compare.
+    The evaluation runs over full batches, so that the rates are comparable.
     """
     each = _seconds_each(forward, seconds / ROUNDS, device)
-    num_batches = max(int(seconds / ROUNDS / each), LEAST_BATCHES)
+    num_batches = max(int(seconds / ROUNDS / each), MIN_BATCHES)
     rows = np.resize(np.nonzero(split.usable)[0], num_batches * batch_size)
     rates: tuple[list[float], list[float]] = ([], [])
     for _ in range(ROUNDS):
@@ -128,11 +128,13 @@ def _beside_each_other(
     return rates
 
 
-def _quieten(model: SSD300, logits_BCN: Tensor) -> None:
-    """Let the background win as in a trained network: random weights alone would find objects in
-    every default box, or in none. Some hundred candidates an image are left."""
+def _suppress_objects(model: SSD300, logits_BCN: Tensor) -> None:
+    """Raise the background score as in a trained network, to some hundred candidates per image.
+
+    Random weights detect objects in every default box, or in none.
+    """
     logits, shift = logits_BCN.float().cpu(), 0
-    while (logits.softmax(dim=1)[:, 1:] > 0.05).sum() > MOST_CANDIDATES * len(logits):
+    while (logits.softmax(dim=1)[:, 1:] > 0.05).sum() > MAX_CANDIDATES * len(logits):
         logits[:, 0] += 1
         shift += 1
     with torch.no_grad():
@@ -143,7 +145,7 @@ def _quieten(model: SSD300, logits_BCN: Tensor) -> None:
 
 
 def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
-    """Images per second of softmax, decoding and NMS, on scores like a trained network's."""
+    """Return images per second of softmax, decoding and NMS, on scores like a trained network's."""
     generator = torch.Generator().manual_seed(0)
     offsets = torch.randn(DETECT_BATCH, 4, 8732, generator=generator).to(device.torch_device)
     logits = torch.randn(DETECT_BATCH, num_classes, 8732, generator=generator)
@@ -158,21 +160,21 @@ def detect_rate(device: Device, num_classes: int, seconds: float) -> float:
 
 
 def _latencies(split: Split, detector: Detector, seconds: float, device: Device) -> Figures:
-    """From one encoded image to its detections, nothing decoded ahead: as a service would see."""
+    """Measure from one encoded image to its detections, without decoding ahead."""
     usable = np.nonzero(split.usable)[0]
     spent: list[float] = []
     pictures = _one_by_one(split, usable)
-    detector(next(pictures))  # the first one sets the kernels up
+    detector(next(pictures))  # the first one initialises the kernels
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(spent) < LEAST_REQUESTS:
+    while time.perf_counter() < end or len(spent) < MIN_REQUESTS:
         start = time.perf_counter()
         detector(next(pictures))
         device.synchronize()
         spent.append(1000 * (time.perf_counter() - start))
-    found: Figures = {"latency_requests": len(spent)}
+    figures: Figures = {"latency_requests": len(spent)}
     for percent in PERCENTILES:
-        found[f"latency_p{percent}_ms"] = round(float(np.percentile(spent, percent)), 2)
-    return found
+        figures[f"latency_p{percent}_ms"] = round(float(np.percentile(spent, percent)), 2)
+    return figures
 
 
 def _one_by_one(split: Split, rows: np.ndarray[Any, Any]) -> Iterator[Tensor]:
@@ -184,23 +186,23 @@ def _one_by_one(split: Split, rows: np.ndarray[Any, Any]) -> Iterator[Tensor]:
 
 
 def _scoring(num_images: int) -> Figures:
-    """Scoring of a made-up split, as large as COCO's val2017 unless told otherwise."""
+    """Measure the scoring of a synthetic split."""
     share = num_images / NUM_IMAGES
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as folder:
         path = Path(folder) / "annotations.json"
-        found = make_split(
+        detections = make_split(
             path,
             num_images=num_images,
             num_boxes=max(int(NUM_BOXES * share), 1),
             num_detections=max(int(NUM_DETECTIONS * share), 3),
         )
         start = time.perf_counter()
-        run_scoring(path, found)
+        run_scoring(read_ground_truth(path), detections)
         spent = time.perf_counter() - start
     return {
         "score_s": round(spent, 4),
         "score_images": num_images,
-        "score_detections": len(found.scores),
+        "score_detections": len(detections.scores),
     }
 
 

@@ -1,7 +1,7 @@
-"""Training figures of this machine: rate, step time, share of the peak, memory, what a run takes.
+"""Measure training: rate, step time, fraction of the peak, memory, duration of a run.
 
-The step is the one of `ssdctl train`. With fake data one batch is used again and again, so what is
-measured is the device; with real data the input runs beside it, and what it costs shows.
+The step is the one of `ssdctl train`. With fake data the same batch is used for each step, which
+measures only the device; with real data the input runs in parallel, which shows its cost.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ssdctl.train.step import TrainStep, copy_ahead
 
 COCO_OUTPUTS = COCO_CLASSES + 1
 MATMUL_SIZE = {"cpu": 2048}
-MATMUL_SIZE_ELSEWHERE = 8192
+ACCELERATOR_MATMUL_SIZE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
-WAIT_EVERY = 10  # steps: as a log point does, so that the host does not run far ahead
+WAIT_EVERY = 10  # steps: like logging does, so that the host does not run far ahead
 
 
 class Rate(NamedTuple):
-    """What some steps came to."""
+    """The speed of some steps."""
 
     images_per_second: float  # of all ranks
     step_s: float
@@ -50,19 +50,19 @@ class Rate(NamedTuple):
 def benchmark_train(
     split: Split | None, config: Config, seconds: float, say: Callable[[str], None]
 ) -> Figures | None:
-    """Optimizer steps: rate, arithmetic and its share of the peak, memory, hours of a run.
+    """Measure optimizer steps: rate, FLOP/s and fraction of the peak, memory, hours of a run.
 
     Args:
-        split: Real images; None measures with fake data alone.
+        split: Real images; None measures only with fake data.
         config: Of `ssdctl train`.
-        seconds: Of each measurement.
-        say: Told what the device notices.
+        seconds: Length of each measurement.
+        say: Called with the device's notices.
 
     Returns:
-        The figures, on the first rank alone.
+        The figures on the first rank, None on the others.
 
     Raises:
-        UsageError: The device is absent, cannot compute so, or its memory is too small.
+        UsageError: The device is absent, does not support the precision, or has too little memory.
     """
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
@@ -79,7 +79,7 @@ def benchmark_train(
 
 
 class _Bench:
-    """One network on one device, and the steps that are timed on it."""
+    """Time training steps of one network on one device."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class _Bench:
 
     def figures(self, split: Split | None, seconds: float) -> Figures:
         boxes = 93 if split is None else max(split.most_boxes, 1)
-        # Labels of the images' own classes: the network has COCO's outputs all the same.
+        # Labels of the dataset's classes; the network always has COCO's outputs.
         labels = COCO_OUTPUTS if split is None else len(split.classes) + 1
         fake = itertools.repeat(random_batch(self.size, labels, boxes, min(7, boxes)))
         step, compile_s = self._warm_step(self.ranks, fake)
         fake_rate = self._rate(step, fake, seconds)
-        rate, found = fake_rate, {}
+        rate, extra = fake_rate, {}
         if split is not None:
             threads = self.config.train.workers or len(os.sched_getaffinity(0))
             real = endless_batches(
@@ -113,19 +113,19 @@ class _Bench:
                 decoder=self.device.decoder,
             )
             rate = self._rate(step, real, seconds)
-            found = {
+            extra = {
                 "images_per_second_fake": round(fake_rate.images_per_second, 3),
                 "input_cost": round(1 - rate.images_per_second / fake_rate.images_per_second, 4),
             }
         memory = self.device.peak_memory_bytes()
         if not self.ranks.is_single_process:
-            alone, _ = self._warm_step(SINGLE_PROCESS, fake)
-            own = self._rate(alone, fake, seconds)
-            ratio = fake_rate.images_per_second / own.images_per_second / self.ranks.world_size
-            found["scaling_efficiency"] = round(ratio, 4)
+            single_step, _ = self._warm_step(SINGLE_PROCESS, fake)
+            single = self._rate(single_step, fake, seconds)
+            ratio = fake_rate.images_per_second / single.images_per_second / self.ranks.world_size
+            extra["scaling_efficiency"] = round(ratio, 4)
         return {
             **self._described(rate, split),
-            **found,
+            **extra,
             "warmup_s": round(compile_s, 1),
             "peak_memory_bytes": memory,
         }
@@ -154,7 +154,7 @@ class _Bench:
         }
 
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
-        """A step that has been compiled, and the seconds that this took."""
+        """Return a compiled step, and the seconds that compiling took."""
         config = self.config.train
         optimizer = build_optimizer(self.model, config, self.device)
         scale = loss_scale(self.precision, self.device, optimizer)
@@ -164,7 +164,7 @@ class _Bench:
             step([batch], 1e-6)
         self.device.synchronize()
         spent = time.perf_counter() - start
-        self.device.release_memory()  # what compiling and the search for kernels took
+        self.device.release_memory()  # used by compiling and by the search for kernels
         return step, spent
 
     def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> Rate:
@@ -189,36 +189,36 @@ def timed(
     wait: Callable[[], None],
     is_any: Callable[[bool], bool],
 ) -> tuple[int, float]:
-    """Do work again and again until the seconds are over on any rank.
+    """Repeat work until the seconds are over on any rank.
 
     Args:
-        work: What is timed.
-        seconds: How long.
-        wait: Until the work so far is done.
-        is_any: Whether the flag is raised on any rank; every rank has to ask, and as often.
+        work: Is timed.
+        seconds: The minimum duration.
+        wait: Waits until the submitted work is done.
+        is_any: Returns whether the flag is true on any rank; all ranks must call it equally often.
 
     Returns:
-        How often it was done, the same on all ranks; and the seconds.
+        The number of repetitions, equal on all ranks, and the seconds.
     """
     wait()
-    is_any(False)  # all begin together
-    times, watch_every, is_over, start = 0, 1, False, time.perf_counter()
+    is_any(False)  # all start together
+    times, check_every, is_over, start = 0, 1, False, time.perf_counter()
     while not is_over:
         work()
         times += 1
-        if times % watch_every == 0:
+        if times % check_every == 0:
             wait()
             spent = time.perf_counter() - start
             is_over = is_any(spent >= seconds)
-            # Fast work is watched now and then, slow work each time. When the ranks talk must not
-            # depend on what each measures for itself: they would wait for one another forever.
+            # Fast work is checked every few repetitions, slow work each time. All ranks must decide
+            # this together: after different decisions they would wait for each other forever.
             if times == 1 and not is_any(spent > seconds / WAIT_EVERY):
-                watch_every = WAIT_EVERY
+                check_every = WAIT_EVERY
     return times, time.perf_counter() - start
 
 
 def train_flops(architecture: Architecture) -> float:
-    """FLOP of forward and backward on one image, counted on shapes alone.
+    """Return the FLOP of forward and backward on one image, counted from the shapes.
 
     Batch norm cannot train on the 1 x 1 map of one picture, so two are counted.
     """
@@ -229,8 +229,8 @@ def train_flops(architecture: Architecture) -> float:
 
 
 def matmul_flops(device: Device, precision: str) -> float:
-    """What the device reaches on a large square matrix product, in FLOP/s: the practical peak."""
-    size = MATMUL_SIZE.get(device.name, MATMUL_SIZE_ELSEWHERE)
+    """Return the FLOP/s of a large square matrix product on the device: the practical peak."""
+    size = MATMUL_SIZE.get(device.name, ACCELERATOR_MATMUL_SIZE)
     a = torch.randn(size, size, device=device.torch_device).to(DTYPES[precision])
     best = float("inf")
     for _ in range(6):

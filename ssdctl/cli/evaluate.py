@@ -143,21 +143,20 @@ def _score_file(call: Call, path: Path, report: str | None) -> None:
     import numpy as np
 
     from ssdctl.data.dataset import dataset_folders, find_splits, require_split
-    from ssdctl.data.formats import coco
     from ssdctl.evaluate.analysis import analyse
-    from ssdctl.evaluate.coco_ap import image_ids, read_detections, run_scoring
+    from ssdctl.evaluate.coco_ap import read_detections, run_scoring
+    from ssdctl.evaluate.ground_truth import read_ground_truth
     from ssdctl.runs.evaluation import EvaluationInfo
 
     root, folder = dataset_folders(call.config.data)
     wishes = call.config.evaluate
     splits = find_splits(root)
     annotations = require_split(splits, wishes.split, root).annotations
-    coco.check_ids(annotations)
+    truth = read_ground_truth(annotations)
     found = read_detections(path)
-    chosen = None
-    if wishes.limit is not None or wishes.annotated_only:
-        chosen = image_ids(annotations, wishes.annotated_only)[: wishes.limit]
-    scoring = run_scoring(annotations, found, image_ids=chosen, verify=wishes.verify)
+    chosen = truth.annotated_image_ids if wishes.annotated_only else truth.image_ids
+    chosen = chosen[: wishes.limit]
+    scoring = run_scoring(truth, found, image_ids=chosen, verify=wishes.verify)
     call.console.say(f"{len(found.scores)} detections against {annotations}")
     if not len(found.scores):
         call.console.warn(f"{path} holds no detection: AP is 0")
@@ -198,6 +197,8 @@ def tables(evaluation: Evaluation) -> Group:
     from rich.console import Group
     from rich.table import Table
 
+    from ssdctl.evaluate.analysis import ERROR_NAMES
+
     def table(*columns: str) -> Table:
         result = Table()
         for number, column in enumerate(columns):
@@ -211,10 +212,11 @@ def tables(evaluation: Evaluation) -> Group:
     for entry in evaluation.per_class:
         values = (entry.AP, entry.AP50, entry.APs, entry.APm, entry.APl)
         classes.add_row(entry.name, *map(shown, values), str(entry.objects))
-    errors = table("error", "what it is", "count", "AP50 without it")
+    errors = table("error type", "count", "AP50 gain", "meaning")
     for error in evaluation.errors:
         gain = f"+{error.delta_ap:.3f}"
-        errors.add_row(error.kind, error.meaning, str(error.count), gain)
+        name = ERROR_NAMES.get(error.kind, error.kind)
+        errors.add_row(name, str(error.count), gain, error.meaning)
     return Group(figures, classes, errors)
 
 

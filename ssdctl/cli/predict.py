@@ -87,7 +87,7 @@ def predict(
     if call.console.as_json:
         call.console.result(answers)
     if bad:
-        raise DataError(f"{bad} of {len(files)} files are no readable pictures; see the warnings")
+        raise DataError(f"{bad} of {len(files)} files are not readable pictures; see the warnings")
 
 
 def _answer(result: Prediction) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Why the AP is what it is, and what to mend next: hotcoco's answers, kept as one JSON. Torch-free.
+"""Analyse an evaluation: errors by type, curves, calibration, confusions. Torch-free.
 
-    evaluation = analyse(run_scoring(annotations, detections), detections, about)
+    evaluation = analyse(run_scoring(truth, detections), detections, about)
     write_evaluation(folder / "evaluation.json", evaluation)
 
 The report page is drawn from this file, so a network need not run again for it.
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
+from ssdctl.evaluate.ground_truth import GroundTruth
 from ssdctl.runs.evaluation import (
     SHOWN_SCORE,
     Box,
@@ -32,24 +33,32 @@ from ssdctl.runs.evaluation import (
 CURVE_IOUS = (0.5, 0.75, 0.9)
 NUM_SAMPLES = 12
 NUM_CONFUSIONS = 12
-ERRORS = {  # TIDE's kinds (Bolya et al. 2020), in their order
+ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
     "Cls": "right place, wrong class",
-    "Loc": "right class, badly placed",
-    "Both": "wrong class, badly placed",
-    "Dupe": "found a second time",
-    "Bkg": "nothing is there",
-    "Miss": "not found at all",
+    "Loc": "right class, IoU with the object between 0.1 and 0.5",
+    "Both": "wrong class and IoU between 0.1 and 0.5",
+    "Dupe": "another detection with a higher score matches the object already",
+    "Bkg": "IoU below 0.1 with every object",
+    "Miss": "object that no detection, right or wrong, accounts for",
+}
+ERROR_NAMES = {
+    "Cls": "Classification",
+    "Loc": "Localization",
+    "Both": "Both",
+    "Dupe": "Duplicate",
+    "Bkg": "Background",
+    "Miss": "Missed",
 }
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
 
 
 def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
-    """Ask the engine for all it knows.
+    """Compute the evaluation record of scored detections.
 
     Args:
-        scoring: Of these detections.
-        detections: What was scored.
-        about: Where it comes from.
+        scoring: The scores of the detections.
+        detections: The scored detections.
+        about: What was evaluated.
     """
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
@@ -81,28 +90,28 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
         ],
         calibration_error=calibration["ece"],
         confusions=_confusions(engine),
-        samples=_samples(engine, detections),
+        samples=_samples(scoring, detections),
     )
 
 
 def error_kinds(scoring: Scoring) -> list[ErrorKind]:
-    """TIDE's errors at IoU 0.5, the one that costs most first."""
+    """Return TIDE's errors at IoU 0.5, sorted by their cost in AP50."""
     tide = scoring.engine.tide_errors(pos_thr=IOU_FOUND, bg_thr=IOU_BACKGROUND)
     kinds = [
         ErrorKind(kind, meaning, tide["counts"][kind], tide["delta_ap"][kind])
-        for kind, meaning in ERRORS.items()
+        for kind, meaning in ERROR_MEANINGS.items()
     ]
     return sorted(kinds, key=lambda e: -e.delta_ap)
 
 
 def _curve(precision: NDArray[np.float64]) -> list[float]:
-    """(K, 101) precisions of classes -> their mean; classes without objects (-1) left out."""
+    """Return the mean of (K, 101) precisions, without classes that have no objects (-1)."""
     measured = precision[(precision > -1).all(axis=1)]
     return measured.mean(axis=0).round(4).tolist() if len(measured) else []
 
 
 def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[float, float]:
-    """The best F1 over a curve's recalls, and the score threshold that gives it."""
+    """Return the best F1 over a curve's recalls, and the score threshold that gives it."""
     if not (precision > -1).all():
         return -1.0, -1.0
     recall = np.linspace(0, 1, len(precision))
@@ -120,20 +129,18 @@ def _confusions(engine: Any) -> list[Confusion]:
     return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
 
 
-def _samples(engine: Any, detections: Detections) -> list[SampleImage]:
-    """Images spread evenly over those that were scored, such with objects first."""
-    truth = engine.coco_gt
-    scored = np.sort(np.array(engine.params.img_ids, np.int64))
+def _samples(scoring: Scoring, detections: Detections) -> list[SampleImage]:
+    """Choose images spread evenly over those that were scored, preferably with objects."""
+    truth, scored = scoring.truth, scoring.image_ids
     if not len(scored):
         return []
-    told = np.array([a["image_id"] for a in truth.load_anns(truth.get_ann_ids())], np.int64)
-    with_objects = scored[np.isin(scored, told)]
+    with_objects = scored[np.isin(scored, truth.annotated_image_ids)]
     pool = with_objects if len(with_objects) >= NUM_SAMPLES else scored
     chosen = np.unique(np.linspace(0, len(pool) - 1, NUM_SAMPLES).astype(int))
     return [_sample(truth, detections, int(image_id)) for image_id in pool[chosen]]
 
 
-def _sample(truth: Any, detections: Detections, image_id: int) -> SampleImage:
+def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> SampleImage:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
     found = [
         DetectedBox(c, _box(b), round(s, 4))
@@ -144,14 +151,15 @@ def _sample(truth: Any, detections: Detections, image_id: int) -> SampleImage:
             strict=True,
         )
     ]
-    there = [
-        GroundTruthBox(a["category_id"], _box(a["bbox"]))
-        for a in truth.load_anns(truth.get_ann_ids(img_ids=[image_id]))
+    row = int(np.flatnonzero(truth.image_ids == image_id)[0])
+    objects = [
+        GroundTruthBox(int(truth.boxes.category_ids[m]), _box(truth.boxes.bbox[m]))
+        for m in np.flatnonzero(truth.boxes.image_ids == image_id)
     ]
-    file_name = truth.load_imgs([image_id])[0]["file_name"]
-    return SampleImage(image_id, file_name, there, sorted(found, key=lambda f: -f.score))
+    found.sort(key=lambda f: -f.score)
+    return SampleImage(image_id, truth.file_names[row], objects, found)
 
 
-def _box(values: Sequence[float]) -> Box:
+def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:
     left, top, width, height = (round(float(v), 2) for v in values)
     return left, top, width, height

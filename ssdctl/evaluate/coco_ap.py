@@ -1,6 +1,6 @@
 """COCO AP of detections: pycocotools' definition, computed by hotcoco. Torch-free.
 
-scores = run_scoring(annotations_json, detections).scores
+scores = run_scoring(read_ground_truth(annotations_json), detections).scores
 scores.figures["AP"], scores.per_class
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,13 @@ from numpy.typing import NDArray
 
 from ssdctl.data.formats import coco
 from ssdctl.errors import DataError, IntegrityError
+from ssdctl.evaluate.ground_truth import (
+    DenseIds,
+    GroundTruth,
+    coco_document,
+    dense_ids,
+    engine_columns,
+)
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 FIGURES: dict[str, tuple[str, float | None, int, int]] = {
@@ -39,22 +45,15 @@ VERIFY_TOLERANCE = 1e-12
 
 
 class Detections(NamedTuple):
-    """Detections of a split in COCO's terms: K rows."""
+    """Detections of a split in COCO's format: K rows."""
 
     image_ids: NDArray[np.int64]  # K
     boxes: NDArray[np.float64]  # K x 4: left, top, width, height in pixels
     scores: NDArray[np.float64]  # K
     category_ids: NDArray[np.int64]  # K
 
-    def table(self) -> NDArray[np.float64]:
-        """K x 7, as COCO's tools take them."""
-        result = np.empty((len(self.scores), 7))
-        result[:, 0], result[:, 1:5] = self.image_ids, self.boxes
-        result[:, 5], result[:, 6] = self.scores, self.category_ids
-        return result
-
     def to_coco(self) -> list[dict[str, Any]]:
-        """COCO's results format."""
+        """Return the detections in COCO's results format."""
         return [
             {"image_id": i, "category_id": c, "bbox": b, "score": s}
             for i, c, b, s in zip(
@@ -68,7 +67,7 @@ class Detections(NamedTuple):
 
 
 class ClassScore(NamedTuple):
-    """The AP of one class, as a whole and by the size of the objects."""
+    """The AP of one class, for all objects and by their size."""
 
     category_id: int
     name: str
@@ -80,7 +79,7 @@ class ClassScore(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The 12 figures of COCO by name (-1 where there is nothing to measure), and AP per class."""
+    """The 12 figures of COCO by name (-1 if there is nothing to measure), and AP per class."""
 
     figures: dict[str, float]
     per_class: list[ClassScore]
@@ -88,10 +87,12 @@ class Scores(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """The figures, and the engine that knows more (`ssdctl.evaluate.analysis` asks it)."""
+    """The figures, and what `ssdctl.evaluate.analysis` computes the rest from."""
 
     scores: Scores
-    engine: Any  # hotcoco.COCOeval, evaluated and accumulated
+    engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
+    truth: GroundTruth
+    image_ids: NDArray[np.int64]  # that were scored, ascending
 
 
 class _Result(msgspec.Struct, gc=False):
@@ -102,10 +103,10 @@ class _Result(msgspec.Struct, gc=False):
 
 
 def read_detections(path: Path) -> Detections:
-    """Detections from a file in COCO's results format.
+    """Read detections from a file in COCO's results format.
 
     Raises:
-        DataError: It is not such a file; the message names the place.
+        DataError: It is not such a file; the message gives the place.
     """
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
@@ -113,7 +114,7 @@ def read_detections(path: Path) -> Detections:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: no COCO results: {error}".replace("`", ""),
+            f"{path}: not in COCO's results format: {error}".replace("`", ""),
             hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',
         ) from None
     return Detections(
@@ -124,77 +125,78 @@ def read_detections(path: Path) -> Detections:
     )
 
 
-def image_ids(annotations: Path, annotated_only: bool) -> NDArray[np.int64]:
-    """The images of an annotation file, in its order."""
-    read = coco.read(annotations)
-    with_boxes = {a.image_id for a in read.annotations}
-    chosen = [i.id for i in read.images if not annotated_only or i.id in with_boxes]
-    return np.array(chosen, np.int64)
-
-
 def run_scoring(
-    annotations: Path,
+    truth: GroundTruth,
     detections: Detections,
     *,
     image_ids: NDArray[np.int64] | None = None,
     verify: bool = False,
 ) -> Scoring:
-    """Score detections against an annotation file.
+    """Score detections against the annotations of a split.
 
     Args:
-        annotations: COCO annotations.
-        detections: What was found; may be nothing.
-        image_ids: Score these images alone; None scores all of the file.
+        truth: The annotations.
+        detections: May be empty. Those of categories that the annotations do not list are ignored.
+        image_ids: Score only these images; None scores all of the split.
         verify: Score with pycocotools too.
 
     Raises:
-        DataError: A detection of an image that the annotations do not list.
+        DataError: A detection on an image that the annotations do not list.
         IntegrityError: With `verify`, the two differ by more than 1e-12.
     """
     import hotcoco
 
-    try:
-        truth = hotcoco.COCO(str(annotations))
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise DataError(f"{annotations}: cannot be scored against: {error}") from None
-    _refuse_strangers(truth, detections, annotations)
-    evaluation = hotcoco.COCOeval(truth, truth.load_res(detections.table()), "bbox")
-    if image_ids is not None:
-        evaluation.params.img_ids = sorted(image_ids.tolist())
+    _refuse_unlisted_images(truth, detections)
+    ids = dense_ids(truth)
+    scored = ids.image_ids if image_ids is None else np.unique(image_ids)
+    columns = engine_columns(truth, ids)
+    table = _table(detections, ids)
+    annotations = hotcoco.COCO.from_arrays(**columns)
+    evaluation = hotcoco.COCOeval(annotations, annotations.load_res(table), "bbox")
+    evaluation.params.img_ids = ids.images(scored).tolist()
     evaluation.evaluate()
     evaluation.accumulate()
-    scores = _scores(evaluation, truth)
+    scores = _scores(evaluation, truth, len(scored))
     if verify:
-        _verify(scores, annotations, detections, image_ids)
-    return Scoring(scores, evaluation)
+        _verify(scores, coco_document(columns), table, evaluation.params.img_ids)
+    return Scoring(scores, evaluation, truth, scored)
 
 
-def _scores(evaluation: Any, truth: Any) -> Scores:
+def _table(detections: Detections, ids: DenseIds) -> NDArray[np.float64]:
+    """Return the detections of listed categories with dense ids, K x 7, as COCO's tools take."""
+    labels = ids.classes(detections.category_ids)
+    table = np.empty((len(labels), 7))
+    first, counts = _runs(detections.image_ids)
+    table[:, 0] = np.repeat(ids.images(detections.image_ids[first]), counts)
+    table[:, 1:5] = detections.boxes
+    table[:, 5], table[:, 6] = detections.scores, labels
+    return table if labels.all() else table[labels > 0]
+
+
+def _scores(evaluation: Any, truth: GroundTruth, images: int) -> Scores:
     precision, recall = evaluation.eval["precision"], evaluation.eval["recall"]
-    category_ids = evaluation.params.cat_ids
-    names = {c["id"]: c["name"] for c in truth.load_cats(category_ids)}
     per_class = [
         ClassScore(
-            category_id,
-            names[category_id],
+            int(entry.id or 0),
+            entry.name,
             *(
                 _figure(precision[:, :, [k]], recall, *FIGURES[name])
                 for name in ClassScore._fields[2:]
             ),
         )
-        for k, category_id in enumerate(category_ids)
+        for k, entry in enumerate(truth.classes_by_id)
     ]
     figures = {name: _figure(precision, recall, *spec) for name, spec in FIGURES.items()}
-    return Scores(figures, per_class, len(evaluation.params.img_ids))
+    return Scores(figures, per_class, images)
 
 
 def _figure(
-    precision: Any, recall: Any, source: str, iou: float | None, area: int, most: int
+    precision: Any, recall: Any, source: str, iou: float | None, area: int, max_dets: int
 ) -> float:
     values = precision if source == "precision" else recall
     if iou is not None:
         values = values[np.isclose(IOU_THRESHOLDS, iou)]
-    return _mean(values[..., area, most])
+    return _mean(values[..., area, max_dets])
 
 
 def _mean(values: NDArray[np.float64]) -> float:
@@ -202,49 +204,50 @@ def _mean(values: NDArray[np.float64]) -> float:
     return float(np.mean(measured)) if measured.size else -1.0
 
 
-def _refuse_strangers(truth: Any, detections: Detections, annotations: Path) -> None:
-    # An image's detections follow each other: the first of each run says it all.
-    ids = detections.image_ids
-    is_main = np.diff(ids, prepend=ids[:1] - 1) != 0
-    listed = np.array(truth.get_img_ids(), np.int64)
-    strangers = np.setdiff1d(ids[is_main], listed)
-    if len(strangers):
+def _runs(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each run of equal ids starts, and its length: detections come by image."""
+    edges = np.flatnonzero(ids[1:] != ids[:-1]) + 1
+    first = np.concatenate([np.zeros(min(len(ids), 1), np.int64), edges])
+    return first, np.diff(first, append=len(ids))
+
+
+def _refuse_unlisted_images(truth: GroundTruth, detections: Detections) -> None:
+    first, _ = _runs(detections.image_ids)
+    unlisted = np.setdiff1d(detections.image_ids[first], truth.image_ids)
+    if len(unlisted):
         raise DataError(
-            f"{len(strangers)} images with detections are not in {annotations}, "
-            f"among them {', '.join(map(str, strangers[:5]))}",
+            f"{len(unlisted)} images with detections are not in {truth.path}, "
+            f"among them {', '.join(map(str, unlisted[:5]))}",
             hint="score them against the annotations they belong to: --data DIR, --split",
         )
 
 
 def _verify(
     scores: Scores,
-    annotations: Path,
-    detections: Detections,
-    image_ids: NDArray[np.int64] | None,
+    document: dict[str, Any],
+    table: NDArray[np.float64],
+    image_numbers: list[int],
 ) -> None:
-    """Compare with pycocotools, the judge."""
+    """Compare with pycocotools, the reference."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         truth = COCO()
-        truth.dataset = json.loads(annotations.read_bytes())
-        for entry in truth.dataset["annotations"]:
-            entry.setdefault("iscrowd", 0)  # pycocotools needs it, COCO's format does not
+        truth.dataset = document
         truth.createIndex()
-        if len(detections.scores):
-            found = truth.loadRes(detections.table())
+        if len(table):
+            detections = truth.loadRes(table)
         else:
-            found = COCO()
-            found.dataset = {**truth.dataset, "annotations": []}
-            found.createIndex()
-        judge = COCOeval(truth, found, "bbox")
-        if image_ids is not None:
-            judge.params.imgIds = sorted(image_ids.tolist())
-        judge.evaluate()
-        judge.accumulate()
-        judge.summarize()
-    for (name, ours), theirs in zip(scores.figures.items(), judge.stats.tolist(), strict=True):
+            detections = COCO()
+            detections.dataset = {**document, "annotations": []}
+            detections.createIndex()
+        reference = COCOeval(truth, detections, "bbox")
+        reference.params.imgIds = image_numbers
+        reference.evaluate()
+        reference.accumulate()
+        reference.summarize()
+    for (name, ours), theirs in zip(scores.figures.items(), reference.stats.tolist(), strict=True):
         if abs(ours - theirs) > VERIFY_TOLERANCE:
             raise IntegrityError(
                 f"{name} is {ours!r} by hotcoco and {theirs!r} by pycocotools",

@@ -1,9 +1,8 @@
 """Run a network over a split and collect its detections.
 
-Every image is seen once, the last partial batch included; an image without detections adds none.
-Pictures are decoded some batches ahead. While an accelerator, or a CPU of many cores, runs the
-network on a batch, a thread turns the output of the one before into detections: the network alone
-sets the pace. On few cores the thread would only compete with it.
+Every image is detected once, including the last partial batch. Images are decoded some batches
+ahead. On an accelerator, or a CPU with many cores, a thread decodes the output of one batch while
+the network runs on the next; on few cores the thread would only compete with the network.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
 
 Progress = Callable[..., Iterable[Any]]
-BATCHES_BEHIND = 2  # outputs that wait for their decoding
+MAX_PENDING = 2  # outputs that wait to be decoded
 FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
-# A single picture takes other convolution kernels than a batch does, whose last digits differ: the
-# figures would depend on how the images are shared out.
-SMALLEST_BATCH = 2
+# A single picture uses other convolution kernels than a batch, and their last digits differ: the
+# figures would depend on the distribution of the images over ranks.
+MIN_BATCH = 2
 
 
 class DetectOptions(NamedTuple):
-    """How detections are made."""
+    """Settings of the detection."""
 
     batch_size: int
     precision: str  # bf16, fp16 or fp32
@@ -52,16 +51,18 @@ def detect_split(
     device: Device,
     options: DetectOptions,
     progress: Progress | None = None,
+    category_ids: NDArray[np.int64] | None = None,
 ) -> Detections:
-    """The detections on some images of a split; an image that does not open has none.
+    """Return the detections on some images of a split; an image that cannot be opened has none.
 
     Args:
-        model: The network, on the device; it is left in the mode it came in.
+        model: The network, on the device; its mode is restored.
         split: The images.
-        rows: Which of them.
-        device: Where the network is.
-        options: See `DetectOptions`.
+        rows: The rows of the images to detect on.
+        device: The device of the network.
+        options: The settings.
         progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
+        category_ids: The category id of each class of the network; None: the split's, in order.
 
     Raises:
         NonFiniteError: The network's output is NaN or infinite.
@@ -75,57 +76,73 @@ def detect_split(
         nms_iou=options.nms_iou,
     )
     rows = rows[split.usable[rows]]
-    # Accelerators want one shape for all batches; see also SMALLEST_BATCH.
+    # Accelerators want one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"
-    least = SMALLEST_BATCH if is_cpu else options.batch_size
-    behind = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else BATCHES_BEHIND
+    min_batch = MIN_BATCH if is_cpu else options.batch_size
+    max_pending = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else MAX_PENDING
     batches: Iterable[Batch] = evaluation_batches(split, rows, options.batch_size, options.threads)
     if progress is not None:
         total = -(-len(rows) // options.batch_size)
         batches = progress(batches, total=total, label="detecting", unit="batch")
+    if category_ids is None:
+        category_ids = np.array([c.id for c in split.classes], np.int64)
     was_training = model.training
     model.eval()
     try:
-        return merge(list(_found(detector, split, batches, least, behind)))
+        return merge(
+            list(_image_detections(detector, split, category_ids, batches, min_batch, max_pending))
+        )
     finally:
         model.train(was_training)
 
 
-def _found(
-    detector: Detector, split: Split, batches: Iterable[Batch], least: int, behind: int
+def _image_detections(
+    detector: Detector,
+    split: Split,
+    category_ids: NDArray[np.int64],
+    batches: Iterable[Batch],
+    min_batch: int,
+    max_pending: int,
 ) -> Iterator[Detections]:
-    """The detections of each image, in the order of the batches.
+    """Yield the detections of each image, in the order of the batches.
 
     Args:
-        least: Pictures that the network gets at a time, at least.
-        behind: How many outputs may wait for the thread that decodes them; 0 = no thread.
+        min_batch: Minimum number of pictures per run of the network.
+        max_pending: Maximum number of outputs that wait for the decoding thread; 0 = no thread.
     """
-    if behind == 0:
+    if max_pending == 0:
         for batch in batches:
-            output = detector.forward(_filled(batch.images, least))
-            yield from _finish(detector, split, batch.rows, output)
+            output = detector.forward(_padded(batch.images, min_batch))
+            yield from _finish(detector, split, category_ids, batch.rows, output)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            outputs = ((b.rows, detector.forward(_filled(b.images, least))) for b in batches)
+            outputs = ((b.rows, detector.forward(_padded(b.images, min_batch))) for b in batches)
             finished = map_ahead(
-                pool, lambda item: _finish(detector, split, *item), outputs, behind
+                pool,
+                lambda item: _finish(detector, split, category_ids, *item),
+                outputs,
+                max_pending,
             )
             yield from itertools.chain.from_iterable(finished)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _filled(images_BHW3: Tensor, least: int) -> Tensor:
-    """The pictures, the first one again until there are enough."""
-    missing = least - len(images_BHW3)
+def _padded(images_BHW3: Tensor, min_batch: int) -> Tensor:
+    """Repeat the first picture until there are enough."""
+    missing = min_batch - len(images_BHW3)
     if missing <= 0:
         return images_BHW3
     return torch.cat([images_BHW3, images_BHW3[:1].expand(missing, -1, -1, -1)])
 
 
 def _finish(
-    detector: Detector, split: Split, rows: NDArray[np.int64], output: Output
+    detector: Detector,
+    split: Split,
+    category_ids: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    output: Output,
 ) -> list[Detections]:
     try:
         pictures = detector.finish(Output(*(t[: len(rows)] for t in output)))
@@ -133,7 +150,6 @@ def _finish(
         ids = ", ".join(map(str, split.image_ids[rows[:5]].tolist()))
         more = ", ..." if len(rows) > 5 else ""
         raise NonFiniteError(f"{error} (images {ids}{more})", hint=error.hint) from None
-    category_ids = np.array([c.id for c in split.classes], np.int64)
     return [
         _in_pixels(picture, int(split.image_ids[row]), split.sizes[row], category_ids)
         for row, picture in zip(rows, pictures, strict=True)
@@ -141,12 +157,12 @@ def _finish(
 
 
 def _in_pixels(
-    found: postprocess.Detections,
+    found: postprocess.ImageDetections,
     image_id: int,
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
 ) -> Detections:
-    """COCO's terms: left, top, width, height in pixels, not clipped, as the peers have it."""
+    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
     ltrb = found.boxes.numpy().astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),
@@ -157,7 +173,7 @@ def _in_pixels(
 
 
 def merge(parts: list[Detections]) -> Detections:
-    """The detections of several images, or ranks, as one."""
+    """Concatenate the detections of several images or ranks."""
     if not parts:
         empty = np.zeros(0, np.int64)
         return Detections(empty, np.zeros((0, 4)), np.zeros(0), empty)

@@ -1,11 +1,11 @@
-"""Score detections in a process beside the one that found them. Torch-free.
+"""Score detections in a background process. Torch-free.
 
     scoring = BackgroundScoring(annotations, detections, about)
     ...
     if scoring.is_done: evaluation = scoring.result()
 
-The process is `python -m ssdctl.evaluate.scoring ANNOTATIONS`: detections come in on its stdin, an
-`Evaluation` leaves on its stdout. It takes no signals: whoever started it is asked, and waits.
+The process is `python -m ssdctl.evaluate.scoring ANNOTATIONS`: it reads detections from stdin and
+writes an `Evaluation` to stdout. It ignores signals: the parent process handles them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from numpy.typing import NDArray
 from ssdctl.errors import SsdctlError
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 
 
 class BackgroundScoring:
-    """An evaluation that is being worked out.
+    """An evaluation that a background process computes.
 
     Args:
         annotations: COCO annotations.
-        detections: What was found in their images.
-        about: Where it comes from.
-        image_ids: Score these images alone; None scores all.
+        detections: The detections on their images.
+        about: What was evaluated.
+        image_ids: Score only these images; None scores all.
     """
 
     def __init__(
@@ -45,34 +46,34 @@ class BackgroundScoring:
         image_ids: NDArray[np.int64] | None = None,
     ) -> None:
         self._job = annotations, detections, about, image_ids
-        self._answer: Evaluation | None = None
-        self._thread = threading.Thread(target=self._ask, name="scoring", daemon=True)
+        self._evaluation: Evaluation | None = None
+        self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether `result` answers at once."""
+        """Whether `result` returns without waiting."""
         return not self._thread.is_alive()
 
     def result(self) -> Evaluation:
-        """The evaluation; waits for it.
+        """Wait for the evaluation and return it.
 
         Raises:
             DataError: See `run_scoring`.
         """
         self._thread.join()
-        if self._answer is None:  # the process was killed, or refused: here the reason shows
-            self._answer = evaluate(*self._job)
-        return self._answer
+        if self._evaluation is None:  # the process failed: raise the reason here
+            self._evaluation = evaluate(*self._job)
+        return self._evaluation
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         annotations, detections, about, image_ids = self._job
         command = [sys.executable, "-m", "ssdctl.evaluate.scoring", str(annotations)]
         try:
             done = subprocess.run(
                 command, input=_packed(detections, about, image_ids), capture_output=True
             )
-            self._answer = msgspec.json.decode(done.stdout, type=Evaluation)
+            self._evaluation = msgspec.json.decode(done.stdout, type=Evaluation)
         except (OSError, msgspec.DecodeError):
             return
 
@@ -83,8 +84,9 @@ def evaluate(
     about: EvaluationInfo,
     image_ids: NDArray[np.int64] | None,
 ) -> Evaluation:
-    """Score detections and say why the score is what it is, in this process."""
-    return analyse(run_scoring(annotations, detections, image_ids=image_ids), detections, about)
+    """Score detections and analyse the errors, in this process."""
+    truth = read_ground_truth(annotations)
+    return analyse(run_scoring(truth, detections, image_ids=image_ids), detections, about)
 
 
 def _packed(
@@ -100,7 +102,7 @@ def _packed(
 
 
 def main() -> None:
-    """Answer one job."""
+    """Run one job."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
@@ -110,7 +112,7 @@ def main() -> None:
     try:
         evaluation = evaluate(Path(sys.argv[1]), detections, about, image_ids)
     except SsdctlError:
-        sys.exit(1)  # the one who asked finds out why
+        sys.exit(1)  # the parent repeats the job and raises the error
     sys.stdout.buffer.write(msgspec.json.encode(evaluation))
 
 

@@ -1,4 +1,4 @@
-"""Annotations and detections of COCO's size, made up: what scoring is measured on. Torch-free."""
+"""Generate annotations and detections of COCO's size, to measure scoring. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ssdctl.evaluate.coco_ap import Detections
 
 WIDTH, HEIGHT = 640, 480
-# val2017: 5,000 images, 36,781 boxes of 80 classes; an SSD300 gives about 111 detections an image.
+# val2017: 5,000 images, 36,781 boxes of 80 classes; an SSD300 gives about 111 detections per image.
 NUM_IMAGES, NUM_BOXES, NUM_CLASSES, NUM_DETECTIONS = 5000, 36_781, 80, 554_000
 
 
@@ -24,8 +24,8 @@ def make_split(
 ) -> Detections:
     """Write annotations to `path` and return detections of them.
 
-    A third of the detections lie near an object, better and worse placed, most of them of its
-    class; the rest lie anywhere, with low scores, as a detector's do.
+    A third of the detections are near an object, at different distances, most of them of its class;
+    the others are anywhere, with low scores, like a detector's.
     """
     rng = np.random.default_rng(seed)
 

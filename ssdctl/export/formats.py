@@ -1,4 +1,4 @@
-"""Checkpoints for other programs: the peers' formats, safetensors, ONNX."""
+"""Write checkpoints in other formats: safetensors, ONNX, third-party programs'."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ssdctl.data import shapes
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, UsageError
-from ssdctl.export.onnx import Check, onnx_model
+from ssdctl.export.onnx import OnnxComparison, onnx_model
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.predict import open_picture, resized
 
-NUM_PICTURES = 5  # that an ONNX file is compared on
-MOST_TRIED = 50  # of the dataset, to find as many that open
+NUM_PICTURES = 5  # an ONNX file is compared with PyTorch on them
+MAX_TRIED = 50  # images of the dataset that are opened to find as many
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
@@ -34,12 +34,11 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
     """Write a checkpoint in another format.
 
     Args:
-        checkpoint: What to write.
         kind: `safetensors` (our weights and class names), `mlperf` or `nvidia`.
-        target: The file, published atomically.
+        target: The file, written atomically.
 
     Raises:
-        UsageError: The peer has no such network, or a package is absent.
+        UsageError: The third-party program has no such network, or a package is absent.
         DiskError: The file cannot be written.
     """
     if kind == "safetensors":
@@ -86,21 +85,21 @@ def export_onnx(
     has_nms: bool,
     score_threshold: float,
     nms_iou: float,
-) -> tuple[Check, str]:
-    """Write an ONNX file, once onnxruntime gives PyTorch's answers on pictures of the dataset.
+) -> tuple[OnnxComparison, str]:
+    """Write an ONNX file if onnxruntime gives PyTorch's outputs on pictures of the dataset.
 
     Args:
-        data: The dataset's and its store's folder; where both are gone, pictures are generated.
+        data: The dataset folder and the store; if both are absent, pictures are generated.
 
     Returns:
-        How near the answers are, and where the pictures came from.
+        The largest differences, and the source of the pictures.
 
     Raises:
         UsageError, IntegrityError: See `onnx_model`.
         DiskError: The file cannot be written.
     """
     pictures, source = pictures_of(*data)
-    content, check = onnx_model(
+    content, comparison = onnx_model(
         checkpoint,
         pictures,
         has_nms=has_nms,
@@ -108,23 +107,22 @@ def export_onnx(
         nms_iou=nms_iou,
     )
     write_bytes(target, content)
-    return check, source
+    return comparison, source
 
 
 def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
-    """Some pictures to compare two programs on, and where they come from."""
-    found = _of_dataset(root, store)
-    if len(found) == NUM_PICTURES:
-        return np.stack(found), str(root)
+    """Return pictures to compare two programs on, and their source."""
+    pictures = _of_dataset(root, store)
+    if len(pictures) == NUM_PICTURES:
+        return np.stack(pictures), str(root)
     with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
-        made = Path(folder)
-        shapes.generate(made, num_train=1, num_val=NUM_PICTURES)
-        return np.stack(_opened(sorted((made / "val2017").iterdir()))), "generated shapes"
+        generated = Path(folder)
+        shapes.generate(generated, num_train=1, num_val=NUM_PICTURES)
+        return np.stack(_opened(sorted((generated / "val2017").iterdir()))), "generated shapes"
 
 
 def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
-    """The first pictures of the dataset that open: the store's, which knows where they lie, or, in
-    one that was not prepared, those of the image folder."""
+    """Return the first images that open: the store's or, without a store, the image folder's."""
     try:
         splits = find_splits(root)
         name = "val" if "val" in splits else "train"
@@ -133,19 +131,19 @@ def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
             split = open_split(store, name, files)
         except DataError:
             return _opened(sorted(files.images.iterdir()))
-        rows = range(min(len(split.image_ids), MOST_TRIED))
+        rows = range(min(len(split.image_ids), MAX_TRIED))
         return _opened(io.BytesIO(split.read(row)) for row in rows)
     except (DataError, OSError):
         return []
 
 
 def _opened(sources: Iterable[Path | IO[bytes]]) -> list[NDArray[np.uint8]]:
-    found = []
-    for source in itertools.islice(sources, MOST_TRIED):
+    pictures: list[NDArray[np.uint8]] = []
+    for source in itertools.islice(sources, MAX_TRIED):
         try:
-            found.append(resized(open_picture(source)))
+            pictures.append(resized(open_picture(source)))
         except DataError:
             continue
-        if len(found) == NUM_PICTURES:
+        if len(pictures) == NUM_PICTURES:
             break
-    return found
+    return pictures

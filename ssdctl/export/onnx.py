@@ -1,11 +1,11 @@
-"""ONNX files, checked by onnxruntime against PyTorch on real pictures before they are published.
+"""Export to ONNX, compared with PyTorch on real pictures by onnxruntime before publication.
 
     content, check = onnx_model(checkpoint, pictures, has_nms=True)
 
 Input `images`: (B, 300, 300, 3) uint8 RGB pictures, any B; normalisation is inside.
 Outputs with NMS: `boxes` (B, 200, 4) ltrb in fractions of the picture, `scores` and `labels`
 (B, 200), the best first and padded with label 0, `count` (B). Raw: `offsets` (B, 4, 8732) and
-`logits` (B, C, 8732). Class names and thresholds lie in the file's metadata.
+`logits` (B, C, 8732). Class names and thresholds are in the file's metadata.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ssdctl.model.ssd300 import SSD300
 
 OPSET = 18
 TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the picture
-# Where two boxes overlap by almost exactly the threshold, the last digit decides.
-MOST_DIFFERENT = 0.01
-RAW_NAMES, WHOLE_NAMES = ("offsets", "logits"), ("all_boxes", "all_scores")
+# Share of detections: at an overlap of almost exactly the threshold, rounding decides.
+MAX_DIFFERENT = 0.01
+RAW_NAMES, DECODED_NAMES = ("offsets", "logits"), ("all_boxes", "all_scores")
 
 # The 200 best of each class, NMS within each class, the 200 best of the picture: as
 # ssdctl.model.postprocess does it, in ONNX's own operators.
@@ -54,7 +54,7 @@ nms (float[batch, boxes_in, 4] all_boxes, float[batch, classes, boxes_in] all_sc
     no_label = Constant <value = int64 {{0}}> ()
     one = Constant <value = int64 {{1}}> ()
     last = Constant <value = int64[1] {{-1}}> ()
-    whole = Constant <value = int64[2] {{0, -1}}> ()
+    flattened = Constant <value = int64[2] {{0, -1}}> ()
     num_boxes = Constant <value = int64 {{{num_boxes}}}> ()
 
     class_best, class_place = TopK <axis = 2> (all_scores, per_class)
@@ -68,7 +68,7 @@ nms (float[batch, boxes_in, 4] all_boxes, float[batch, classes, boxes_in] all_sc
     empty = ConstantOfShape <value = float[1] {{0.0}}> (shape)
     kept_scores = GatherND (all_scores, kept)
     sparse = ScatterND (empty, kept, kept_scores)
-    flat = Reshape (sparse, whole)
+    flat = Reshape (sparse, flattened)
     scores, place = TopK <axis = 1> (flat, most)
     is_real = Greater (scores, zero)
 
@@ -87,8 +87,8 @@ nms (float[batch, boxes_in, 4] all_boxes, float[batch, classes, boxes_in] all_sc
 """
 
 
-class Check(NamedTuple):
-    """How far onnxruntime's answers are from PyTorch's."""
+class OnnxComparison(NamedTuple):
+    """The difference between onnxruntime's outputs and PyTorch's."""
 
     pictures: int
     box_difference: float  # the largest, in fractions of the picture
@@ -102,18 +102,18 @@ def onnx_model(
     has_nms: bool,
     score_threshold: float = 0.05,
     nms_iou: float = 0.5,
-) -> tuple[bytes, Check]:
-    """The network of a checkpoint as an ONNX file that gives the same answers.
+) -> tuple[bytes, OnnxComparison]:
+    """Return the network of a checkpoint as an ONNX file that gives the same outputs.
 
     Args:
-        checkpoint: Whose weights.
-        pictures: (P, 300, 300, 3) RGB, to compare on; several, so that the batch is seen to vary.
-        has_nms: Decode and suppress inside; else the raw heads.
-        score_threshold, nms_iou: Of the detections inside.
+        checkpoint: Ours or a third-party one.
+        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2, to check that the batch varies.
+        has_nms: Include decoding and NMS; otherwise export the raw heads.
+        score_threshold, nms_iou: Of the NMS that is included.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
-        IntegrityError: onnxruntime's answers differ from PyTorch's.
+        IntegrityError: onnxruntime's outputs differ from PyTorch's.
     """
     onnx, runtime = _packages()
     network = load_network(checkpoint).eval()
@@ -130,8 +130,9 @@ def onnx_model(
             threshold=score_threshold,
         )
         model = onnx.compose.merge_models(
-            model, onnx.parser.parse_model(text), io_map=[(name, name) for name in WHOLE_NAMES]
+            model, onnx.parser.parse_model(text), io_map=[(name, name) for name in DECODED_NAMES]
         )
+        _merge_opsets(model)
         _compare_detections(runtime, model, network, pictures, score_threshold, nms_iou)
     facts = {
         "producer": "ssdctl",
@@ -146,8 +147,19 @@ def onnx_model(
     return model.SerializeToString(), check
 
 
+def _merge_opsets(model: Any) -> None:
+    """List each operator set once: merging two models lists both of theirs.
+
+    onnxruntime runs such a model, but its quantization refuses it.
+    """
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    del model.opset_import[:]
+    for domain, version in opsets.items():
+        model.opset_import.add(domain=domain, version=version)
+
+
 class _Deployed(nn.Module):
-    """The network from uint8 pictures to its heads, or to boxes and scores."""
+    """Compute the heads, or boxes and scores, from uint8 pictures."""
 
     def __init__(self, network: SSD300, is_decoded: bool) -> None:
         super().__init__()
@@ -186,17 +198,17 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _exported(model: _Deployed) -> Any:
-    """The ONNX model of the network, for any batch size."""
-    example = torch.zeros(2, 300, 300, 3, dtype=torch.uint8)  # 1 would be taken for a constant
+    """Return the ONNX model of the network, for any batch size."""
+    example = torch.zeros(2, 300, 300, 3, dtype=torch.uint8)  # the exporter treats 1 as a constant
     with warnings.catch_warnings(), torch.inference_mode(False):
-        warnings.simplefilter("ignore")  # the exporter's own affairs
+        warnings.simplefilter("ignore")  # warnings of the exporter itself
         program = torch.onnx.export(
             model,
             (example,),
             dynamo=True,
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
             input_names=["images"],
-            output_names=list(WHOLE_NAMES if model.is_decoded else RAW_NAMES),
+            output_names=list(DECODED_NAMES if model.is_decoded else RAW_NAMES),
             opset_version=OPSET,
             verbose=False,
         )
@@ -205,7 +217,7 @@ def _exported(model: _Deployed) -> Any:
 
 
 def _run(runtime: Any, model: Any, pictures: NDArray[np.uint8]) -> list[NDArray[Any]]:
-    """The model's outputs, from one batch of all pictures but the first and one of the first."""
+    """Run the model on the first picture and on a batch of the others; return the outputs."""
     options = runtime.SessionOptions()
     options.log_severity_level = 3
     session = runtime.InferenceSession(
@@ -217,16 +229,16 @@ def _run(runtime: Any, model: Any, pictures: NDArray[np.uint8]) -> list[NDArray[
 
 def _compare(
     runtime: Any, model: Any, network: SSD300, pictures: NDArray[np.uint8], *, is_decoded: bool
-) -> Check:
+) -> OnnxComparison:
     """Compare all boxes and scores of the network."""
-    answers = [torch.from_numpy(a) for a in _run(runtime, model, pictures)]
+    outputs = [torch.from_numpy(a) for a in _run(runtime, model, pictures)]
     decode = partial(
         boxes_and_scores,
         defaults_cxcywh=default_boxes_cxcywh(),
         clips_boxes=network.conventions.clips_boxes,
     )
     with torch.inference_mode():
-        theirs = answers if is_decoded else decode(answers[0], answers[1])
+        theirs = outputs if is_decoded else decode(outputs[0], outputs[1])
         ours = decode(*_outputs(network, pictures))
     boxes, scores = (float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
     if not (boxes <= TOLERANCE and scores <= TOLERANCE):  # NaN fails too
@@ -235,7 +247,7 @@ def _compare(
             "nothing was written",
             hint="another version of onnxruntime or torch may agree",
         )
-    return Check(len(pictures), boxes, scores)
+    return OnnxComparison(len(pictures), boxes, scores)
 
 
 def _compare_detections(
@@ -246,7 +258,7 @@ def _compare_detections(
     score_threshold: float,
     nms_iou: float,
 ) -> None:
-    """Compare what is left after NMS."""
+    """Compare the detections after NMS."""
     theirs = _run(runtime, model, pictures)
     with torch.inference_mode():
         ours = detect(
@@ -264,7 +276,7 @@ def _compare_detections(
         mine = (found.boxes.numpy(), found.scores.numpy(), found.labels.numpy())
         wrong += _unmatched(mine, other) + _unmatched(other, mine)
         total += n + len(found.scores)
-    if wrong > MOST_DIFFERENT * total:
+    if wrong > MAX_DIFFERENT * total:
         raise IntegrityError(
             f"{wrong} of {total} detections differ between onnxruntime and PyTorch; "
             "nothing was written",
@@ -280,7 +292,7 @@ def _outputs(network: SSD300, pictures: NDArray[np.uint8]) -> tuple[Tensor, Tens
 
 
 def _unmatched(a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-    """How many detections of `a` have no counterpart in `b`."""
+    """Return how many detections of `a` have no counterpart in `b`."""
     is_same = (
         (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= TOLERANCE)
         & (np.abs(a[1][:, None] - b[1][None]) <= TOLERANCE)

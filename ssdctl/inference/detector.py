@@ -1,9 +1,9 @@
-"""A network that is ready to detect: pixels in, detections out.
+"""Detect objects with a network: pixels in, detections out.
 
     detector = Detector(model, device, score_threshold=0.05, nms_iou=0.5)
     detections = detector(images)
 
-`evaluate`, `predict`, the Python API and the benchmark all detect through this class.
+`evaluate`, `predict`, the Python API and the benchmark all use this class.
 Shapes: B batch, C classes with background, N default boxes.
 """
 
@@ -19,25 +19,25 @@ from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
 from ssdctl.model.conventions import conventions_of_model
-from ssdctl.model.postprocess import Detections, detect
+from ssdctl.model.postprocess import ImageDetections, detect
 
 
 class Output(NamedTuple):
-    """What the network says, before it is decoded."""
+    """The output of the network, before it is decoded."""
 
     offsets: Tensor  # B x 4 x N
     logits: Tensor  # B x C x N
 
 
 class Detector:
-    """See the module.
+    """Run a network and decode its output.
 
     Args:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
         precision: `fp32` or another that the device computes in.
         score_threshold: Detections score more than this.
-        nms_iou: A box that overlaps a better one of its class by more is dropped.
+        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
 
     Raises:
         UsageError: The device does not compute in that precision.
@@ -66,8 +66,8 @@ class Detector:
         self._conventions = conventions_of_model(model)
         self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
-    def __call__(self, images_BHW3: Tensor) -> list[Detections]:
-        """The detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
+    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
+        """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
 
         Raises:
             NonFiniteError: The network's output is NaN or infinite.
@@ -75,10 +75,10 @@ class Detector:
         return self.finish(self.forward(images_BHW3))
 
     def forward(self, images_BHW3: Tensor) -> Output:
-        """The network alone; returns before an accelerator is done."""
+        """Run only the network; returns before an accelerator has finished."""
         with torch.no_grad():  # lazy devices refuse inference tensors
             if images_BHW3.device.type == "cpu" and not self._device.is_host:
-                images_BHW3 = self._device.copy(images_BHW3)  # beside the batch before
+                images_BHW3 = self._device.copy(images_BHW3)  # while the previous batch is computed
                 self._device.wait_for_copies()
             images = self._normalise(images_BHW3)
             with self._device.autocast(self._precision):
@@ -86,8 +86,8 @@ class Detector:
             self._device.mark_step()
             return output
 
-    def finish(self, output: Output) -> list[Detections]:
-        """Decode what `forward` gave; may run in another thread.
+    def finish(self, output: Output) -> list[ImageDetections]:
+        """Decode the output of `forward`; may run in another thread.
 
         Raises:
             NonFiniteError: It is NaN or infinite.
@@ -96,7 +96,7 @@ class Detector:
             if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
                 raise NonFiniteError(
                     "the network's output is NaN or infinite",
-                    hint="the weights went bad in training: take an earlier checkpoint",
+                    hint="the weights were damaged in training: use an earlier checkpoint",
                 )
             return detect(
                 *output,

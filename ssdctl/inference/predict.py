@@ -1,4 +1,4 @@
-"""Detect on a user's own pictures: what `ssdctl.load` returns and `ssdctl predict` runs.
+"""Detect objects on pictures: the result of `ssdctl.load`, and the work of `ssdctl predict`.
 
 predictor = ssdctl.load("ckpt.pt")
 for found in predictor.predict("street.jpg"):
@@ -27,19 +27,19 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError
 from ssdctl.inference.detector import Detector
-from ssdctl.inference.drawing import BoxLabel
+from ssdctl.inference.drawing import BoxLabel, one_line
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import find_checkpoint
 from ssdctl.runtime.map_ahead import map_ahead
 
 
-class Found(NamedTuple):
+class Detection(NamedTuple):
     """One detection on a picture."""
 
     name: str
     label: int  # 1 and up
-    category_id: int | None  # None where the checkpoint is a peer's
+    category_id: int | None  # None for third-party checkpoints
     score: float
     box: tuple[float, float, float, float]  # left, top, right, bottom in pixels, clipped
 
@@ -47,19 +47,19 @@ class Found(NamedTuple):
         return {**self._asdict(), "box": list(self.box)}
 
     def as_box_label(self) -> BoxLabel:
-        """As `ssdctl.inference.drawing.draw` takes it."""
-        return BoxLabel(self.box, f"{self.name} {self.score:.2f}", self.label)
+        """Return it as `ssdctl.inference.drawing.draw` takes it."""
+        return BoxLabel(self.box, f"{one_line(self.name)} {self.score:.2f}", self.label)
 
 
 class Predictor:
-    """A network with its classes, ready for pictures. Made by `ssdctl.load`.
+    """Detect objects on pictures with a network. Created by `ssdctl.load`.
 
     Args:
         model: On the device.
-        classes: The dataset's; empty where a peer's file names none.
+        classes: The dataset's; empty if a third-party file does not name them.
         device: Where the network is.
         score: Detections score more than this.
-        nms_iou: A box that overlaps a better one of its class by more is dropped.
+        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
         precision: `fp32` or another that the device computes in.
     """
 
@@ -82,24 +82,24 @@ class Predictor:
 
     @property
     def class_names(self) -> list[str]:
-        """What it can find."""
+        """The names of the classes."""
         return [c.name for c in self._classes]
 
-    def predict(self, picture: Picture) -> list[Found]:
-        """What is on a picture, the best first.
+    def predict(self, picture: Picture) -> list[Detection]:
+        """Return the objects on a picture, the highest score first.
 
         Args:
             picture: A path, encoded bytes, a binary file object, a Pillow image, or RGB pixels as
                 an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
 
         Raises:
-            DataError: It is no readable picture.
+            DataError: It is not a readable picture.
             NonFiniteError: The network's output is NaN or infinite.
         """
         return self.predict_many([picture])[0]
 
-    def predict_many(self, pictures: Sequence[Picture]) -> list[list[Found]]:
-        """The same for several pictures in one pass through the network."""
+    def predict_many(self, pictures: Sequence[Picture]) -> list[list[Detection]]:
+        """Return the objects on several pictures, from one pass through the network."""
         opened = [open_picture(picture) for picture in pictures]
         if not opened:
             return []
@@ -109,7 +109,7 @@ class Predictor:
             for image, result in zip(opened, self._detector(pixels), strict=True)
         ]
 
-    def _found(self, image: Image.Image, result: postprocess.Detections) -> list[Found]:
+    def _found(self, image: Image.Image, result: postprocess.ImageDetections) -> list[Detection]:
         scale = np.array([image.width, image.height] * 2)
         boxes: NDArray[np.float64] = result.boxes.cpu().numpy().clip(0, 1) * scale
         found = []
@@ -119,7 +119,7 @@ class Predictor:
             entry = self._classes[label - 1]
             left, top, right, bottom = (round(float(v), 2) for v in box)
             found.append(
-                Found(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
+                Detection(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
             )
         return found
 
@@ -146,31 +146,31 @@ def load(
 
 
 class Prediction(NamedTuple):
-    """What became of one file."""
+    """The result of one file."""
 
     path: Path
-    image: Image.Image | None  # upright, RGB; None where it is no readable picture
-    found: list[Found]
+    image: Image.Image | None  # upright, RGB; None if it is not a readable picture
+    found: list[Detection]
     error: DataError | None
 
 
 def predict_files(
     predictor: Predictor, files: Iterable[Path], *, batch_size: int, threads: int
 ) -> Iterator[Prediction]:
-    """Detect on many files, in their order; a bad one is told and the rest goes on.
+    """Detect on many files, in their order; an unreadable one gives a result with an error.
 
-    Pictures are opened some ahead of their batch, in threads.
+    Threads open the pictures of the next batches.
     """
     with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
         opened = _ahead(pool, files, 2 * batch_size)
         while batch := list(itertools.islice(opened, batch_size)):
             good = [image for _, image in batch if isinstance(image, Image.Image)]
-            answers = iter(predictor.predict_many(good))
+            detections = iter(predictor.predict_many(good))
             for path, image in batch:
                 if isinstance(image, DataError):
                     yield Prediction(path, None, [], image)
                 else:
-                    yield Prediction(path, image, next(answers), None)
+                    yield Prediction(path, image, next(detections), None)
 
 
 def _ahead(
@@ -197,5 +197,5 @@ def open_picture(picture: Picture) -> Image.Image:
 
 
 def resized(image: Image.Image) -> NDArray[np.uint8]:
-    """As the evaluation resizes: Pillow's antialiased bilinear filter, in uint8."""
+    """Resize as evaluation does: Pillow's antialiased bilinear filter, in uint8."""
     return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

@@ -25,7 +25,7 @@ CANDIDATES_PER_CLASS = 200
 DETECTIONS_PER_IMAGE = 200
 
 
-class Detections(NamedTuple):
+class ImageDetections(NamedTuple):
     """The detections of one picture, the best first."""
 
     boxes: Tensor  # K x 4, ltrb as fractions of the picture; they may leave it
@@ -42,7 +42,7 @@ def detect(
     nms_iou: float,
     candidates: int = CANDIDATES_PER_CLASS,
     clips_boxes: bool = False,
-) -> list[Detections]:
+) -> list[ImageDetections]:
     """Decode a batch, in fp32; the detections of an accelerator's output land on the CPU.
 
     Args:
@@ -67,7 +67,7 @@ def detect(
             t.cpu() for t in detect_static(boxes, scores, score_threshold, nms_iou, candidates)
         ]
     return [
-        Detections(b[real], s[real], label[real])
+        ImageDetections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)
         for real in [label > 0]
     ]
@@ -127,14 +127,14 @@ def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
 
 def _detect_one(
     boxes_N4: Tensor, scores_CN: Tensor, threshold: float, nms_iou: float, candidates: int
-) -> Detections:
+) -> ImageDetections:
     row, index = (scores_CN > threshold).nonzero(as_tuple=True)
     scores, boxes, labels = scores_CN[row, index], boxes_N4[index], row + 1
     if len(scores) > candidates:
         best = _best_per_class(scores, labels, candidates)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
     keep = _nms()(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
-    return Detections(boxes[keep], scores[keep], labels[keep])
+    return ImageDetections(boxes[keep], scores[keep], labels[keep])
 
 
 @functools.cache

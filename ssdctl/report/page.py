@@ -1,4 +1,4 @@
-"""The report: one HTML page that needs nothing else, from one run folder or several. Torch-free."""
+"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ssdctl._version import __version__
+from ssdctl.evaluate.analysis import ERROR_NAMES
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import write_text
 from ssdctl.report import plots
 from ssdctl.report.samples import sample_pictures
+from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.metrics import is_number
 from ssdctl.runs.reader import RunData, different_settings, prepare_findings
 
 
 def write_report(runs: Sequence[RunData], target: Path) -> None:
-    """Write the page of some runs.
+    """Write the page of one run or several.
 
     Raises:
         DiskError: It cannot be written.
@@ -40,7 +43,8 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = _figure
-    environment.filters["spark"] = lambda v: Markup(plots.sparkline(v))  # digits alone
+    environment.filters["rate"] = lambda v: f"{v:.1f}" if is_number(v) else "-"
+    environment.filters["spark"] = lambda v: Markup(plots.sparkline(v))  # only digits
     page = environment.get_template("page.html").render(
         runs=runs,
         charts=[Markup(chart) for chart in charts if chart],  # matplotlib's own SVG
@@ -49,25 +53,31 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         class_names=sorted({name for run in runs for name in run.class_ap}),
         differences=different_settings(list(runs)),
         analyses=[_analysis(run) for run in runs],
+        error_names=ERROR_NAMES,
         version=__version__,
     )
-    write_text(target, page)
+    # File names that are not UTF-8 contain surrogates, which a page cannot.
+    write_text(target, page.encode("utf-8", "backslashreplace").decode())
 
 
 def _analysis(run: RunData) -> dict[str, Any]:
-    """What the page says about a run's evaluation."""
+    """Return what the page shows of a run's evaluation."""
     pictures, reason = sample_pictures(run.evaluation)
-    found = run.evaluation
-    chart = plots.calibration(found) if found else None
+    evaluation = run.evaluation
+    chart = plots.calibration(evaluation) if evaluation else None
     return {
         "name": run.name,
-        "evaluation": found,
+        "evaluation": evaluation,
         "pictures": pictures,
         "reason": reason,
         "calibration": Markup(chart) if chart else "",
-        "largest_error": max((e.delta_ap for e in found.errors), default=0) if found else 0,
-        "findings": prepare_findings(Path(found.about.store)) if found else [],
+        "largest_error": _largest_error(evaluation),
+        "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
     }
+
+
+def _largest_error(evaluation: Evaluation | None) -> float:
+    return max((e.delta_ap for e in evaluation.errors), default=0) if evaluation else 0
 
 
 def _figure(value: float | None) -> str:
@@ -75,6 +85,6 @@ def _figure(value: float | None) -> str:
 
 
 def _best(runs: Sequence[RunData], name: str) -> float | None:
-    """The best value of a figure, where several runs have one."""
-    values = [run.best[name] for run in runs if run.best]
+    """Return the best value of a figure if several runs have one."""
+    values = [run.best[name] for run in runs if run.best and name in run.best]
     return max(values) if len(values) > 1 else None

@@ -1,16 +1,19 @@
-"""Charts as inline SVG: curves of training, precision and recall, calibration."""
+"""Draw charts as inline SVG: training curves, precision and recall, calibration."""
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.inference.drawing import PALETTE
+from ssdctl.inference.drawing import PALETTE, one_line
 from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.metrics import is_number
 from ssdctl.runs.reader import RunData
 
 if TYPE_CHECKING:
@@ -20,10 +23,28 @@ if TYPE_CHECKING:
 # Okabe and Ito's yellow is too pale for a line on white.
 LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
-SIZE = (4.6, 2.9)  # inches: small, so that the letters stay readable on a phone
-MOST_POINTS = 600  # of a line; more are averaged, for the page's sake
+SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
+MOST_POINTS = 600  # of a line; more are averaged to keep the page small
 
 
+@contextlib.contextmanager
+def _style() -> Iterator[None]:
+    """Set matplotlib up for charts with names from users' files.
+
+    A `$` in a name is not mathematics, a letter that the font lacks is not worth a warning, and
+    the same run gives the same SVG.
+    """
+    import matplotlib as mpl
+
+    with (
+        mpl.rc_context({"text.parse_math": False, "svg.hashsalt": "ssdctl"}),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", message=".*missing from (current )?font")
+        yield
+
+
+@_style()
 def curve(
     runs: Sequence[RunData],
     kind: str,
@@ -31,13 +52,13 @@ def curve(
     title: str,
     over: str = "step",
 ) -> str | None:
-    """One chart of figures over steps or epochs, all runs in it; None where there is no point.
+    """Plot figures over steps or epochs, a line per run and figure; None without points.
 
     Args:
-        runs: Each has a colour; each key a line style.
+        runs: Each has its colour; each key has its line style.
         kind: `train` or `eval`.
         keys: Figures of the records.
-        title: What is drawn, with its unit.
+        title: The quantity, with its unit.
         over: `step` or `epoch`.
     """
     figure, axes = _chart(title, over)
@@ -45,11 +66,13 @@ def curve(
     for number, run in enumerate(runs):
         records = run.train if kind == "train" else run.evals
         for style, key in zip(LINE_STYLES, keys, strict=False):
-            x, y = _points([(float(r[over]), float(r[key])) for r in records if key in r])
+            x, y = _points(
+                [(float(r[over]), float(r[key])) for r in records if is_number(r.get(key))]
+            )
             if not len(x):
                 continue
             is_empty = False
-            label = " ".join(filter(None, [run.name if len(runs) > 1 else "", key]))
+            label = _label(run.name if len(runs) > 1 else "", key)
             colour = LINE_COLOURS[(number if len(runs) > 1 else keys.index(key)) % 6]
             marker = "o" if len(x) < 20 else None
             axes.plot(x, y, style, color=colour, label=label, marker=marker, markersize=3)
@@ -61,19 +84,20 @@ def curve(
     return _svg(figure)
 
 
+@_style()
 def precision_recall(runs: Sequence[RunData]) -> str | None:
-    """Mean precision over recall, one line for an IoU; None where no run was analysed."""
+    """Plot the mean precision over recall, a line per IoU; None if no run was evaluated."""
     figure, axes = _chart("precision over recall, mean of the classes", "recall")
     is_empty = True
-    known = [run for run in runs if run.evaluation]
-    for number, run in enumerate(known):
+    evaluated = [run for run in runs if run.evaluation]
+    for number, run in enumerate(evaluated):
         assert run.evaluation is not None
         for which, (iou, precision) in enumerate(run.evaluation.curves.items()):
             if not precision:
                 continue
             is_empty = False
-            label = " ".join(filter(None, [run.name if len(known) > 1 else "", f"IoU {iou}"]))
-            colour = LINE_COLOURS[(number if len(known) > 1 else which) % 6]
+            label = _label(run.name if len(evaluated) > 1 else "", f"IoU {iou}")
+            colour = LINE_COLOURS[(number if len(evaluated) > 1 else which) % 6]
             recall = np.linspace(0, 1, len(precision))
             axes.plot(recall, precision, LINE_STYLES[which % 4], color=colour, label=label)
     if is_empty:
@@ -84,18 +108,19 @@ def precision_recall(runs: Sequence[RunData]) -> str | None:
     return _svg(figure)
 
 
+@_style()
 def calibration(evaluation: Evaluation) -> str | None:
-    """How often detections are right over the score that they have; None without detections."""
+    """Plot a reliability diagram: precision over score; None without detections."""
     bins = [b for b in evaluation.calibration if b.count]
     if not bins:
         return None
-    figure, axes = _chart("share of detections that are right", "score")
+    figure, axes = _chart("precision", "score")
     axes.bar(
         [(b.low + b.high) / 2 for b in bins],
         [b.fraction_right for b in bins],
         width=0.09,
         color=LINE_COLOURS[1],
-        label="found",
+        label="detections",
     )
     axes.plot([0, 1], [0, 1], "--", color="#57606a", linewidth=1, label="calibrated")
     axes.set_xlim(0, 1)
@@ -105,8 +130,8 @@ def calibration(evaluation: Evaluation) -> str | None:
 
 
 def sparkline(precision: Sequence[float]) -> str:
-    """A class's precision over recall as a tiny SVG, both axes from 0 to 1."""
-    if not precision:
+    """Return a class's precision over recall as a small SVG, both axes from 0 to 1."""
+    if len(precision) < 2:
         return ""
     steps = range(0, len(precision), 4)
     points = " ".join(f"{100 * i / (len(precision) - 1):.0f},{30 - 28 * precision[i]:.1f}"
@@ -134,12 +159,14 @@ def _chart(title: str, x: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure) -> str:
-    import matplotlib as mpl
+def _label(run: str, text: str) -> str:
+    """Return a legend entry. matplotlib leaves out those that begin with an underscore."""
+    return f"{one_line(run).lstrip('_') or 'run'} {text}" if run else text
 
+
+def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "ssdctl"}):  # the same page from the same run
-        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     svg = buffer.getvalue()
     return svg[svg.index("<svg") :]
 
@@ -147,7 +174,7 @@ def _svg(figure: Figure) -> str:
 def _points(
     pairs: Sequence[tuple[float, float]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """x and y, averaged where they are many; a figure that does not exist (-1) is left out."""
+    """Return x and y, averaged if they are many, without figures that do not exist (-1)."""
     points = np.array([p for p in pairs if p[1] >= 0]).reshape(-1, 2)
     if len(points) > MOST_POINTS:
         points = np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])

@@ -1,9 +1,9 @@
-"""A picture of what training will see: some images with their boxes, whole and augmented.
+"""Draw what training will see: some images with their boxes, original and augmented.
 
     preview(split, config, Path("preview.png"))
 
-Each row is an image of the run's first batch: as it is annotated, then as the network gets it in
-the first epochs, with crops, flips and colours of the run's own random numbers.
+Each row is an image of the run's first batch: as annotated, then as the network gets it in the
+first epochs, with the crops, flips and colours of the run's own random numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
-from ssdctl.inference.drawing import PALETTE, letters
+from ssdctl.inference.drawing import PALETTE, label_font, one_line
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
@@ -39,17 +39,17 @@ Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
 
 
 def check_target(path: Path) -> None:
-    """Refuse a name that is no picture's, before anything else is done.
+    """Check that the file name is that of a picture.
 
     Raises:
-        UsageError: It ends otherwise.
+        UsageError: It has another suffix.
     """
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"--preview {path}: give a name that ends in {', '.join(FORMATS)}")
 
 
 def preview(split: Split, config: Config, path: Path) -> int:
-    """Draw the picture; return how many images it shows.
+    """Draw the picture; return the number of images in it.
 
     Raises:
         DataError: There is no image to train on, or one cannot be decoded.
@@ -60,7 +60,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
     seed = config.train.seed
     count = min(ROWS, len(split.trainable))
     rows = SampleStream(split.trainable, seed).samples(0, count).row
-    tiles = {int(row): [_whole(split, int(row))] for row in rows}
+    tiles = {int(row): [_annotated(split, int(row))] for row in rows}
     for row, tile in _augmented(split, rows, config):
         tiles[row].append(tile)
 
@@ -68,7 +68,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
     size = (GAP + (1 + EPOCHS) * step, LINE + GAP + count * (step + LINE))
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
-    font = letters(14)
+    font = label_font(14)
     headings = ["as annotated", *(f"to the network, epoch {n + 1}" for n in range(EPOCHS))]
     for column, text in enumerate(headings):
         pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
@@ -85,8 +85,8 @@ def preview(split: Split, config: Config, path: Path) -> int:
     return count
 
 
-def _whole(split: Split, row: int) -> Image.Image:
-    """The image with its boxes, its longer side as long as a tile."""
+def _annotated(split: Split, row: int) -> Image.Image:
+    """Return the image with its boxes, scaled to a tile."""
     picture = Image.fromarray(split.decode(row))
     picture.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
     bounds = slice(split.starts[row], split.starts[row + 1])
@@ -97,7 +97,7 @@ def _whole(split: Split, row: int) -> Image.Image:
 def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> list[tuple[int, Image.Image]]:
-    """Each image as the network gets it, epoch after epoch."""
+    """Return each image as the network gets it, for each epoch."""
     plan = LoaderConfig(
         seed=config.train.seed,
         first_sample=0,
@@ -110,18 +110,18 @@ def _augmented(
         threads=1,
         max_boxes=split.most_boxes,
     )
-    found = []
+    tiles = []
     for batch in TrainLoader(split, SampleStream(rows, config.train.seed), plan).batches(0, EPOCHS):
         pixels = normalise(batch.images, batch.jitter).permute(0, 2, 3, 1)
         pixels = pixels * torch.tensor(STD) + torch.tensor(MEAN)
-        shown = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
+        images = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
         for place, row in enumerate(batch.rows):
-            picture = Image.fromarray(shown[place])
+            picture = Image.fromarray(images[place])
             is_real = batch.labels[place] > 0
             boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
             _draw(picture, boxes.numpy(), labels.numpy(), _names(split))
-            found.append((int(row), picture))
-    return found
+            tiles.append((int(row), picture))
+    return tiles
 
 
 def _names(split: Split) -> list[str]:
@@ -129,9 +129,9 @@ def _names(split: Split) -> list[str]:
 
 
 def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> None:
-    """Boxes with the names of their classes; a dark edge tells them from a bright picture."""
+    """Draw boxes with the names of their classes, with a dark edge for bright pictures."""
     pen = ImageDraw.Draw(picture)
-    font = letters(10)
+    font = label_font(10)
     scale = np.array([picture.width - 1, picture.height - 1] * 2)
     for box, label in zip(boxes, labels, strict=True):
         left, top, right, bottom = (float(v) for v in box * scale)
@@ -140,12 +140,12 @@ def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[
         pen.rectangle((left, top, max(right, left), max(bottom, top)), outline=colour, width=2)
     for box, label in zip(boxes, labels, strict=True):  # names on top of all boxes
         left, top = float(box[0] * scale[0]), float(box[1] * scale[1])
-        text = names[int(label) - 1]
+        text = one_line(names[int(label) - 1])
         width = pen.textlength(text, font=font) + 4
         left = max(min(left, picture.width - width), 0)
         above = top - 14 if top >= 14 else top
         colour = PALETTE[int(label) % len(PALETTE)]
         pen.rectangle((left, above, left + width, above + 14), fill=colour)
-        # Blue is the palette's one dark colour.
+        # Blue is the only dark colour of the palette.
         ink = "white" if colour == "#0072B2" else "black"
         pen.text((left + 2, above + 1), text, fill=ink, font=font)

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: on the left what is there, on the right what was found. Torch-free."""
+"""Sample pictures of an evaluation, with their ground truth and their detections. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,59 +10,70 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from ssdctl.data.dataset import find_splits
+from ssdctl.data.dataset import find_splits, require_split
 from ssdctl.data.formats import coco
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import safe_join
-from ssdctl.inference.drawing import BoxLabel, draw
+from ssdctl.inference.drawing import BoxLabel, draw, one_line
 from ssdctl.runs.evaluation import Box, Evaluation, SampleImage
 
 WIDTH = 300  # pixels of one picture, as embedded
 
 
 class SamplePicture(NamedTuple):
-    """One pair of the grid."""
+    """One sample: the picture with its ground truth, and with its detections."""
 
     image_id: int
     file_name: str
     truth_url: str
-    found_url: str
+    detections_url: str
     num_truth: int
-    num_found: int
+    num_detections: int
 
 
 def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture], str]:
-    """The pairs of an evaluation, or why there are none."""
+    """Return the samples of an evaluation, or the reason why there are none."""
     if evaluation is None:
         return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report RUN does it"
     try:
         read = _reader(evaluation)
-    except (SsdctlError, OSError, KeyError) as error:
+    except (SsdctlError, OSError) as error:
         return [], str(error)
     pictures, problem = [], "no image was scored"
     for sample in evaluation.samples:
         try:
             pictures.append(_pair(evaluation, sample, read(sample)))
         except (SsdctlError, OSError, SyntaxError, ValueError) as error:
-            problem = f"image {sample.image_id} does not open: {error}"
+            problem = f"image {sample.image_id} cannot be shown: {error}"
     return pictures, problem
 
 
 def _reader(evaluation: Evaluation) -> Callable[[SampleImage], Pixels]:
     """Return a function that decodes an image: from the store if there is one, else its file."""
     about = evaluation.about
-    files = find_splits(Path(about.data))[about.split]
+    files = require_split(find_splits(Path(about.data)), about.split, Path(about.data))
     try:
         split = open_split(Path(about.store), about.split, files)
     except DataError:
         sizes = {i.id: (i.width or 0, i.height or 0) for i in coco.read(files.annotations).images}
-        return lambda sample: decode(
-            safe_join(files.images, sample.file_name).read_bytes(), sizes[sample.image_id]
-        )
+
+        def read_file(sample: SampleImage) -> Pixels:
+            if sample.image_id not in sizes:
+                raise DataError("it is no longer in the dataset")
+            content = safe_join(files.images, sample.file_name).read_bytes()
+            return decode(content, sizes[sample.image_id])
+
+        return read_file
     rows = {int(image_id): row for row, image_id in enumerate(split.image_ids)}
-    return lambda sample: split.decode(rows[sample.image_id])
+
+    def read(sample: SampleImage) -> Pixels:
+        if sample.image_id not in rows:
+            raise DataError("it is no longer in the dataset")
+        return split.decode(rows[sample.image_id])
+
+    return read
 
 
 def _pair(evaluation: Evaluation, sample: SampleImage, pixels: Pixels) -> SamplePicture:
@@ -73,21 +84,21 @@ def _pair(evaluation: Evaluation, sample: SampleImage, pixels: Pixels) -> Sample
     order = [c.category_id for c in evaluation.per_class]
     names = {c.category_id: c.name for c in evaluation.per_class}
 
-    def mark(category_id: int, box: Box, score: float | None = None) -> BoxLabel:
+    def box_label(category_id: int, box: Box, score: float | None = None) -> BoxLabel:
         corners = _corners(box, scale, small)
-        name = names.get(category_id, str(category_id))
+        name = one_line(names.get(category_id, str(category_id)))
         number = order.index(category_id) + 1 if category_id in order else 0
         return BoxLabel(corners, name if score is None else f"{name} {score:.2f}", number)
 
-    truth = [mark(t.category_id, t.box) for t in sample.truth]
-    found = [mark(f.category_id, f.box, f.score) for f in sample.found]
+    truth = [box_label(t.category_id, t.box) for t in sample.truth]
+    detections = [box_label(d.category_id, d.box, d.score) for d in sample.found]
     return SamplePicture(
         image_id=sample.image_id,
         file_name=sample.file_name,
         truth_url=_url(draw(small, truth)),
-        found_url=_url(draw(small, found)),
+        detections_url=_url(draw(small, detections)),
         num_truth=len(truth),
-        num_found=len(found),
+        num_detections=len(detections),
     )
 
 

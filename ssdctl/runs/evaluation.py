@@ -141,8 +141,8 @@ def read_evaluation(path: Path) -> Evaluation | None:
         return msgspec.json.decode(path.read_bytes(), type=Evaluation)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path}: no evaluation that this version reads: {error}".replace("`", ""),
-            hint="make it anew: ssdctl evaluate CKPT --report DIR",
+            f"{path}: not an evaluation that this version reads: {error}".replace("`", ""),
+            hint="write it again: ssdctl evaluate CKPT --report DIR",
         ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
 import sys
@@ -10,9 +11,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from ssdctl.errors import DataError
 from ssdctl.files import disk_errors, write_text
 
+logger = logging.getLogger(__name__)
+
 Record = dict[str, Any]
+# The numbers that records of a kind have, besides the step that all have.
+REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
+LARGEST_NUMBER = 2**63
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
 
 
@@ -29,9 +38,12 @@ class MetricsFile:
         self.last_evaluation: int | None = None  # the step of the last one that is kept
         self.past_aps: list[float] = []  # of those that are kept
         if path.exists():
-            kept = [r for r in read_metrics(path) if r.get("step", 0) <= start_step]
-            evaluations = [r for r in kept if r.get("kind") == "eval"]
-            self.last_evaluation = max((int(r["step"]) for r in evaluations), default=None)
+            records, skipped = read_metrics(path)
+            if skipped:
+                logger.warning("%s: dropped %d lines that are not records", path, skipped)
+            kept = [r for r in records if r["step"] <= start_step]
+            evaluations = [r for r in kept if r["kind"] == "eval"]
+            self.last_evaluation = max((r["step"] for r in evaluations), default=None)
             self.past_aps = [float(r["AP"]) for r in evaluations]
             write_text(path, "".join(_line(r) for r in kept))
 
@@ -41,15 +53,45 @@ class MetricsFile:
             file.write(_line(record))
 
 
-def read_metrics(path: Path) -> list[Record]:
-    """The records of a metrics file; a last line cut short by a kill is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return records
+def read_metrics(path: Path) -> tuple[list[Record], int]:
+    """Read the records of a metrics file, which may have been cut short or edited.
+
+    Returns:
+        The records, and how many lines were skipped because they are not records: broken JSON or
+        text, no `kind`, or without the numbers that every record of their kind has.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    try:
+        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return records, len(lines) - len(records)
+
+
+def _record(line: bytes) -> Record | None:
+    try:
+        value = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
+        return None
+    if not isinstance(value.get("step"), int):
+        return None
+    if not all(is_number(value.get(key)) for key in ("step", *REQUIRED.get(value["kind"], ()))):
+        return None
+    if value["kind"] == "event" and not isinstance(value.get("event"), str):
+        return None
+    return value
+
+
+def is_number(value: object) -> bool:
+    """Return whether a JSON value is a number that fits 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < LARGEST_NUMBER
 
 
 def _line(record: Record) -> str:

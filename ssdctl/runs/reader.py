@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from ssdctl.config.resolve import read_toml
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.layout import RunDir, find_runs
-from ssdctl.runs.metrics import Record, read_metrics
+from ssdctl.runs.metrics import Record, is_number, read_metrics
 
 EVENT_KEYS = ("kind", "step", "epoch", "event")
 
@@ -28,16 +30,18 @@ class RunData(NamedTuple):
     train: list[Record]
     evals: list[Record]
     events: list[Record]
-    config: str  # config.toml as it lies there, sources in its comments; empty without training
+    config: str  # config.toml with its comments; empty without training
     settings: dict[str, Any]  # the values in it
     environment: dict[str, Any]
     evaluation: Evaluation | None
+    problems: Sequence[str] = ()  # parts of the folder that were skipped, and why
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The figures of the best evaluation: of training, else the one that lies in the folder."""
+        """The figures of the best evaluation: of training, else the one in the folder."""
         if self.evals:
-            return max(self.evals, key=lambda r: float(r["AP"]))
+            record = max(self.evals, key=lambda r: float(r["AP"]))
+            return {k: v for k, v in record.items() if is_number(v)}
         return self.evaluation.figures if self.evaluation else None
 
     @property
@@ -49,8 +53,9 @@ class RunData(NamedTuple):
                 event.get("event") == "class_ap"
                 and best is not None
                 and event["step"] == best.get("step")
+                and isinstance(event.get("AP"), dict)
             ):
-                return dict(event["AP"])
+                return {k: float(v) for k, v in event["AP"].items() if is_number(v)}
         return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
 
     @property
@@ -58,8 +63,8 @@ class RunData(NamedTuple):
         """Step, name and facts of what happened, for people."""
         return [
             (
-                int(e.get("step", 0)),
-                str(e["event"]),
+                e["step"],
+                e["event"],
                 ", ".join(f"{k} {_shown(v)}" for k, v in e.items() if k not in EVENT_KEYS),
             )
             for e in self.events
@@ -89,17 +94,23 @@ def read_run(path: Path) -> RunData:
             )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
-        environment = json.loads(run.environment.read_text(encoding="utf-8"))
         config = run.config.read_text(encoding="utf-8")
         settings = {key: value for key, value, _ in read_toml(run.config)}
     except (OSError, ValueError, UsageError) as error:
         raise DataError(
             f"{path}: a run folder with a broken file: {error}",
-            hint="the next start of its training writes config.toml and environment.json anew",
+            hint=f"the next start of its training writes {run.config.name} again",
         ) from None
+    problems = []
+    environment = _environment(run.environment)
+    if environment is None:
+        problems.append(f"{run.environment.name} is not a JSON object and was skipped")
+    records, skipped = read_metrics(run.metrics)
+    if skipped:
+        problems.append(f"{run.metrics.name}: {skipped} lines are not records and were skipped")
     kinds: dict[str, list[Record]] = {"train": [], "eval": [], "event": []}
-    for record in read_metrics(run.metrics):
-        kinds.setdefault(str(record.get("kind")), []).append(record)
+    for record in records:
+        kinds.setdefault(record["kind"], []).append(record)
     return RunData(
         name=name,
         path=path,
@@ -108,9 +119,23 @@ def read_run(path: Path) -> RunData:
         events=kinds["event"],
         config=config,
         settings=settings,
-        environment=environment,
+        environment=environment or {},
         evaluation=evaluation,
+        problems=problems,
     )
+
+
+def _environment(path: Path) -> dict[str, Any] | None:
+    """Read environment.json; None if it is absent or anything but an object."""
+    try:
+        value = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if not isinstance(value.get("packages", {}), dict):
+        del value["packages"]
+    return value
 
 
 def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
@@ -130,7 +155,7 @@ def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
             for split in report["splits"]
             for kind, count in Counter(f["kind"] for f in split["findings"]).most_common()
         ]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings
+from ssdctl.data.class_match import class_differences
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -95,13 +97,27 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             )
         log.warning("changed since %s: %s", checkpoint.path, changes)
     _warn_of_other_data(setup, checkpoint)
-    if not same_classes(checkpoint, setup.train.classes):
-        raise IntegrityError(
-            f"{checkpoint.path} has {checkpoint.architecture.num_classes - 1} classes, "
-            f"the dataset has {len(setup.train.classes)}, or their names differ",
-            hint="--init takes its weights into a new run",
-        )
+    _check_classes(checkpoint, setup.train.classes)
     return checkpoint
+
+
+def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
+    """Compare the classes by name; warn if only the category ids differ.
+
+    Raises:
+        IntegrityError: The names differ, or come in another order.
+    """
+    if not same_classes(checkpoint, classes):
+        difference = class_differences(checkpoint.classes, classes)
+        raise IntegrityError(
+            f"{checkpoint.path} was trained on other classes than the dataset has: "
+            f"{difference or 'the same ones come in another order'}",
+            hint="--init takes its weights into a new run, those of the classes by name",
+        )
+    if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
+        log.warning(
+            "the category ids differ from those of %s: classes matched by name", checkpoint.path
+        )
 
 
 def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:

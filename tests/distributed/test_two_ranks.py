@@ -1,4 +1,4 @@
-"""What ranks do alike though only one of them has a reason to."""
+"""Ranks act alike if only one of them has a reason to."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
-import torchvision
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
+from narrow_network.narrow_ssd300 import narrow_backbone
 from processes import wait_for
 
 from ssdctl.launch.run import free_port
 
-SCRIPT = """
-import json, sys
+# Both scenarios run in one pair of processes: starting a pair costs more than what they test.
+SCENARIOS = """
+import json, os, sys
 import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import any_rank
@@ -33,42 +35,53 @@ from ssdctl.distributed.ranks import find_ranks
 from ssdctl.train.step import TrainStep
 
 ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
-told = []
+steps = []
 with process_group(ranks, device, 60):
     torch.manual_seed(0)
     model = device.place(tiny_network.Tiny()).train()
     optimizer = build_optimizer(model, settings, device)
     step = TrainStep(model, optimizer, device, settings, "fp32", ranks)
     for number in range(4):
-        is_spoiled = number == 2 and ranks.rank == 1
-        batch = tiny_network.batch(seed=10 * number + ranks.rank, jitter=float("inf") if is_spoiled else 1.0)
+        is_bad = number == 2 and ranks.rank == 1
+        jitter = float("inf") if is_bad else 1.0
+        batch = tiny_network.batch(seed=10 * number + ranks.rank, jitter=jitter)
         result = step([batch], 1e-3)
         weights = [p.detach().double().sum().item() for p in model.parameters()]
-        told.append([bool(result.is_bad), weights])
+        steps.append([bool(result.is_bad), weights])
     flags = any_rank([ranks.rank == 1, False], ranks)
-print(json.dumps({"steps": told, "agreed": flags}))
-"""
+print(json.dumps({"steps": steps, "agreed": flags}), flush=True)
 
-
-WITH_WEIGHTS = """
-import sys
 from ssdctl.download import sources
 from ssdctl.download.sources import PinnedFile, Weights
 
-name, url, digest = sys.argv[1:4]
+os.environ["MASTER_PORT"], name, url, digest = sys.argv[1:5]
 sources.WEIGHTS = (Weights(PinnedFile(name, url, digest), "tiny-v1", "for tests"),)
 from ssdctl.cli.main import main
 
-main(sys.argv[4:])
+main(sys.argv[5:])
 """
 
 
-def two_ranks(script: str, *arguments: object, **variables: str) -> list[tuple[int, str, str]]:
-    """(exit code, stdout, stderr) of two processes that know each other."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    paths = os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+class Ended(NamedTuple):
+    """Exit code, output and error text of a process."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Pair(NamedTuple):
+    """Both ranks at their end, and the traffic of the weights."""
+
+    ranks: list[Ended]
+    weights_bytes: int
+    sent_bytes: int
+
+
+def run_two_ranks(script: str, *arguments: object, **variables: str) -> list[Ended]:
+    """Run a script in two processes that form a group."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    port = str(free_port())
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
     processes = [
         subprocess.Popen(
@@ -80,25 +93,47 @@ def two_ranks(script: str, *arguments: object, **variables: str) -> list[tuple[i
         )
         for r in ("0", "1")
     ]
-    words = [process.communicate(timeout=120) for process in processes]
-    return [(p.returncode, *w) for p, w in zip(processes, words, strict=True)]
+    outputs = [process.communicate(timeout=120) for process in processes]
+    return [Ended(p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
 
 
-def test_a_step_that_is_bad_on_one_rank_is_left_out_on_all() -> None:
-    ended = two_ranks(SCRIPT)
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    first, second = (json.loads(out) for _, out, _ in ended)
+@pytest.fixture(scope="module")
+def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Take four steps, one of them bad on rank 1; then train with backbone weights to download."""
+    folder = tmp_path_factory.mktemp("pair")
+    content = io.BytesIO()
+    torch.save(narrow_backbone("resnet18").state_dict(), content)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    name = f"tiny-{digest[:8]}.pth"
+    options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
+    with Server() as server:
+        url = server.route(f"/{name}", file(content.getvalue()))
+        command = ["train", "--data", shapes, "--out", folder / "run", *options]
+        ranks = run_two_ranks(
+            SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=str(folder / "torch")
+        )
+    return Pair(ranks, len(content.getvalue()), server.body_bytes)
+
+
+def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(pair: Pair) -> None:
+    first, second = (json.loads(rank.out.splitlines()[0]) for rank in pair.ranks)
     assert first == second
     assert first["agreed"] == [True, False]
     flags = [is_bad for is_bad, _ in first["steps"]]
     weights = [values for _, values in first["steps"]]
     assert flags == [False, False, True, False]
     assert weights[2] == weights[1]  # nothing moved
-    assert weights[3] != weights[2]  # and training goes on
+    assert weights[3] != weights[2]  # and training continues
 
 
-def test_a_signal_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> None:
-    """The other one may have been ended by the same signal before it had begun."""
+def test_one_rank_downloads_the_weights_for_all(pair: Pair) -> None:
+    assert [rank.code for rank in pair.ranks] == [0, 0], pair.ranks
+    assert pair.sent_bytes < 1.05 * pair.weights_bytes
+    assert sum(rank.err.count("backbone weights") for rank in pair.ranks) == 1
+
+
+def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
+    """The same signal may have stopped the other one before it started."""
     rank = "1"
     script = (
         "import sys\n"
@@ -128,37 +163,22 @@ def test_a_signal_ends_the_wait_for_a_rank_that_never_comes(tmp_path: Path) -> N
         process.communicate()
 
 
-def test_one_rank_fetches_the_weights_for_all(shapes: Path, tmp_path: Path) -> None:
-    content = io.BytesIO()
-    torch.save(torchvision.models.resnet18().state_dict(), content)
-    digest = hashlib.sha256(content.getvalue()).hexdigest()
-    name = f"tiny-{digest[:8]}.pth"
-    options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]
-    with Server() as server:
-        url = server.route(f"/{name}", file(content.getvalue()))
-        given = [name, url, digest, "train", "--data", shapes, "--out", tmp_path / "run", *options]
-        ended = two_ranks(WITH_WEIGHTS, *given, TORCH_HOME=str(tmp_path / "torch"))
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert server.body_bytes < 1.05 * len(content.getvalue())
-    assert sum(err.count("backbone weights") for _, _, err in ended) == 1  # one voice
-
-
 def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     cli: Callable[..., Result], shapes: Path, tmp_path: Path
 ) -> None:
-    """Of nine validation images the second is rank 1's."""
+    """Rank 1 has the second of nine validation images."""
     data = tmp_path / "shapes"
     shutil.copytree(shapes, data)
     assert cli("prepare", "--data", data, "--no-pack").code == 0
     image = sorted((data / "val2017").iterdir())[1]
     kept = image.stat()
     image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
-    os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # training takes it for unchanged
+    os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(data)]
     options = ["--out", str(tmp_path / "run"), "--steps", "2", *TINY_RUN.split()]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
     assert done.returncode == 3, done.stderr
     assert image.name in done.stderr
     assert "lost rank" not in done.stderr
-    assert "Traceback" not in done.stderr  # torchrun's own
+    assert "Traceback" not in done.stderr  # of torchrun
     assert done.stderr.index("image") < done.stderr.index("failed first, with exit code 3")

@@ -4,7 +4,6 @@ answer of torch's probe where torch itself is not the point."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ class Machine:
         monkeypatch.setenv("PATH", str(self.bin))
         monkeypatch.setenv("PYTHONPATH", str(self.modules))
         monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
+        self.probes: dict[str, str] = {}
         self.torch_says(**RECORDED)
 
     def put(self, path: Path, text: str) -> None:
@@ -55,13 +55,15 @@ class Machine:
 
     def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
         """Have torch's probe answer with these facts, at once, and end so."""
-        code = f"""
-            import os, sys
-            if 'ssdctl.doctor.torch_probe' in sys.orig_argv:
-                print({json.dumps(facts)!r}, flush=True)
-                {end}
-        """
-        self.put(self.modules / "sitecustomize.py", re.sub("^ {12}", "", code, flags=re.M))
+        self.probe_prints("torch", json.dumps(facts), end)
+
+    def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:
+        """Replace a probe: it prints the text and runs the code `end`."""
+        self.probes[f"ssdctl.doctor.{name}_probe"] = f"print({text!r}, flush=True)\n    {end}\n"
+        code = "import os, sys\n"
+        for module, answer in self.probes.items():
+            code += f"if {module!r} in sys.orig_argv:\n    {answer}"
+        self.put(self.modules / "sitecustomize.py", code)
 
     def torch_is(self, code: str) -> None:
         """Put another torch before the real one."""

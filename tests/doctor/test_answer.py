@@ -17,6 +17,7 @@ from ssdctl.cli.main import main
 from ssdctl.doctor import network
 
 
+@pytest.mark.slow
 def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     before = sorted(shapes.rglob("*"))
     code = (
@@ -42,6 +43,42 @@ def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     assert ("bf16 native" in found["cpu"]["detail"]) == is_native
     assert "self-test: two ranks" in done.stderr
     assert sorted(shapes.rglob("*")) == before
+
+
+DISK = '{"write": 4e8}\n{"read": 8e8}'
+RANKS = '{"all_reduce_s": 0.002, "bytes": 4194304}'
+STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution": "eager"}
+{"loss": 9.5, "first_s": 3.0, "step_s": 0.25}"""
+EXIT_1 = "sys.stderr.write('no luck'); sys.stderr.flush(); os._exit(1)"
+
+
+def test_verdicts_of_the_self_test(ask: Ask, machine: Machine, tmp_path: Path) -> None:
+    """Each probe prints what it prints on a good machine, then what it prints on a bad one."""
+    arguments = ("--self-test", "--data", tmp_path, "--set", "train.device=cpu")
+    for name, text in (("disk", DISK), ("ranks", RANKS), ("step", STEP)):
+        machine.probe_prints(name, text)
+    _, checks = ask(*arguments)
+    assert state(checks["disk rate"])[0] == "ok"
+    assert re.search(r"write 400 MB/s, read 800 MB/s", checks["disk rate"]["detail"])
+    assert state(checks["all-reduce"])[0] == "ok"
+    assert re.search(r"4 MB in 2\.0 ms", checks["all-reduce"]["detail"])
+    assert state(checks["train step"])[0] == "ok"
+    assert re.search(
+        r"Test CPU, fp32, eager.*first 3\.0 s.*0\.25 s", checks["train step"]["detail"]
+    )
+
+    machine.probe_prints("disk", '{"write": 4e8}\n{"read": 4e7}')
+    machine.probe_prints("ranks", "{}", EXIT_1)
+    machine.probe_prints("step", STEP.splitlines()[0], EXIT_1)
+    code, checks = ask(*arguments)
+    assert code == 2
+    assert state(checks["disk rate"])[0] == "warn"
+    assert "local disk" in checks["disk rate"]["remedy"]
+    assert state(checks["all-reduce"])[0] == "fail"
+    assert "rank 1" in checks["all-reduce"]["detail"]
+    assert "no luck" in checks["all-reduce"]["detail"]
+    assert state(checks["train step"])[0] == "fail"
+    assert "no luck" in checks["train step"]["detail"]
 
 
 def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 from ssdctl.errors import DataError
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
+from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
 
 BOX = [20.0, 20.0, 100.0, 100.0]
@@ -40,7 +41,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     about = EvaluationInfo(
         source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
     )
-    return analyse(run_scoring(path, found), found, about)
+    return analyse(run_scoring(read_ground_truth(path), found), found, about)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +103,5 @@ def test_round_trip(tmp_path: Path, rows: list[Row]) -> None:
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text('{"about": 3}')
-    with pytest.raises(DataError, match="no evaluation that this version reads"):
+    with pytest.raises(DataError, match=r"evaluation\.json"):
         read_evaluation(tmp_path / "evaluation.json")

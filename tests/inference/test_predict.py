@@ -17,7 +17,7 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
-from ssdctl.inference.drawing import letters
+from ssdctl.inference.drawing import label_font
 from ssdctl.inference.predict import Predictor
 
 Cli = Callable[..., Result]
@@ -117,9 +117,9 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
 
-def test_letters_of_other_languages_are_drawn() -> None:
+def test_label_font_of_other_languages_are_drawn() -> None:
     """Not the empty box that stands for a letter which the font lacks."""
-    font = letters(16)
+    font = label_font(16)
     missing = bytes(font.getmask("\U0010ffff"))
     for letter in "aäßñøřżжщλ":
         assert bytes(font.getmask(letter)) != missing, letter

@@ -54,12 +54,12 @@ def test_page_needs_nothing_else(page: str) -> None:
 def test_page_tells_the_run(page: str, tiny_run: Path) -> None:
     for words in (
         "best AP", "<td>ring</td>", "loss_class", "resnet18", "finished", "preset stable-r34",
-        "not found at all", "What to mend next", "Expected calibration error",
+        "Missed", "Errors by type (TIDE)", "Expected calibration error",
     ):  # fmt: skip
         assert words in page, words
     assert page.count("<figure>") == 9  # the validation pictures
-    assert len(re.findall(r"<figcaption>0+\d\.jpg: \d+ there, \d+ found<", page)) == 9
-    assert page.count("<img") == 18  # what is there beside what was found
+    assert len(re.findall(r"<figcaption>0+\d\.jpg: \d+ ground truth, \d+ detections<", page)) == 9
+    assert page.count("<img") == 18  # ground truth and detections
     assert page.count('<svg class="spark"') == 5  # a curve for each class
     assert page.count("<svg") - 5 >= 5
 

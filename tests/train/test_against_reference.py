@@ -141,11 +141,12 @@ def our_losses(
 
 # ResNet-50 at its recipe's own rate. At 2e-2 its loss rises from 56 to 137, and a change of 1e-15 in
 # the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
+REAL_SIZE = (pytest.mark.slow, pytest.mark.full_network)
 CASES = [
     pytest.param("mlperf", "resnet18", 2e-2),
     pytest.param("nvidia", "resnet18", 2e-2),
-    pytest.param("mlperf", "resnet34", 2e-2, marks=pytest.mark.slow),
-    pytest.param("nvidia", "resnet50", 2.6e-3, marks=pytest.mark.slow),
+    pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
+    pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]
 
 
@@ -266,8 +267,7 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
 
     refused = cli("evaluate", path, "--data", shapes, "--device", "cpu")
     assert refused.code == 5
-    assert "80 classes" in refused.err
-    assert "5" in refused.err
+    assert "not in the checkpoint: brick, star, ring" in " ".join(refused.err.split())
     other = options.replace("resnet18", "resnet34").split()
     refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
     assert refused.code == 5

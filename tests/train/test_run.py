@@ -76,7 +76,7 @@ def test_going_on_with_another_folder_is_told(
     moved.symlink_to(shapes)
     result = cli("train", "--data", moved, "--out", run, "--steps", 3, *OPTIONS)
     assert result.code == 0, result.err
-    assert f"was trained on {shapes}, now on {moved}" in result.err
+    assert f"was trained on {shapes}, this run continues with {moved}" in result.err
     assert " 0.0 img/s" not in result.out
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import TINY_RUN, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,10 +121,14 @@ def due(text: str, plan: TrainSchedule, last: int) -> list[int]:
     return [step for step in range(1, last + 1) if every(text, plan).is_due(step)]
 
 
-def test_size_of_a_checkpoint(checkpoint: Path) -> None:
+@pytest.mark.full_network
+def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
+    command = ["train", "--data", shapes, "--out", tmp_path / "run", *TINY_RUN.split()]
+    assert cli(*command, "--steps", 1, "--eval-every", "9ep").code == 0
+    size = (tmp_path / "run/checkpoints/last.pt").stat().st_size
     config = resolve(environment={"HOME": "/"}).config.train
     guess = checkpoint_bytes("resnet18", 6, config)
-    assert 0.99 * guess < checkpoint.stat().st_size < 1.05 * guess
+    assert 0.99 * guess < size < 1.05 * guess
     for backbone, (shared, per_class) in PARAMETERS.items():
         for num_classes in (2, 81):
             with torch.device("meta"):

@@ -307,15 +307,6 @@ def crowd_flags(entries: Sequence[Annotation]) -> NDArray[np.bool_]:
     return np.fromiter((bool(entry.iscrowd) for entry in entries), np.bool_, len(entries))
 
 
-def check_ids(path: Path) -> None:
-    """Refuse annotations that nothing can be scored against: reads only their ids.
-
-    Raises:
-        DataError: Duplicate ids, ids that refer to nothing.
-    """
-    link(read(path), path)
-
-
 def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the row of each annotation's image, and its label.
 

@@ -1,0 +1,134 @@
+"""The annotations that detections are scored against, as this package's reader parsed them.
+
+    truth = read_ground_truth(Path("instances_val2017.json"))
+
+The user's file itself never reaches a scoring engine: engines are stricter than the reader about
+fields that scoring does not use, and pycocotools mishandles an annotation id of 0. Torch-free.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco import BoxColumns, ClassName
+
+
+class GroundTruth(NamedTuple):
+    """N images, C classes and M annotated boxes of a split, in the order of the file."""
+
+    path: Path
+    image_ids: NDArray[np.int64]  # N
+    file_names: list[str]  # N
+    sizes: NDArray[np.int64]  # N x 2: width, height in pixels
+    classes: list[ClassName]  # C
+    boxes: BoxColumns  # M
+
+    @property
+    def classes_by_id(self) -> list[ClassName]:
+        """The classes by ascending category id, as the figures of scoring are ordered."""
+        return sorted(self.classes, key=lambda c: c.id or 0)
+
+    @property
+    def annotated_image_ids(self) -> NDArray[np.int64]:
+        """The ids of the images that have annotations, in the order of the file."""
+        return self.image_ids[np.isin(self.image_ids, self.boxes.image_ids)]
+
+
+def read_ground_truth(path: Path) -> GroundTruth:
+    """Read the annotations of a split.
+
+    Raises:
+        DataError: The file cannot be read, is not in COCO's format, or its ids are not unique or
+            refer to entries that it does not list.
+    """
+    parsed = coco.read(path)
+    coco.link(parsed, path)
+    return GroundTruth(
+        path=path,
+        image_ids=coco.column(parsed.images, "id"),
+        file_names=[image.file_name for image in parsed.images],
+        sizes=np.array([(i.width or 0, i.height or 0) for i in parsed.images], np.int64),
+        classes=coco.class_names(parsed),
+        boxes=coco.box_columns(parsed),
+    )
+
+
+class DenseIds(NamedTuple):
+    """Images numbered from 0 and classes from 1, both by ascending id.
+
+    Scoring breaks ties by the order of the ids, so the numbering keeps it. Any 64-bit id, negative
+    ones too, becomes one that every engine stores exactly.
+    """
+
+    image_ids: NDArray[np.int64]  # N, ascending: the id of image i
+    category_ids: NDArray[np.int64]  # C, ascending: the id of class c + 1
+
+    def images(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of image ids, which all have to be listed."""
+        return np.searchsorted(self.image_ids, ids)
+
+    def classes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers of category ids; 0 for an id that is not listed."""
+        if not len(self.category_ids):
+            return np.zeros(len(ids), np.int64)
+        place = np.searchsorted(self.category_ids, ids).clip(max=len(self.category_ids) - 1)
+        return np.where(self.category_ids[place] == ids, place + 1, 0)
+
+
+def dense_ids(truth: GroundTruth) -> DenseIds:
+    """Number the images and classes of a split."""
+    category_ids = np.array([c.id for c in truth.classes], np.int64)
+    return DenseIds(np.sort(truth.image_ids), np.sort(category_ids))
+
+
+def engine_columns(truth: GroundTruth, ids: DenseIds) -> dict[str, Any]:
+    """The arguments of `hotcoco.COCO.from_arrays`, with dense ids."""
+    order = np.argsort(truth.image_ids)
+    return {
+        "images": [
+            {
+                "id": number,
+                "file_name": truth.file_names[row],
+                "width": int(truth.sizes[row, 0]),
+                "height": int(truth.sizes[row, 1]),
+            }
+            for number, row in enumerate(order)
+        ],
+        "categories": [
+            {"id": n, "name": c.name} for n, c in enumerate(truth.classes_by_id, start=1)
+        ],
+        "image_ids": ids.images(truth.boxes.image_ids),
+        "category_ids": ids.classes(truth.boxes.category_ids),
+        "boxes": truth.boxes.bbox,
+        "area": truth.boxes.area,
+        "iscrowd": truth.boxes.is_crowd,
+    }
+
+
+def coco_document(columns: dict[str, Any]) -> dict[str, Any]:
+    """The same columns as a COCO document, as pycocotools takes it; annotation ids from 1."""
+    rows = zip(
+        *(columns[k].tolist() for k in ("image_ids", "category_ids", "boxes", "area", "iscrowd")),
+        strict=True,
+    )
+    annotations = [
+        {
+            "id": number,
+            "image_id": image,
+            "category_id": category,
+            "bbox": box,
+            "area": area,
+            "iscrowd": int(crowd),
+        }
+        for number, (image, category, box, area, crowd) in enumerate(rows, start=1)
+    ]
+    return {
+        "images": columns["images"],
+        "categories": columns["categories"],
+        "annotations": annotations,
+    }
