@@ -136,7 +136,7 @@ def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
 
 def test_guard_stops_at_the_first_where_told() -> None:
     with pytest.raises(NonFiniteError, match="step 4"):
-        NonFiniteGuard("stop").judge([BadStep(4, [1])], "folder")
+        NonFiniteGuard("stop").should_roll_back([BadStep(4, [1])], "folder")
 
 
 def test_guard_bounds_rollbacks() -> None:
