@@ -10,13 +10,15 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.runtime.redact import redact_url
 
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
@@ -52,6 +54,21 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
             hint = None if error.errno == errno.EIO else "choose another name or folder"
             raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
         raise
+
+
+def refuse_url(path: str | Path, option: str) -> None:
+    """Refuse a URL where a local folder is expected.
+
+    Raises:
+        UsageError: It is a URL, as `s3://bucket/data`, which a `Path` holds as `s3:/bucket/data`.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
+        url = redact_url(re.sub(r":/+", "://", str(path), count=1))
+        raise UsageError(
+            f"{option} {url}: is a URL, not a local folder",
+            hint="mount it (mount-s3, rclone mount) or copy it (aws s3 sync, rclone copy), "
+            "and give that folder",
+        )
 
 
 def make_dir(path: Path) -> Path:

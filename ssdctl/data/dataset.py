@@ -18,7 +18,7 @@ from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.files import safe_join
+from ssdctl.files import refuse_url, safe_join
 
 SPLITS = ("train", "val")
 MADE = "made"
@@ -26,6 +26,9 @@ TOML = "dataset.toml"
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 WHAT_IS_DROPPED = "`ssdctl prepare` says what was dropped, and why, in the store's report.json"
 S = TypeVar("S")
+
+COCO_IMAGES = 117_266  # training images of COCO 2017 with boxes
+COCO_CLASSES = 80
 
 
 class SplitFiles(NamedTuple):
@@ -43,6 +46,9 @@ def default_root() -> Path:
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     """The dataset folder and the folder of its store, by the config."""
+    for value, option in ((config.root, "--data"), (config.store, "--store")):
+        if value:
+            refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
     return root, Path(config.store) if config.store else default_store(root)
 

@@ -31,6 +31,7 @@ class Normalise(nn.Module):
 
     mean: Tensor
     std: Tensor
+    inverse_std: Tensor  # on the diagonal of a matrix
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
@@ -38,6 +39,7 @@ class Normalise(nn.Module):
         super().__init__()
         for name, values in (("mean", conventions.mean), ("std", conventions.std)):
             self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
+        self.register_buffer("inverse_std", torch.diag(1 / self.std), persistent=False)
         self.colour_map = ColourMap(dtype)
 
     def forward(self, images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
@@ -81,11 +83,14 @@ class Normalise(nn.Module):
         dtype = self.mean.dtype
         num_values = 255 * images_BHW3.shape[1] * images_BHW3.shape[2]
         mean_rgb_B3 = images_BHW3.to(dtype).sum(dim=1).sum(dim=1) / num_values
-        matrix_B33, offset_B3 = self._map(jitter_B4, mean_rgb_B3)
-        weights_B33 = matrix_B33 / 255
         red, green, blue = (plane.to(dtype) for plane in images_BHW3.unbind(dim=3))  # B x H x W
         if channels_last:
             # One expression over (B, H, W, 3): a concatenation would be written to memory in fp32.
+            # Products with a matrix are stored, so that the expression has few inputs: a compiler
+            # splits one with many.
+            matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+            weights_B33 = torch.matmul(self.inverse_std, matrix_B33) / 255
+            offset_B3 = torch.matmul(offset_B3 - self.mean, self.inverse_std)
             red_w, green_w, blue_w = weights_B33[:, None, None].unbind(dim=-1)  # B x 1 x 1 x 3
             pixels_BHW3 = (
                 red[..., None] * red_w
@@ -94,7 +99,8 @@ class Normalise(nn.Module):
                 + offset_B3[:, None, None]
             )
             return pixels_BHW3.permute(0, 3, 1, 2)
-        weights_B3311 = weights_B33[..., None, None]
+        matrix_B33, offset_B3 = self._map(jitter_B4, mean_rgb_B3)
+        weights_B3311 = (matrix_B33 / 255)[..., None, None]
         planes = [
             weights_B3311[:, c, 0] * red
             + weights_B3311[:, c, 1] * green

@@ -91,7 +91,7 @@ def test_a_spoiled_store_is_refused_and_made_anew(dataset: Path, tmp_path: Path)
     (other,) = store.glob("images-val-*")
     whole = shard.read_bytes()
     for content, words in (
-        (whole[: len(whole) // 2], "no readable part of a store"),
+        (whole[: len(whole) // 2], "not a readable part of a store"),
         (other.read_bytes(), "9 rows, not 24"),
     ):
         shard.write_bytes(content)

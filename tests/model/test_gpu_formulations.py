@@ -14,7 +14,7 @@ from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou, pairwise_iou_tran
 from ssdctl.model import target
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.resnet import StemConv, relu_by_comparison
+from ssdctl.model.resnet import StemConv
 from ssdctl.model.ssd300 import ALIGNMENT, SSD300, joined_heads
 
 
@@ -77,18 +77,6 @@ def test_the_stem_with_a_fourth_plane_equals_the_stem() -> None:
     torch.testing.assert_close(stem.with_fourth_plane(images), stem(images), rtol=0, atol=1e-13)
     stem.with_fourth_plane(images).sum().backward()
     assert stem.weight.grad.shape == stem.weight.shape
-
-
-def test_relu_by_comparison_equals_relu() -> None:
-    values = torch.tensor([-1.5, -0.0, 0.0, 1e-38, 2.0, torch.inf, -torch.inf, torch.nan])
-    results = []
-    for function in (relu_by_comparison, torch.relu):
-        leaf = values.clone().requires_grad_()
-        output = function(leaf)
-        output.backward(torch.full_like(values, 3.0))
-        results.append((output.detach(), leaf.grad))
-    for value, other in zip(*results, strict=True):
-        assert torch.equal(value.nan_to_num(-7.0), other.nan_to_num(-7.0))
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

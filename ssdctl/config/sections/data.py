@@ -77,7 +77,7 @@ class PrepareConfig(Section, frozen=True):
     source: Annotated[
         Literal["voc", "yolo"] | None,
         setting(
-            "Convert this layout to COCO's format beside the originals, with a dataset.toml",
+            "Convert this layout to COCO's format in the same folder, with a dataset.toml",
             flag="--from",
             panel="Other people's data",
         ),
