@@ -24,12 +24,7 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
-<<<<<<< HEAD
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
-=======
-from ssdctl.distributed.ranks import Ranks, find_ranks
->>>>>>> main
 from ssdctl.input.loader import Batch
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size

@@ -80,38 +80,9 @@ def fetch(
     return target
 
 
-<<<<<<< HEAD
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
     """Hold an exclusive lock on the download of `target`, in this and other processes."""
     return lock(_lock_path(target), is_temporary=True)
-=======
-@contextlib.contextmanager
-def claim(target: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `target` for this thread and process; wait for it.
-
-    The lock file is deleted at the end. `files.lock` does not support that: a waiting process would
-    get the lock of a deleted file, while another holds that of a new one.
-    """
-    path = _lock_path(target)
-    while True:
-        with disk_errors(path, "locking"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            try:
-                current = path.stat().st_ino == os.fstat(descriptor).st_ino
-            except FileNotFoundError:
-                current = False
-            if current:
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-        finally:
-            os.close(descriptor)
->>>>>>> main
 
 
 def _lock_path(target: Path) -> Path:

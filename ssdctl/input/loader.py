@@ -166,12 +166,7 @@ def _decoded(
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1
     free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
-<<<<<<< HEAD
-    share = min(max(batch_size // threads, 1), MOST_PER_TASK)
-=======
-    pending: deque[_Pending] = deque()
     share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
->>>>>>> main
 
     def start(pool: ThreadPoolExecutor, samples: Samples) -> _Pending:
         pixels = free[0]
