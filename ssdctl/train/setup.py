@@ -173,13 +173,8 @@ def make_deterministic() -> None:
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
     """Return the splits to train and to validate on; with fake data, only their sizes."""
     root, folder = dataset_folders(config.data)
-<<<<<<< HEAD
-    if config.train.fake_data and not root.is_dir():
-        log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
-=======
     if config.train.fake_data and not root.exists():
-        say(f"fake data: {root} is not there, so as many images and classes as COCO has")
->>>>>>> main
+        log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
     if ranks.is_main:  # prepares it for the other ranks
         open_dataset(root, folder, say=log.info, progress=progress)
