@@ -8,6 +8,7 @@ for found in ssdctl.load("runs/stable-r34").predict("street.jpg"):
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from ssdctl._version import __version__
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 __all__ = ["__version__", "load"]
 

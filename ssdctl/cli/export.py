@@ -87,7 +87,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
 
     settings = call.config.evaluate
     given = call.resolved.called_for()
-    data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
+    data = dataset_folders(choose_data(checkpoint, call.config.data, given))
     comparison, pictures = export_onnx(
         checkpoint,
         out,

@@ -7,9 +7,9 @@ the network runs on the next; on few cores the thread would only compete with th
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
+from ssdctl.runtime.map_ahead import map_ahead
 
 Progress = Callable[..., Iterable[Any]]
 MAX_PENDING = 2  # outputs that wait to be decoded
@@ -114,18 +115,16 @@ def _image_detections(
             output = detector.forward(_padded(batch.images, min_batch))
             yield from _finish(detector, split, category_ids, batch.rows, output)
         return
-    pending: deque[Future[list[Detections]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            for batch in batches:
-                output = detector.forward(_padded(batch.images, min_batch))
-                pending.append(
-                    pool.submit(_finish, detector, split, category_ids, batch.rows, output)
-                )
-                if len(pending) > max_pending:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
+            outputs = ((b.rows, detector.forward(_padded(b.images, min_batch))) for b in batches)
+            finished = map_ahead(
+                pool,
+                lambda item: _finish(detector, split, category_ids, *item),
+                outputs,
+                max_pending,
+            )
+            yield from itertools.chain.from_iterable(finished)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

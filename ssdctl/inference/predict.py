@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ssdctl.inference.drawing import BoxLabel, one_line
 from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.map_ahead import map_ahead
 
 
 class Detection(NamedTuple):
@@ -179,14 +179,7 @@ def predict_files(
 def _ahead(
     pool: ThreadPoolExecutor, files: Iterable[Path], count: int
 ) -> Iterator[tuple[Path, Image.Image | DataError]]:
-    waiting: deque[tuple[Path, Future[Image.Image | DataError]]] = deque()
-    for path in files:
-        waiting.append((path, pool.submit(_open_or_error, path)))
-        if len(waiting) > count:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    for path, future in waiting:
-        yield path, future.result()
+    return map_ahead(pool, lambda path: (path, _open_or_error(path)), files, count)
 
 
 def _open_or_error(path: Path) -> Image.Image | DataError:
