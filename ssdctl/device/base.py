@@ -40,7 +40,8 @@ class Device(Protocol):
         str, ...
     ]  # what the user should know, such as why something asked for is not used
     is_host: bool  # tensors of the host are its own: nothing is copied
-    averages_in_backward: bool  # DistributedDataParallel works here
+    # Bucket size of DistributedDataParallel; None: gradients are averaged after the backward pass.
+    ddp_bucket_mb: int | None
     has_sync_bn: bool  # SyncBatchNorm works here
     supports_found_inf: bool  # its optimizers read `found_inf` on the device and stay put
     decoder: Decoder | None  # where nvidia-dali decodes; None: on the host
