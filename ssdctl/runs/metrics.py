@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import disk_errors, write_text
+from ssdctl.files import disk_errors, no_follow, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,10 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one line. It reaches the system at once; a power cut may take the last ones."""
-        with disk_errors(self.path, "writing"), self.path.open("a", encoding="utf-8") as file:
+        with (
+            disk_errors(self.path, "writing"),
+            open(self.path, "a", encoding="utf-8", opener=no_follow) as file,
+        ):
             file.write(_line(record))
 
 
