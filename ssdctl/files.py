@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.runtime.redact import redact_url
 
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
@@ -89,6 +91,21 @@ def no_follow(path: str | Path, flags: int) -> int:
 def _temporary(path: Path) -> Path:
     """Return an unpredictable name next to `path`."""
     return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
+def refuse_url(path: str | Path, option: str) -> None:
+    """Refuse a URL where a local folder is expected.
+
+    Raises:
+        UsageError: It is a URL, as `s3://bucket/data`, which a `Path` holds as `s3:/bucket/data`.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
+        url = redact_url(re.sub(r":/+", "://", str(path), count=1))
+        raise UsageError(
+            f"{option} {url}: is a URL, not a local folder",
+            hint="mount it (mount-s3, rclone mount) or copy it (aws s3 sync, rclone copy), "
+            "and give that folder",
+        )
 
 
 def make_dir(path: Path) -> Path:

@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     or reads the trained run, else `unit`. The tests of the network build all of it."""
     for item in items:
         assert isinstance(item, pytest.Function)
-        if item.path.parent.name == "model":
+        if item.path.parent.name in ("benchmark", "model"):
             item.add_marker("full_network")
         if item.get_closest_marker("process") or item.get_closest_marker("slow"):
             continue

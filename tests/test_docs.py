@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
 # Other programs' options that the pages speak of.
-FOREIGN = {"--hmp-bf16", "--batch-splits", "--accumulation"}
+FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
 
@@ -319,4 +319,6 @@ def answer_to(command: AliasCommand, flag: str, value: str) -> str:
             return "" if flag in rewritten else answer
         except UsageError as error:
             reason = str(error)
+            if "does not take a value" not in reason:
+                break
     return reason

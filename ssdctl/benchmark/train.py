@@ -18,13 +18,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssdctl.benchmark.common import Figures, endless_batches
 from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import Config
+from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
 from ssdctl.input.loader import Batch
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size

@@ -1,1 +1,1 @@
-"""Boxes as tensors: formats, default boxes, coding, matching. No device words, no autocast."""
+"""Boxes as tensors: formats, default boxes, coding, matching; independent of devices."""

@@ -1,6 +1,6 @@
 """The 8732 default boxes of SSD300, the same in every system that ssdctl replaces.
 
-Order: feature map -> shape -> row -> column, which is how the heads' outputs lie.
+Order: feature map, shape, row, column, as in the outputs of the heads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUM_BOXES = sum(n * size * size for n, size in zip(BOXES_PER_CELL, FEATURE_SIZES
 
 
 def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
-    """(8732, 4) centres and sizes, each clamped to [0, 1]; their ltrb may leave it."""
+    """Return (8732, 4) centres and sizes, each clamped to [0, 1]; their corners may exceed it."""
     boxes = []
     for level, size in enumerate(FEATURE_SIZES):
         for width, height in _shapes(level):
@@ -33,9 +33,9 @@ def default_boxes_cxcywh(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _shapes(level: int) -> list[tuple[float, float]]:
-    """Widths and heights of a feature map's boxes, as fractions of the picture."""
-    scale, following = SCALES[level] / IMAGE_SIZE, SCALES[level + 1] / IMAGE_SIZE
-    between = math.sqrt(scale * following)
+    """Return widths and heights of a feature map's boxes, as fractions of the image."""
+    scale, next_scale = SCALES[level] / IMAGE_SIZE, SCALES[level + 1] / IMAGE_SIZE
+    between = math.sqrt(scale * next_scale)
     shapes = [(scale, scale), (between, between)]
     for ratio in ASPECT_RATIOS[level]:
         wide, narrow = scale * math.sqrt(ratio), scale / math.sqrt(ratio)

@@ -1,7 +1,7 @@
-"""Which ground-truth box each default box answers for.
+"""Assign ground-truth boxes to default boxes.
 
-A default box is positive where its best IoU is over the threshold; besides, each ground truth
-takes the default box that fits it best. Where two ground truths claim one box, the last one wins.
+A default box is positive if its best IoU is over the threshold. Also, each ground truth takes the
+default box with the highest IoU; if two ground truths take the same one, the last one wins.
 Shapes: B batch, G ground-truth boxes (padded), N default boxes.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssdctl.boxes.ops import pairwise_iou
+from ssdctl.boxes.ops import pairwise_iou, pairwise_iou_transposed
 
 IOU_THRESHOLD = 0.5
 
@@ -21,6 +21,7 @@ def match(
     defaults_ltrb_N4: Tensor,
     *,
     at_threshold: bool = False,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Assign a ground truth to every default box.
 
@@ -29,20 +30,20 @@ def match(
         labels_BG: Their labels; 0 marks padding.
         defaults_ltrb_N4: The default boxes.
         at_threshold: Whether an IoU equal to the threshold makes a default box positive.
+        fused: Use the formulation for a GPU's compiler; the result is the same.
 
     Returns:
-        (B, N) index of the ground truth that fits each default box best, and (B, N) its label:
-        0 (background) where the box is not positive.
+        (B, N) index of the best ground truth of each default box, and (B, N) its label: 0
+        (background) if the box is not positive.
     """
     is_real = labels_BG > 0
-    # Padding becomes boxes that overlap nothing; a mask over the table would cost a pass over it.
+    # Padding becomes empty boxes, which overlap nothing: cheaper than masking the table.
     real_BG4 = boxes_BG4.where(is_real.unsqueeze(-1), torch.zeros_like(boxes_BG4))
-    iou_BGN = pairwise_iou(real_BG4, defaults_ltrb_N4)
-    best_iou, best_box = iou_BGN.max(dim=1)
+    find = _best_matches_fused if fused else _best_matches
+    best_iou, best_box, favourite = find(real_BG4, defaults_ltrb_N4)
 
-    # The forced matches: scatter each ground truth's index to its best default box; the highest
-    # index wins, as writing one after the other would have it. Padding writes -1, which never wins.
-    favourite = iou_BGN.argmax(dim=2)
+    # Forced matches: scatter each ground truth's index to its best default box; the highest index
+    # wins, as if written one after the other. Padding writes -1, which never wins.
     index = torch.arange(boxes_BG4.shape[1], device=boxes_BG4.device).expand_as(favourite)
     index = index.where(is_real, torch.full_like(index, -1))
     forced = torch.full_like(best_box, -1).scatter_reduce(1, favourite, index, "amax")
@@ -52,3 +53,25 @@ def match(
     is_positive = is_over | (forced >= 0)
     label = labels_BG.gather(1, best_box)
     return best_box, label.where(is_positive, torch.zeros_like(label))
+
+
+def _best_matches(boxes_BG4: Tensor, defaults_N4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the best matches of default boxes and of ground truths, all ltrb.
+
+    Returns:
+        (B, N) IoU of each default box's best ground truth, (B, N) index of that ground truth, and
+        (B, G) index of each ground truth's best default box. The first of equals is the best.
+    """
+    iou_BGN = pairwise_iou(boxes_BG4, defaults_N4)
+    best_iou, best_box = iou_BGN.max(dim=1)
+    return best_iou, best_box, iou_BGN.argmax(dim=2)
+
+
+def _best_matches_fused(boxes_BG4: Tensor, defaults_N4: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_best_matches` returns, from two tables that a GPU's compiler never stores.
+
+    Each is computed within its reduction, so neither is written to memory and read again.
+    """
+    favourite = pairwise_iou(boxes_BG4, defaults_N4).argmax(dim=2)
+    best_iou, best_box = pairwise_iou_transposed(boxes_BG4, defaults_N4).max(dim=2)
+    return best_iou, best_box, favourite

@@ -40,15 +40,15 @@ Seconds = Annotated[
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
-        "ssdctl benchmark data --execution compile   # the full chain as compiled steps have it",
+        "ssdctl benchmark data --execution compile   # the full chain, compiled as in training",
     ],
 )
 def data(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure the input: images per second of the host stage, and of the full chain on the CPU.
 
-    The host stage reads, crops, decodes and resizes the images and has their boxes; it is all that
-    the CPU does in training. The full chain adds colours, normalisation and targets. Beside them:
-    the stages of one image in one thread.
+    The host stage reads, crops, decodes and resizes images and their boxes; it is all that the CPU
+    does in training. The full chain adds colours, normalisation and targets. Also printed: the
+    stages of one image in one thread.
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
@@ -83,12 +83,12 @@ def train(
     call: Call,
     seconds: Seconds = 20.0,
     fake_data: Annotated[
-        bool, typer.Option("--fake-data", help="Measure the device alone, without images")
+        bool, typer.Option("--fake-data", help="Measure only the device, without images")
     ] = False,
 ) -> None:
     """Measure training: images per second, step time, share of the peak, memory, hours of a run.
 
-    The rate is that of real images, and what they cost against fake ones is told beside it.
+    The rate is that of real images; the cost compared with fake ones is printed too.
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
@@ -136,7 +136,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
-    """The dataset that the config names, else one that is generated for the occasion."""
+    """Open the dataset that the config names, else generate one."""
     from ssdctl.benchmark.common import make_shapes
     from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import open_dataset
@@ -145,9 +145,9 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         root, folder = dataset_folders(call.config.data)
         yield open_dataset(root, folder, say=call.console.say, progress=call.console.progress)
         return
-    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as folder_name:
+    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:
         call.console.say("no --data: measuring on generated shapes")
-        yield make_shapes(Path(folder_name))
+        yield make_shapes(Path(temporary))
 
 
 def _show(call: Call, figures: Figures) -> None:

@@ -35,7 +35,7 @@ MARKUP: Literal["rich"] | None = "rich" if shutil.get_terminal_size().columns >=
 
 
 class Call(NamedTuple):
-    """One call of a command: its config, the way to talk, and what the user gave."""
+    """One call of a command: its config, its console, and the options given."""
 
     resolved: Resolved
     console: Console
@@ -67,7 +67,7 @@ def command(
         settings: The settings that are its options (`train.*`, `data.root`).
         examples: Command lines for `--help`.
         more_options: Options made from a table; the function takes them as `**options`.
-        is_isolated: Leave ./ssdctl.toml and SSDCTL_* variables out: for commands that mend them.
+        is_isolated: Leave ./ssdctl.toml and SSDCTL_* variables out: for commands that repair them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -287,7 +287,7 @@ def _examples(examples: Sequence[str]) -> str:
 
 
 def exit_as_bug() -> None:
-    """Show the traceback of what nobody expected, and exit 1."""
+    """Print the traceback of an unexpected exception, and exit 1."""
     traceback.print_exc()
     sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

@@ -11,6 +11,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, patience
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.files import refuse_url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 COCO_DIR = "data/coco"
 SHAPES_DIR = "data/shapes"
-MOST_NAMED = 10
+MAX_NAMED = 10
 
 
 @command(
@@ -47,7 +48,7 @@ def download(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Check what lies there byte by byte, without network"),
+        typer.Option("--verify", help="Check the files there byte by byte, without network"),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be fetched, and fetch nothing")
@@ -58,6 +59,8 @@ def download(
     Resumes after any end, checks every file against its pinned SHA-256 and unpacks it.
     """
     config = call.config.download
+    if dest is not None:
+        refuse_url(dest, "--dest")
     if verify and dry_run:
         raise UsageError("--verify and --dry-run exclude each other")
     if config.manifest and config.part:
@@ -84,7 +87,7 @@ def _chosen(manifest: str | None, part: str | None) -> list[PinnedFile]:
         return read_manifest(Path(manifest))
     if part is not None:
         return [COCO2017[part]]
-    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)  # trouble shows early
+    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)  # errors show early
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
@@ -151,15 +154,15 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, chosen: bool) ->
     ]
     if bad:
         raise IntegrityError(
-            f"{dest}: absent or broken: {_named(bad)}",
+            f"{dest}: missing or broken: {_named(bad)}",
             hint="run `ssdctl download` again with the same options, without --verify",
         )
 
 
 def _named(rows: list[dict[str, Any]]) -> str:
     names = [name for row in rows for name in row["problems"]]
-    more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
@@ -176,8 +179,8 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
                 seed=config.seed,
                 progress=call.console.progress,
             )
-    did = "would generate" if dry_run else "generated"
+    action = "would generate" if dry_run else "generated"
     call.console.result(
         {"dest": str(dest), "dataset": "shapes", "generated": not dry_run, **counts},
-        f"{dest}: {did} {counts['train']:,} training and {counts['val']:,} validation images",
+        f"{dest}: {action} {counts['train']:,} training and {counts['val']:,} validation images",
     )

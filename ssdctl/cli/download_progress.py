@@ -1,4 +1,4 @@
-"""What the commands that fetch share: the progress display, the patience."""
+"""Progress display and timeouts of the commands that download."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from ssdctl.download.transfer import Patience
 
 READING = ("checking ", "verifying ", "unpacking ")
-LINE_S = 30.0  # between two lines of progress where no display can be drawn
+LINE_S = 30.0  # between two lines of progress if no display can be drawn
 
 
 class ByteProgress:
     """Shows bytes, rate and time left over all files: a display on a terminal, lines elsewhere.
 
-    Called as the engine's `report`: (what is done, bytes done, bytes in all). What is done is a
-    file's name while it is fetched; while it is verified or unpacked, a verb and the name.
+    Called as the transfer's `report`: (label, bytes done, bytes in total). The label is a file's
+    name while it is fetched; while it is verified or unpacked, a verb and the name.
 
     Args:
-        console: Where to.
+        console: Where it is displayed.
         expected: The files to fetch and their bytes; with several there is a line for all of them.
     """
 
@@ -39,7 +39,7 @@ class ByteProgress:
         self._display: Progress | None = None
         self._all: TaskID | None = None
         self._current: TaskID | None = None
-        self._first = self._told = (0.0, 0)
+        self._first = self._last_line = (0.0, 0)
 
     def __call__(self, label: str, done: int, total: int) -> None:
         self._count(label, done)
@@ -47,12 +47,12 @@ class ByteProgress:
             self._draw(label, done, total)
         elif label != self._label:
             self._begin(label, done, total)
-        elif time.monotonic() - self._told[0] >= LINE_S:
-            self._tell(label, done, total)
+        elif time.monotonic() - self._last_line[0] >= LINE_S:
+            self._print_line(label, done, total)
         self._label = label
 
     def close(self) -> None:
-        """Take the display away."""
+        """Remove the display."""
         if self._display is not None:
             self._display.stop()
             self._display = self._all = self._current = None
@@ -84,12 +84,12 @@ class ByteProgress:
             self._display.update(self._all, completed=sum(self._arrived.values()))
 
     def _begin(self, label: str, done: int, total: int) -> None:
-        self._first = self._told = (time.monotonic(), done)
+        self._first = self._last_line = (time.monotonic(), done)
         is_fetched = not label.startswith(READING)  # else what is done was read a moment ago
         here = f", {done / 1e6:,.1f} MB here already" if is_fetched and 0 < done < total else ""
         self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
 
-    def _tell(self, label: str, done: int, total: int) -> None:
+    def _print_line(self, label: str, done: int, total: int) -> None:
         begun, had = self._first
         rate = (done - had) / (time.monotonic() - begun)
         text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"
@@ -101,7 +101,7 @@ class ByteProgress:
             if rate > 0 and label in self._expected:
                 text += f", {_minutes(whole - here, rate)} left"
         self._console.say(text)
-        self._told = (time.monotonic(), done)
+        self._last_line = (time.monotonic(), done)
 
 
 def _minutes(num_bytes: int, rate: float) -> str:

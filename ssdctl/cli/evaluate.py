@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     examples=[
         "ssdctl evaluate runs/stable-r34/checkpoints/best.pt",
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
-        "ssdctl evaluate ckpt.pt --report evaluation   # a page: what to mend next",
+        "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
         "ssdctl evaluate runs/stable-r34   # every checkpoint of the run",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
@@ -61,7 +61,7 @@ def evaluate(
     """Score a checkpoint, every checkpoint of a run, or a file of detections by COCO AP.
 
     A checkpoint remembers its dataset, so its path is enough. All images of the split count; in
-    fp32 unless told otherwise. Says what the errors cost, by kind, so that you know what to mend.
+    fp32 unless --bf16 is given. The output includes the cost of the errors in AP50, by type.
     """
     path = Path(what)
     if not path.exists():
@@ -70,7 +70,7 @@ def evaluate(
             hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
         )
     if path.suffix == ".json":
-        if find_ranks().is_main:  # one process is plenty
+        if find_ranks().is_main:  # one process is enough
             _score_file(call, path, report)
         return
     files = RunDir(path).all_checkpoints() if path.is_dir() else [path]
@@ -79,23 +79,23 @@ def evaluate(
             f"--detections writes one file, {path} holds {len(files)} checkpoints",
             hint=f"name one of them: {files[0]}",
         )
-    answers = _evaluate(call, files, Path(detections) if detections else None)
-    if not answers:  # another rank has them
+    evaluations = _evaluate(call, files, Path(detections) if detections else None)
+    if not evaluations:  # only the first rank has them
         return
     if report is not None:
-        best = max(answers, key=lambda a: a.figures["AP"])
+        best = max(evaluations, key=lambda e: e.figures["AP"])
         _write_report(call, best, Path(report))
     if not call.console.as_json:
         return
     if path.is_dir():
-        named = [{"checkpoint": a.about.source, **a.as_json()} for a in answers]
+        named = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
         call.console.result({"checkpoints": named})
     else:
-        call.console.result(answers[0].as_json())
+        call.console.result(evaluations[0].as_json())
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score checkpoints on all ranks; the answers on the first one."""
+    """Score checkpoints on all ranks; return the evaluations on the first one."""
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import barrier
     from ssdctl.distributed.process_group import process_group
@@ -105,10 +105,10 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     ranks = find_ranks()
     call.console.handler.addFilter(MainRankFilter(ranks))
     device = open_device(call.config.evaluate.device, ranks.local_rank)
-    answers = []
+    evaluations = []
     with _one_report(ranks), process_group(ranks, device):
         for file in files:
-            answer = evaluate_checkpoint(
+            evaluation = evaluate_checkpoint(
                 file,
                 call.config,
                 device,
@@ -117,14 +117,14 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 ranks=ranks,
                 detections_file=detections,
             )
-            if answer is not None:
-                answers.append(answer)
+            if evaluation is not None:
+                evaluations.append(evaluation)
                 if not call.console.as_json:
-                    if len(files) > 1:  # the tables below do not say whose they are
+                    if len(files) > 1:  # the tables do not name the checkpoint
                         call.console.result(None, f"{file}")
-                    call.console.result(None, functools.partial(tables, answer))
+                    call.console.result(None, functools.partial(tables, evaluation))
         barrier(ranks)
-    return answers
+    return evaluations
 
 
 @contextlib.contextmanager
@@ -139,42 +139,10 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
 
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:
-    """Score a results file with the annotations alone: no image is read, torch not imported."""
-    import numpy as np
+    """Score a results file: only the annotations are read."""
+    from ssdctl.evaluate.results_file import evaluate_results
 
-    from ssdctl.data.dataset import dataset_folders, find_splits, require_split
-    from ssdctl.evaluate.analysis import analyse
-    from ssdctl.evaluate.coco_ap import read_detections, run_scoring
-    from ssdctl.evaluate.ground_truth import read_ground_truth
-    from ssdctl.runs.evaluation import EvaluationInfo
-
-    root, folder = dataset_folders(call.config.data)
-    wishes = call.config.evaluate
-    splits = find_splits(root)
-    annotations = require_split(splits, wishes.split, root).annotations
-    truth = read_ground_truth(annotations)
-    found = read_detections(path)
-    chosen = truth.annotated_image_ids if wishes.annotated_only else truth.image_ids
-    chosen = chosen[: wishes.limit]
-    scoring = run_scoring(truth, found, image_ids=chosen, verify=wishes.verify)
-    call.console.say(f"{len(found.scores)} detections against {annotations}")
-    if not len(found.scores):
-        call.console.warn(f"{path} holds no detection: AP is 0")
-    known = [c.category_id for c in scoring.scores.per_class]
-    if strangers := int((~np.isin(found.category_ids, known)).sum()):
-        call.console.warn(
-            f"{strangers} detections are of categories that {annotations} does not list and count "
-            f"as none; it lists the ids {', '.join(map(str, known[:5]))}, ..."
-        )
-    about = EvaluationInfo(
-        source=str(path),
-        data=str(root),
-        store=str(folder),
-        split=wishes.split,
-        images=scoring.scores.images,
-        detections=len(found.scores),
-    )
-    evaluation = analyse(scoring, found, about)
+    evaluation = evaluate_results(path, call.config)
     if report is not None:
         _write_report(call, evaluation, Path(report))
     call.console.result(evaluation.as_json(), lambda: tables(evaluation))
@@ -193,7 +161,7 @@ def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
 
 
 def tables(evaluation: Evaluation) -> Group:
-    """The 12 figures, the classes, and what the errors cost."""
+    """Return tables of the 12 figures, the classes, and the errors by type."""
     from rich.console import Group
     from rich.table import Table
 
@@ -221,5 +189,5 @@ def tables(evaluation: Evaluation) -> Group:
 
 
 def shown(value: float) -> str:
-    """A figure for people; -1 means that there was nothing to measure."""
+    """Format a figure; -1 means that there was nothing to measure."""
     return "-" if value < 0 else f"{value:.3f}"

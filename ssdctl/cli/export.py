@@ -39,7 +39,7 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="onnx, safetensors, or a peer's: mlperf, nvidia",
+            help="onnx, safetensors, or a third-party format: mlperf, nvidia",
             autocompletion=completer(FORMATS),
             show_default=False,
         ),
@@ -51,14 +51,14 @@ def export(
         bool, typer.Option("--raw", help="ONNX: the raw heads, without decoding and NMS")
     ] = False,
 ) -> None:
-    """Write a checkpoint for other programs, or back to the peers' formats.
+    """Write a checkpoint in another format: ONNX, safetensors, MLPerf's or NVIDIA's.
 
     An ONNX file is compared with PyTorch on pictures of the dataset before it is written.
     """
     if kind not in FORMATS:
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
     if raw and kind != "onnx":
-        raise UsageError(f"--raw belongs to --format onnx, not to {kind}")
+        raise UsageError(f"--raw applies to --format onnx, not to {kind}")
     from ssdctl.checkpoint.reader import read_checkpoint
     from ssdctl.export.formats import export as write
     from ssdctl.runs.layout import find_checkpoint
@@ -66,12 +66,12 @@ def export(
     source = find_checkpoint(Path(checkpoint))
     if Path(out).exists() and Path(out).samefile(source):
         raise UsageError(f"--out {out} is the checkpoint itself", hint="name another file")
-    read = read_checkpoint(source)
+    opened = read_checkpoint(source)
     facts: dict[str, Any] = {"file": out, "format": kind}
     if kind == "onnx":
-        facts |= _export_onnx(call, read, Path(out), raw)
+        facts |= _export_onnx(call, opened, Path(out), raw)
     else:
-        write(read, kind, Path(out))
+        write(opened, kind, Path(out))
     call.console.result(facts, f"{source} -> {out} ({kind})")
 
 
@@ -80,19 +80,20 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.export.formats import export_onnx
 
-    wishes = call.config.evaluate
+    settings = call.config.evaluate
     given = call.resolved.called_for()
     data = dataset_folders(choose_data(checkpoint, call.config.data, given))
-    check, pictures = export_onnx(
+    comparison, pictures = export_onnx(
         checkpoint,
         out,
         data,
         has_nms=not raw,
-        score_threshold=wishes.score_threshold,
-        nms_iou=wishes.nms_iou,
+        score_threshold=settings.score_threshold,
+        nms_iou=settings.nms_iou,
     )
     call.console.say(
-        f"onnxruntime agrees with PyTorch on {check.pictures} pictures ({pictures}): boxes to "
-        f"{check.box_difference:.1g} of the picture, scores to {check.score_difference:.1g}"
+        f"onnxruntime agrees with PyTorch on {comparison.pictures} pictures ({pictures}): boxes "
+        f"to {comparison.box_difference:.1g} of the picture, "
+        f"scores to {comparison.score_difference:.1g}"
     )
-    return {"raw": raw, **check._asdict()}
+    return {"raw": raw, **comparison._asdict()}

@@ -61,7 +61,7 @@ def fetch_weights(
         bool, typer.Option("--list", help="Show the names, and which ones are here")
     ] = False,
 ) -> None:
-    """Fetch backbone weights, verified, to where training looks for them."""
+    """Fetch and verify backbone weights into the folder from which training loads them."""
     if list_all:
         if name is not None:
             raise UsageError("--list takes no NAME")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from pathlib import Path
@@ -16,8 +17,8 @@ from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
-    from ssdctl.launch.plan import Plan, Request
-    from ssdctl.launch.run import Outcome
+    from ssdctl.launch.request import LaunchPlan, LaunchRequest
+    from ssdctl.launch.run import JobOutcome
 
 CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
@@ -67,7 +68,7 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the command, script or manifest alone",
+            help="Only print the command, script or manifest",
             rich_help_panel="Launch",
         ),
     ] = False,
@@ -113,6 +114,8 @@ def launch(
     from ssdctl.launch.plan import make_plan
 
     request = make_request(call, *given[0], rest or [])
+    if write is not None:  # the script may run on other machines
+        request = dataclasses.replace(request, local_address=None, is_written=True)
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warn(warning)
@@ -133,7 +136,7 @@ def launch(
     if plan.missing and write is not None:
         raise UsageError(plan.missing)
     if plan.missing:
-        call.console.warn(f"{plan.missing}: put it where HOST stands")
+        call.console.warn(f"{plan.missing}: replace HOST by it")
     if write is not None:
         _write_script(Path(write), plan)
         answer["written"] = write
@@ -145,7 +148,7 @@ def launch(
     call.console.result(answer, None if plan.text and write is not None else human)
 
 
-def _write_script(path: Path, plan: Plan) -> None:
+def _write_script(path: Path, plan: LaunchPlan) -> None:
     files.write_text(path, plan.to_script())
     if plan.manifest is None:
         mode = path.stat().st_mode
@@ -153,7 +156,7 @@ def _write_script(path: Path, plan: Plan) -> None:
             path.chmod(mode | (mode & 0o444) >> 2)  # who may read may run
 
 
-def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) -> None:
+def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, answer: dict[str, object]) -> None:
     """Run the job on this machine (or from it), again where it crashes and may."""
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch.node import read_node
@@ -181,7 +184,9 @@ def _run(call: Call, request: Request, plan: Plan, answer: dict[str, object]) ->
     _leave(call, outcome.code)
 
 
-def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) -> None:
+def _show_failure(
+    call: Call, request: LaunchRequest, plan: LaunchPlan, outcome: JobOutcome
+) -> None:
     """Say which rank a failed job owes to, and what it said last."""
     from ssdctl.launch.exit_codes import first_failure
     from ssdctl.launch.logs import last_lines
@@ -189,7 +194,8 @@ def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) ->
 
     if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
         return
-    failure = first_failure(outcome.exits, plan.num_ranks if plan.nodes == 1 else None)
+    num_ranks = plan.num_ranks if plan.nodes == 1 else None
+    failure = first_failure(outcome.exits, num_ranks, outcome.lost)
     if failure is None:
         return
     ranks, what = failure
@@ -202,7 +208,7 @@ def _show_failure(call: Call, request: Request, plan: Plan, outcome: Outcome) ->
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 
 
-def _submit(call: Call, plan: Plan, answer: dict[str, object], wait: bool) -> None:
+def _submit(call: Call, plan: LaunchPlan, answer: dict[str, object], wait: bool) -> None:
     """Hand the job to its engine; follow it to the end if asked to."""
     from ssdctl.launch import batch
 

@@ -15,17 +15,20 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
-from ssdctl.distributed.addresses import own_names
+from ssdctl.distributed.addresses import address_for_peers, own_names
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts, read_version
-from ssdctl.launch.plan import Request
+from ssdctl.launch.preflight import check_train, check_volumes
+from ssdctl.launch.request import LaunchRequest
 from ssdctl.launch.run import free_port
+from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
 from ssdctl.runs.layout import run_dir
+from ssdctl.runtime.torch_compat import installed_version
 
 OWN = ("launch", "slurm", "kubernetes")  # the tables that are no concern of the ranks
 
 
-def make_request(call: Call, device: str, count: int, rest: list[str]) -> Request:
+def make_request(call: Call, device: str, count: int, rest: list[str]) -> LaunchRequest:
     """What the user asked for.
 
     Raises:
@@ -38,7 +41,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Reques
         settings |= {s.environment: device for s in all_settings().values() if s.name == "device"}
     if config.hostfile is not None and config.launcher in ("slurm", "kubernetes"):
         raise UsageError(f"--hostfile is mpirun's: {config.launcher} chooses the hosts")
-    request = Request(
+    request = LaunchRequest(
         device=device,
         count=count,
         command=tuple(command),
@@ -54,12 +57,30 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Reques
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
         run_folder=None if rest else str(run_dir(call.config.train)),
     )
+    if not rest:
+        source = call.resolved.sources["train.precision"]
+        for notice in check_train(request, call.config, source):
+            call.console.warn(notice)
+    if in_pods:
+        check_volumes(request, call.config)
     if request.launcher == "mpirun":
         return dataclasses.replace(request, open_mpi=read_version())
+    if request.launcher == "torchrun":
+        return dataclasses.replace(
+            request, torch_version=installed_version(), local_address=_local_address(request)
+        )
     return request
 
 
-def resumed(request: Request) -> Request:
+def _local_address(request: LaunchRequest) -> str | None:
+    """Return the address at which the other nodes of a torchrun job reach this one."""
+    host = rendezvous_endpoint(request).rpartition(":")[0].strip("[]")
+    if request.config.nodes == 1 or host == PLACEHOLDER:
+        return None
+    return address_for_peers(host)
+
+
+def resumed(request: LaunchRequest) -> LaunchRequest:
     """The request for the next attempt of a job that crashed."""
     command = request.command
     if command[0] == "train" and command[-1] != "--resume=auto":

@@ -149,6 +149,9 @@ class AliasCommand(typer.core.TyperCommand):
                 for alias in setting.aliases:
                     if alias not in own:
                         templates.setdefault(alias, f"--set={setting.path}=")
+        if "--decay-bias" in own:  # one option in earlier versions
+            templates["--decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=true"
+            templates["--no-decay-bias-and-norm"] = "--set=train.decay_bias_and_norm=false"
         for name, targets in COMMAND_ALIASES.items():
             if name not in own and (target := next((t for t in targets if t in own), None)):
                 templates.setdefault(name, f"{target}=")

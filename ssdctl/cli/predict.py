@@ -49,48 +49,48 @@ def predict(
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="DIR", help="Draw the pictures into it, with detections.json beside"
+            "--out", metavar="DIR", help="Folder for the drawn pictures and detections.json"
         ),
     ] = None,
 ) -> None:
-    """Find objects on pictures: as a list, as JSON, and drawn with --out.
+    """Detect objects on pictures: as a list, as JSON, and drawn with --out.
 
-    A file that is no picture is told and the rest goes on; the exit code is 3 then.
+    A file that is not a picture gives a warning, and exit code 3 after the others are done.
     """
     files = _picture_files(images)
     keep_freed_memory()
     from ssdctl.inference.predict import load, predict_files
 
-    wishes = call.config.predict
+    settings = call.config.predict
     predictor = load(
         checkpoint,
-        device=wishes.device,
-        score=wishes.score,
+        device=settings.device,
+        score=settings.score,
         nms_iou=call.config.evaluate.nms_iou,
     )
     threads = len(os.sched_getaffinity(0))
-    results = predict_files(predictor, files, batch_size=wishes.batch_size, threads=threads)
-    answers, bad, drawn = [], 0, set[Path]()
+    results = predict_files(predictor, files, batch_size=settings.batch_size, threads=threads)
+    records, bad, drawn = [], 0, set[Path]()
     for result in call.console.progress(results, total=len(files), label="predicting", unit="img"):
         if result.error is not None:
             call.console.warn(str(result.error))
             bad += 1
             continue
-        answers.append(_answer(result))
+        records.append(_record(result))
         if not call.console.as_json:
             call.console.result(None, _line(result))
         if out is not None:
             _draw(result, _free_name(Path(out), result.path.stem, drawn))
     if out is not None:
-        write_text(Path(out) / "detections.json", json.dumps(answers, indent=1) + "\n")
-        call.console.say(f"{len(answers)} pictures drawn into {out}")
+        write_text(Path(out) / "detections.json", json.dumps(records, indent=1) + "\n")
+        call.console.say(f"{len(records)} pictures drawn into {out}")
     if call.console.as_json:
-        call.console.result(answers)
+        call.console.result(records)
     if bad:
         raise DataError(f"{bad} of {len(files)} files are not readable pictures; see the warnings")
 
 
-def _answer(result: Prediction) -> dict[str, Any]:
+def _record(result: Prediction) -> dict[str, Any]:
     assert result.image is not None
     return {
         "image": str(result.path),
@@ -102,7 +102,7 @@ def _answer(result: Prediction) -> dict[str, Any]:
 
 def _line(result: Prediction) -> str:
     items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
-    return f"{result.path}: {items or 'nothing found'}"
+    return f"{result.path}: {items or 'no objects'}"
 
 
 def _draw(result: Prediction, target: Path) -> None:
@@ -115,7 +115,7 @@ def _draw(result: Prediction, target: Path) -> None:
 
 
 def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
-    """Where to draw: pictures of one name from two folders must not replace each other."""
+    """Return an unused name: pictures of two folders may have the same name."""
     path, number = folder / f"{stem}.png", 2
     while path in taken:
         path, number = folder / f"{stem}-{number}.png", number + 1
@@ -124,7 +124,7 @@ def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
 
 
 def _picture_files(names: list[str]) -> list[Path]:
-    """The files behind names: files as they are, folders by their suffixes, patterns."""
+    """Return the pictures that names stand for: files, folders, patterns."""
     files: list[Path] = []
     for name in names:
         path = Path(name)

@@ -9,7 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.distributed.ranks import MainRankFilter, find_ranks
+from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.layout import run_dir
@@ -54,9 +54,9 @@ def train(
     ranks, run = find_ranks(), run_dir(call.config.train)
     is_main = ranks.is_main
     if not ranks.is_single_process:
-        start_rank_log(run.rank_log(ranks.rank), ranks.rank)
-    call.console.quiet = call.console.quiet or not is_main
-    call.console.handler.addFilter(MainRankFilter(ranks))
+        config = call.config.train
+        start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
+    call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.dataset import dataset_folders
@@ -90,15 +90,18 @@ def train(
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders
+    from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES, WHAT_IS_DROPPED, dataset_folders
     from ssdctl.data.prepare import count_trainable
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
-    if call.config.train.fake_data and not root.is_dir():
-        from ssdctl.input.fake import COCO_CLASSES, COCO_IMAGES
-
+    if not root.exists():
         images, classes = COCO_IMAGES, COCO_CLASSES
+        if not call.config.train.fake_data:
+            call.console.warn(
+                f"{root}: no such dataset folder; planned for COCO's {COCO_IMAGES:,} training "
+                "images with boxes"
+            )
     else:
         images, classes = count_trainable(root, folder)
     if not images:

@@ -22,6 +22,8 @@ class DeviceType(NamedTuple):
         launcher: What starts one rank per device if the user does not say.
         slurm_gres: Slurm's usual name of the resource; None: none is requested.
         kubernetes_resource: The name of the resource in a pod; None: none is requested.
+        precisions: The precisions that it can train in.
+        has_sync_bn: Whether batch norm can be synchronised over its ranks (--sync-bn).
     """
 
     name: str
@@ -30,6 +32,8 @@ class DeviceType(NamedTuple):
     launcher: LocalLauncher
     slurm_gres: str | None
     kubernetes_resource: str | None
+    precisions: tuple[str, ...]
+    has_sync_bn: bool
 
     @property
     def count_option(self) -> str:
@@ -37,13 +41,14 @@ class DeviceType(NamedTuple):
         return f"--{self.plural}"
 
 
+BF16, ALL = ("bf16", "fp32"), ("bf16", "fp16", "fp32")  # fp16 on a CPU takes 100 times as long
 # torch_xla has torchrun start one process per chip, and gives each process its chip.
 DEVICE_TYPES = {
     device.name: device
     for device in (
-        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi"),
-        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu"),
-        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu"),
-        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None),
+        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi", BF16, False),
+        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu", ALL, True),
+        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu", BF16, False),
+        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None, BF16, False),
     )
 }

@@ -9,7 +9,9 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 BackboneName = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg16"]
 
 ClusterName = Literal["voyager"]
-PresetName = Literal["mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "torchvision-vgg16"]
+PresetName = Literal[
+    "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "dali-r34", "torchvision-vgg16"
+]
 
 
 def setting(

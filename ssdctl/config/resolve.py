@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ssdctl.config.schema import Config, conflicts
-from ssdctl.config.settings import Setting, all_settings, paths_by_key, plain_type
+from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.errors import UsageError
 
 if sys.version_info >= (3, 11):
@@ -83,6 +83,7 @@ def resolve(
         *_from_environment(os.environ if environment is None else environment),
         *overrides,
     ]
+    layers = [o._replace(path=p) for o in layers for p in SPLIT_KEYS.get(o.path, (o.path,))]
     checked = [_checked(o) for o in layers]
 
     chosen = [o.value for o in checked if o.path == "train.preset"]

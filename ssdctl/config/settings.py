@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -115,6 +116,15 @@ def all_settings() -> dict[str, Setting]:
             setting = _setting(section.name, field)
             found[setting.path] = setting
     return found
+
+
+# Keys of earlier versions that two settings replaced: still read from files and checkpoints.
+SPLIT_KEYS = {"train.decay_bias_and_norm": ("train.decay_bias", "train.decay_norm")}
+
+
+def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by path, as a checkpoint contains them, with today's keys."""
+    return {key: v for path, v in values.items() for key in SPLIT_KEYS.get(path, (path,))}
 
 
 @functools.cache

@@ -29,7 +29,7 @@ Progress = Callable[..., Iterable[Any]]
 
 
 class ShapeClass(NamedTuple):
-    """A class: its COCO category, and the hue (in turns) to which it leans."""
+    """A class: its COCO category, and its typical hue (in turns)."""
 
     category_id: int
     name: str
@@ -51,7 +51,7 @@ JPEG_QUALITY = 90
 
 
 class Box(NamedTuple):
-    """An object's place in pixels, and the pixels that it covers."""
+    """The box of an object in pixels, and the number of pixels that it covers."""
 
     left: int
     top: int
@@ -109,7 +109,7 @@ def generate(
 
 
 def draw_picture(seed: int, split: str, index: int) -> tuple[NDArray[np.uint8], list[Box]]:
-    """One picture (height x width x 3) and its objects, the back ones first."""
+    """Draw one picture (height x width x 3); return it and its objects, those behind first."""
     rng = np.random.default_rng([seed, {"train": 0, "val": 1}[split], index])
     width, height = SIZES[rng.integers(len(SIZES))]
     canvas = _background(rng, width, height)
@@ -128,7 +128,7 @@ def draw_picture(seed: int, split: str, index: int) -> tuple[NDArray[np.uint8], 
 
 
 def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
-    """Clouds of two muted colours with stripes or checks over them."""
+    """Draw clouds of two muted colours with stripes or checks over them."""
     ends = _rgb(rng.random(2), rng.uniform(0.05, 0.35, 2), rng.uniform(0.25, 0.9, 2))
     cells = rng.integers(3, 12)
     noise = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
@@ -147,7 +147,7 @@ def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
 def _draw_object(
     rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box]
 ) -> Box | None:
-    """Draw one object of about `size` pixels where it covers no other one too much."""
+    """Draw one object of about `size` pixels that does not cover another one too much."""
     height, width, _ = canvas.shape
     kind = CLASSES[rng.integers(len(CLASSES))]
     stretch = math.exp(rng.uniform(-0.7, 0.7)) if kind.name != "star" else 1.0
@@ -184,7 +184,7 @@ def _draw_object(
 
 
 def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
-    """A swarm too dense to label one by one: one box around it, marked as a crowd."""
+    """Draw a swarm too dense to label one by one: one box around it, marked as a crowd."""
     height, width, _ = canvas.shape
     side_w, side_h = int(rng.integers(60, width // 3)), int(rng.integers(50, height // 3))
     left, top = int(rng.integers(0, width - side_w)), int(rng.integers(0, height - side_h))
@@ -202,7 +202,7 @@ def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
 
 
 def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
-    """How far a point lies inside the shape of half size 1 (negative: outside)."""
+    """Return how far a point is inside the shape of half size 1 (negative: outside)."""
     radius = np.hypot(u, v)
     if name == "ball":
         return 1 - radius
@@ -217,7 +217,7 @@ def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
 
 
 def _covered(box: Box, other: Box) -> float:
-    """The share of the smaller of two boxes that they have in common."""
+    """Return the overlap of two boxes as a share of the smaller one."""
     width = min(box.left + box.width, other.left + other.width) - max(box.left, other.left)
     height = min(box.top + box.height, other.top + other.height) - max(box.top, other.top)
     smaller = min(box.width * box.height, other.width * other.height)
@@ -225,7 +225,7 @@ def _covered(box: Box, other: Box) -> float:
 
 
 def _rgb(hue: NDArray[Any], saturation: NDArray[Any], value: NDArray[Any]) -> NDArray[Any]:
-    """HSV (hue in turns) to RGB of 0 to 255; n -> n x 3."""
+    """Convert HSV (hue in turns) to RGB of 0 to 255; n -> n x 3."""
     k = (np.array([5.0, 3.0, 1.0]) + 6 * hue[:, None]) % 6
     ramp = np.minimum(k, 4 - k).clip(0, 1)
     return np.asarray(255 * value[:, None] * (1 - saturation[:, None] * ramp))
@@ -238,7 +238,7 @@ def _jpeg(picture: NDArray[np.uint8]) -> bytes:
 
 
 def _document(names: list[str], drawn: list[tuple[int, int, list[Box]]]) -> dict[str, Any]:
-    """The annotation file of a split, in COCO's format."""
+    """Return the annotation file of a split, in COCO's format."""
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for number, (name, (width, height, boxes)) in enumerate(zip(names, drawn, strict=True), 1):

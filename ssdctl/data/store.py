@@ -2,11 +2,11 @@
 
     prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
     prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
-    prepared/report.json                        what prepare dropped or mended
+    prepared/report.json                        what prepare dropped or changed
 
 Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
-them. The index is written last; its metadata holds the class table, the shards and a fingerprint
-of the annotations that it was made from, its rows what tells each image file from another version.
+them. The index is written last; its metadata holds the class table, the shards and a fingerprint of
+the annotations that it was made from, its rows a fingerprint of each image file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METADATA_KEY = b"ssdctl"
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What tells one annotation file from another."""
+    """Identifies one version of an annotation file."""
 
     bytes: int
     modified_ns: int
@@ -46,12 +46,12 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Metadata(msgspec.Struct, frozen=True):
-    """What the index knows besides its rows."""
+    """The metadata of an index."""
 
     format: int
     classes: list[ClassName]
     fingerprint: Fingerprint
-    key: str  # of the job that wrote it
+    key: str  # of the job that wrote the index
     packed: bool  # else the images are read from the dataset folder
     shards: list[Shard]
     shrink: int | None = None
@@ -156,7 +156,7 @@ def index_path(folder: Path, split: str) -> Path:
 
 
 def is_same(known: Fingerprint, path: Path) -> bool:
-    """Whether the file is still the one with this fingerprint; reads it only where in doubt."""
+    """Whether the file still has this fingerprint; it is read only if its time differs."""
     stat = path.stat()
     if stat.st_size != known.bytes:
         return False
@@ -170,7 +170,7 @@ def is_same(known: Fingerprint, path: Path) -> bool:
 
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
-    """The metadata of a split's index; None where there is none that this version reads."""
+    """The metadata of a split's index; None if there is none that this version reads."""
     path = index_path(folder, split)
     if not path.is_file():
         return None
@@ -238,12 +238,12 @@ def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFin
 
 
 def _map(path: Path) -> Any:
-    """A table whose buffers lie in the mapped file."""
+    """A table whose buffers are in the mapped file."""
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError) as error:
         raise DataError(
-            f"{path}: no readable part of a store: {error}", hint="run ssdctl prepare --force"
+            f"{path}: not a readable part of a store: {error}", hint="run ssdctl prepare --force"
         ) from None
 
 

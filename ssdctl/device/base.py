@@ -1,4 +1,4 @@
-"""What every device offers. The rest of the house knows devices by this protocol alone."""
+"""The protocol that every device implements; the other packages use devices only through it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ class Device(Protocol):
     backend: str  # of torch.distributed
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
+    auto_precision: str  # the fastest of them that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
-    notices: tuple[str, ...]  # what the user should know, such as why a wish was not granted
+    notices: tuple[
+        str, ...
+    ]  # what the user should know, such as why something asked for is not used
     is_host: bool  # tensors of the host are its own: nothing is copied
     averages_in_backward: bool  # DistributedDataParallel works here
     has_sync_bn: bool  # SyncBatchNorm works here
@@ -100,7 +103,7 @@ class Device(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Give back what is cached, and count the peak anew."""
+        """Release cached memory and reset the peak."""
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -118,7 +121,7 @@ def channels_last(model: Module) -> Module:
 
 
 def choose_execution(device: str, wanted: str | None, offered: tuple[str, ...]) -> str:
-    """How steps run: as wished, else the first of what the device offers.
+    """Return how steps run: the wanted way, else the first that the device offers.
 
     Raises:
         UsageError: The device does not offer it.
@@ -149,3 +152,15 @@ def fused_adamw(
 ) -> torch.optim.Optimizer:
     """PyTorch's AdamW as one kernel."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def capturable_adamw(
+    groups: ParameterGroups, lr: float, betas: tuple[float, float], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return PyTorch's AdamW with its step count and rate as tensors on the device.
+
+    A step that is left out can then be undone there, its count included, and a rate that is a
+    tensor is an input of a compiled graph, whatever its value.
+    """
+    rate = torch.tensor(lr, device=device)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)

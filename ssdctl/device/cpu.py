@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
 from ssdctl.device.base import (
     Decoder,
@@ -33,11 +34,11 @@ class Cpu:
 
     name = "cpu"
     backend = "gloo"
-    precisions: tuple[str, ...] = ("bf16", "fp32")  # fp16 works, a hundred times slower
+    precisions = DEVICE_TYPES["cpu"].precisions
     is_host = True
     averages_in_backward = True
     supports_found_inf = True
-    has_sync_bn = False
+    has_sync_bn = DEVICE_TYPES["cpu"].has_sync_bn
     decoder: Decoder | None = None
 
     def __init__(self, execution: str | None = None) -> None:
@@ -48,6 +49,7 @@ class Cpu:
         self.label = facts.get("model name", platform.processor() or "CPU")
         flags = (facts.get("flags") or facts.get("Features") or "").split()
         self.has_native_bf16 = bool(BF16_FLAGS.intersection(flags))
+        self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))

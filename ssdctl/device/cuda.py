@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
 from ssdctl.device.base import (
     Decoder,
@@ -25,6 +26,7 @@ from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
@@ -33,22 +35,24 @@ class Cuda:
     """See `ssdctl.device.base.Device`."""
 
     name = "cuda"
-    backend = "cpu:gloo,cuda:nccl"  # what ranks tell each other beside the gradients needs no GPU
-    precisions: tuple[str, ...] = ("bf16", "fp16", "fp32")
+    backend = "cpu:gloo,cuda:nccl"  # what ranks exchange besides gradients needs no GPU
+    precisions = DEVICE_TYPES["cuda"].precisions
     is_host = False
     averages_in_backward = True
     supports_found_inf = True
-    has_sync_bn = True
+    has_sync_bn = DEVICE_TYPES["cuda"].has_sync_bn
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)
         torch.cuda.set_device(self.torch_device)
         self.label = torch.cuda.get_device_name(self.torch_device)
         capability = torch.cuda.get_device_capability(self.torch_device)
-        self.has_native_bf16 = capability >= (8, 0)
+        self.has_native_bf16 = capability >= NATIVE_BF16
+        self.auto_precision = _auto_precision(capability)
         wanted = choose_execution("cuda", execution, ("compile", "eager"))
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
+        torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
@@ -68,7 +72,8 @@ class Cuda:
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
-            inductor.compile_in_place(module, mode="reduce-overhead")  # with CUDA graphs
+            inductor.keep_pool_backward()
+            inductor.compile_in_place(module, options=inductor.gpu_options())
 
     def copy(self, tensor: Tensor) -> Tensor:
         # The pinned copy is freed at once; its memory is used again only after the transfer.
@@ -133,6 +138,13 @@ class Cuda:
         return {}
 
 
+def _auto_precision(capability: tuple[int, int]) -> str:
+    """Return bf16 if the GPU has it, fp16 with loss scaling on older tensor cores, else fp32."""
+    if capability >= NATIVE_BF16:
+        return "bf16"
+    return "fp16" if capability >= TENSOR_CORES else "fp32"
+
+
 def is_there() -> bool:
     """Whether this machine has a GPU that PyTorch can use."""
     return torch.cuda.is_available()
@@ -151,7 +163,7 @@ def open_cuda(local_rank: int, execution: str | None) -> Cuda:
         )
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_LOCALID" in os.environ:
-        local_rank = 0  # srun can show each task its own GPU alone (--gpus-per-task)
+        local_rank = 0  # srun can show each task only its own GPU (--gpus-per-task)
     if local_rank >= count:
         raise UsageError(f"device cuda: local rank {local_rank} has no GPU; this node has {count}")
     return Cuda(local_rank, execution)

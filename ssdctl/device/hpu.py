@@ -1,8 +1,8 @@
 """Intel Gaudi through habana_frameworks, which the vendor's image brings.
 
-The import of the bridge registers the device "hpu" with PyTorch and settles the mode: lazy
-(`PT_HPU_LAZY_MODE=1`: graphs are gathered and compiled at each `mark_step`), or eager (0), alone or
-with torch.compile. Not run on hardware yet: tested with a recording stand-in for the bridge.
+The import of the bridge registers the device "hpu" with PyTorch and sets the mode: lazy
+(`PT_HPU_LAZY_MODE=1`: operations are collected and compiled at each `mark_step`), or eager (0),
+with or without torch.compile. Not run on hardware yet: tested with a recording stand-in.
 """
 
 from __future__ import annotations
@@ -11,21 +11,27 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Decoder, Module, ParameterGroups, choose_execution, compile_cache
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.device.base import Decoder, Module, ParameterGroups, capturable_adamw, choose_execution
 from ssdctl.errors import UsageError
+from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 
 BRIDGE = "habana_frameworks"
+BRIDGE_PACKAGE = "habana-torch-plugin"
+COMPILE_RELEASE = (1, 22)  # from here on torch.compile is the vendor's default; lazy is legacy
 TORCH_DEVICE = "hpu"  # the stand-in of the tests computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 4096
-ADAMW_EPS = 1e-8
 
 
 class Hpu:
@@ -33,21 +39,21 @@ class Hpu:
 
     name = "hpu"
     label = "Intel Gaudi"
-    backend = "cpu:gloo,hpu:hccl"  # what ranks tell each other beside the gradients needs no card
+    backend = "cpu:gloo,hpu:hccl"  # what ranks exchange besides gradients needs no card
     has_native_bf16 = True
-    precisions: tuple[str, ...] = ("bf16", "fp32")
-    notices: tuple[str, ...] = ()
+    precisions = DEVICE_TYPES["hpu"].precisions
+    auto_precision = "bf16"
     is_host = False
     averages_in_backward = True
     supports_found_inf = False
-    has_sync_bn = False
+    has_sync_bn = DEVICE_TYPES["hpu"].has_sync_bn
     decoder: Decoder | None = None
 
     def __init__(self, execution: str) -> None:
         self.execution = execution
-        # Both are read when the bridge is imported. The cache is what resumes need not compile.
+        # Both variables are read when the bridge is imported.
         os.environ[MODE] = str(int(execution == "lazy"))
-        os.environ.setdefault(RECIPES, f"{compile_cache('hpu')},false,{RECIPES_MB}")
+        self.notices = _set_recipe_cache()
         self._core = importlib.import_module(f"{BRIDGE}.torch.core")
         self._hpu = importlib.import_module(f"{BRIDGE}.torch.hpu")
         self.torch_device = torch.device(TORCH_DEVICE)
@@ -81,9 +87,8 @@ class Hpu:
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        # PyTorch's eps; the vendor's own is a hundred times as large.
-        optimizer = self._vendors().FusedAdamW(groups, lr=lr, betas=betas, eps=ADAMW_EPS)
-        return _with_portable_count(optimizer)
+        # The vendor's FusedAdamW counts steps in Python, also those that were left out.
+        return capturable_adamw(groups, lr, betas, self.torch_device)
 
     def _vendors(self) -> Any:
         return importlib.import_module(f"{BRIDGE}.torch.hpex.optimizers")
@@ -120,24 +125,41 @@ class Hpu:
         return {}
 
 
-def _with_portable_count(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Save and load the steps done as PyTorch's AdamW does, so that either goes on from the other.
+def _set_recipe_cache() -> tuple[str, ...]:
+    """Have compiled graphs kept on a local disk, for the ranks of this machine and for resumes.
 
-    The vendor's counts per group, in Python; PyTorch's per parameter, in a tensor.
+    The vendor requires a local disk: the ranks lock the files.
+
+    Returns:
+        What the user should know.
     """
+    if given := os.environ.get(RECIPES):
+        folder, *fields = given.split(",")
+        if len(fields) < 3 and is_on_network(Path(folder)):
+            return (
+                f"{RECIPES} names {folder}, which is on a network file system: the vendor requires "
+                "a local disk (newer releases have a fourth field for NFS)",
+            )
+        return ()
+    cache = private_cache_dir("hpu")
+    if cache is None:
+        return (
+            "compiled graphs are not kept: $TMPDIR/ssdctl-UID (or /tmp/ssdctl-UID) belongs to "
+            f"another user or is open to others; {RECIPES} names another folder",
+        )
+    os.environ[RECIPES] = f"{cache},false,{RECIPES_MB}"
+    return ()
 
-    def put(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        counts = {i: float(g.get("step", 0)) for g in state["param_groups"] for i in g["params"]}
-        kept = {i: {**s, "step": torch.tensor(counts[i])} for i, s in state["state"].items()}
-        return {**state, "state": kept}
 
-    def take(loaded: torch.optim.Optimizer) -> None:
-        for group in loaded.param_groups:
-            group["step"] = int(loaded.state[group["params"][0]]["step"])
-
-    optimizer.register_state_dict_post_hook(put)
-    optimizer.register_load_state_dict_post_hook(take)
-    return optimizer
+def _default_executions() -> tuple[str, ...]:
+    """Return the executions, the default of the installed release first."""
+    try:
+        match = re.match(r"(\d+)\.(\d+)", metadata.version(BRIDGE_PACKAGE))
+    except metadata.PackageNotFoundError:
+        match = None
+    if match and (int(match[1]), int(match[2])) >= COMPILE_RELEASE:
+        return ("compile", "lazy", "eager")
+    return ("lazy", "compile", "eager")
 
 
 @contextlib.contextmanager
@@ -177,8 +199,8 @@ def open_hpu(local_rank: int, execution: str | None) -> Hpu:
             hint="run inside the vendor's PyTorch image for Gaudi, and install ssdctl there with "
             "pip install --no-deps so that its torch stays",
         )
-    if execution is None and os.environ.get(MODE) == "0":
-        execution = "compile"  # the user chose the newer mode in the vendor's own way
-    execution = choose_execution("hpu", execution, ("lazy", "compile", "eager"))
+    if execution is None:  # the user may have chosen by the vendor's own variable
+        execution = {"0": "compile", "1": "lazy"}.get(os.environ.get(MODE, ""))
+    execution = choose_execution("hpu", execution, _default_executions())
     with _translated():
         return Hpu(execution)

@@ -9,10 +9,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ssdctl.device.base import compile_cache
+from ssdctl.runtime.torch_compat import installed_version
 
+OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch; before, they were an early experiment
 OLDEST_GPU = (7, 0)  # that Triton compiles for
 
 
@@ -44,6 +47,33 @@ def _what_is_missing(gpu: tuple[int, int] | None) -> str | None:
     if gpu is not None and importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     return None
+
+
+def gpu_options() -> dict[str, Any]:
+    """Return inductor's options for a training step on a GPU, as far as this PyTorch has them.
+
+    benchmarks/RESULTS.md says what each changes.
+    """
+    import torch._inductor
+
+    options: dict[str, Any] = {
+        "triton.cudagraphs": True,
+        # Heads with few channels would keep the whole network from channels-last.
+        "force_layout_optimization": True,
+    }
+    if installed_version() >= OLDEST_COMBO_KERNELS:
+        options["combo_kernels"] = True  # independent small kernels in one launch
+    return {k: v for k, v in options.items() if k in torch._inductor.list_options()}
+
+
+def keep_pool_backward() -> None:
+    """Have inductor generate max-pool's backward as a gather.
+
+    Its own decomposition, new in torch 2.15, adds with atomics into an fp32 copy.
+    """
+    from torch._inductor.decomposition import decompositions
+
+    decompositions.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:

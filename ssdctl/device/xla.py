@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssdctl.device.base import Decoder, Module, ParameterGroups, choose_execution, compile_cache
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.device.base import (
+    Decoder,
+    Module,
+    ParameterGroups,
+    capturable_adamw,
+    choose_execution,
+    compile_cache,
+)
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir
 
@@ -27,19 +35,20 @@ class Xla:
     """See `ssdctl.device.base.Device`."""
 
     name = "xla"
-    backend = "cpu:gloo,xla:xla"  # what ranks tell each other beside the gradients needs no graph
+    backend = "cpu:gloo,xla:xla"  # what ranks exchange besides gradients needs no graph
     has_native_bf16 = True
-    precisions: tuple[str, ...] = ("bf16", "fp32")
+    precisions = DEVICE_TYPES["xla"].precisions
+    auto_precision = "bf16"
     execution = "lazy"
     notices: tuple[str, ...] = ()
     is_host = False
     averages_in_backward = False  # one reduction in the step's own graph, not per bucket
     supports_found_inf = False
-    has_sync_bn = False
+    has_sync_bn = DEVICE_TYPES["xla"].has_sync_bn
     decoder: Decoder | None = None
 
     def __init__(self, local_rank: int) -> None:
-        # A learning rate of 0 or 1 would else become part of the graph, and compile it anew.
+        # A learning rate of 0 or 1 would become part of the graph, and compile it again.
         os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")
@@ -50,6 +59,7 @@ class Xla:
             runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             _take_chip(local_rank)
+            _require_one_device(runtime)
         logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)  # of setting it at all
         self._products = ""
         self.set_tf32(False)
@@ -85,10 +95,7 @@ class Xla:
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        # `capturable` keeps its count of steps on the device, where the graph can use it; a rate
-        # that is a tensor is an input of the graph, whatever its value.
-        rate = torch.tensor(lr, device=self.torch_device)
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)
+        return capturable_adamw(groups, lr, betas, self.torch_device)
 
     def register_backend(self) -> None:
         importlib.import_module(f"{PACKAGE}.distributed.xla_backend")
@@ -140,6 +147,23 @@ def _take_chip(local_rank: int) -> None:
         pjrt.initialize_singleprocess()
 
 
+def _require_one_device(runtime: Any) -> None:
+    """See that this process drives one device, since a rank trains on one.
+
+    The process of a TPU v2 or v3 chip owns two cores; the first all-reduce of several ranks would
+    wait for the replicas of the second cores, which nothing runs.
+
+    Raises:
+        UsageError: It drives several.
+    """
+    if (count := runtime.addressable_device_count()) > 1:
+        raise UsageError(
+            f"device xla: each process drives {count} cores here, as on TPU v2 and v3; training on "
+            "several such chips is not supported",
+            hint="--tpus 1 trains on one core of one chip; TPU v4 and later have one core a chip",
+        )
+
+
 def open_xla(local_rank: int, execution: str | None) -> Xla:
     """This process's XLA device.
 
@@ -149,7 +173,7 @@ def open_xla(local_rank: int, execution: str | None) -> Xla:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(
             f"device xla: the package {PACKAGE} is not installed here",
-            hint="pip install 'ssdctl[tpu]', with the torch of the same version (2.9)",
+            hint="pip install 'ssdctl[tpu]', with the torch of the same version",
         )
     choose_execution("xla", execution, ("lazy",))
     try:

@@ -1,4 +1,4 @@
-"""Addresses at which ranks on other machines reach this one. Torch-free."""
+"""Where this machine can be reached by ranks on others. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ import os
 import socket
 import struct
 
-SIOCGIFADDR = 0x8915  # returns an interface's IPv4 address (Linux, netdevice(7))
-OUTSIDE = "192.0.2.1"  # of no machine (RFC 5737): its route is the default route
+SIOCGIFADDR = 0x8915  # asks for an interface's IPv4 address (Linux, netdevice(7))
+ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737): the way to it is the way out
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def own_addresses() -> dict[str, str]:
-    """Return the IPv4 address of each interface that has one."""
-    addresses = {}
+    """The IPv4 address of each interface that has one."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                addresses[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
-    return addresses
+                asked = struct.pack("256s", name.encode()[:15])
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])
+    return found
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names and addresses by which a host list may name this machine, hostname first."""
+    """What a list of hosts may call this machine; the name that others know it by comes first."""
     name = socket.gethostname()
     return (name, name.partition(".")[0], "localhost", *own_addresses().values())
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:
-    """Return the interface at which ranks on other machines reach this one, if gloo needs it.
+    """The interface at which ranks on other machines reach this one, where gloo would not find it.
 
-    gloo listens at the address of the machine's own name; on many that is 127.0.1.1, which other
-    machines cannot reach.
+    gloo listens where the machine's own name leads; on many that is 127.0.1.1, where nobody else
+    can knock.
 
     Args:
         leader: MASTER_ADDR.
-        world_size: Number of ranks.
+        world_size: Ranks in all.
 
     Returns:
-        Its name; None if gloo finds it, or all ranks are on this machine.
+        Its name; None where gloo finds it, or all ranks are here.
     """
     if leader == "localhost" or leader.startswith("127."):
         return None
@@ -49,10 +49,17 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
         return None
     if not _is_loopback(_address_of(socket.gethostname())):
         return None
-    # On the leader itself its name may resolve to the loopback address too.
-    sources = (_address_towards(leader), _address_towards(OUTSIDE))
-    source = next((a for a in sources if a and not _is_loopback(a)), None)
-    return next((name for name, address in own_addresses().items() if address == source), None)
+    reached = address_for_peers(leader)
+    return next((name for name, address in own_addresses().items() if address == reached), None)
+
+
+def address_for_peers(leader: str) -> str | None:
+    """Return the address of this machine that leads to the leader; None if only the loopback does.
+
+    The leader's own name may lead to its loopback: there the address towards other networks counts.
+    """
+    candidates = (_address_towards(leader), _address_towards(ELSEWHERE))
+    return next((a for a in candidates if a and not _is_loopback(a)), None)
 
 
 def _is_loopback(address: str | None) -> bool:
@@ -67,7 +74,7 @@ def _address_of(name: str) -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return the source address of packets to a host; none is sent."""
+    """The address that packets to a host carry as their source; none is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

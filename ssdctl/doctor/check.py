@@ -1,4 +1,4 @@
-"""One line of the doctor's answer, and what must not stand in it."""
+"""One result line of the doctor, and the removal of secrets from it."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import NamedTuple
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 
-class Check(NamedTuple):
-    """One line: `state` is ok, warn or fail; `remedy` says what to do about it."""
+class CheckResult(NamedTuple):
+    """One result: `state` is ok, warn or fail; `remedy` is what to do about it."""
 
     name: str
     state: str
     detail: str
     remedy: str = ""
-    group: str = ""  # the heading that it stands under
+    group: str = ""  # the heading that it is shown under
 
 
-def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> Check:
-    """A thing that is not here: a failure where the config names it, else nothing to mend."""
+def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> CheckResult:
+    """Return the result for something absent: a failure only if the config needs it."""
     if is_wanted:
-        return Check(name, FAIL, detail, remedy)
-    return Check(name, OK, detail)
+        return CheckResult(name, FAIL, detail, remedy)
+    return CheckResult(name, OK, detail)
 
 
-def redacted(checks: Iterable[Check]) -> list[Check]:
-    """The checks without what nobody wants in a public issue: see `without_secrets`."""
+def redacted(checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Return the results without what must not be in a public issue: see `without_secrets`."""
     return [
         check._replace(detail=without_secrets(check.detail), remedy=without_secrets(check.remedy))
         for check in checks
@@ -38,7 +38,7 @@ def redacted(checks: Iterable[Check]) -> list[Check]:
 
 
 def without_secrets(text: str) -> str:
-    """The text without passwords and queries of URLs, the home folder and the user's name.
+    """Return the text without passwords and queries of URLs, the home folder and the user's name.
 
     Paths stay usable in a shell: ~/coco, /scratch/$USER/coco.
     """

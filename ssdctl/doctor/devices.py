@@ -10,49 +10,53 @@ from importlib import metadata
 from typing import Any
 
 from ssdctl.config import Config
-from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
+from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
-from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, Answer, Asker
+from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeOutput, ProbeRunner
 
 CPU_FOR_NOW = "--device cpu trains without"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 
 
-def check_cpu(torch: Future[Answer]) -> list[Check]:
+def check_cpu(torch: Future[ProbeOutput]) -> list[CheckResult]:
     """What torch's probe says of the CPU."""
     return _cpu(torch.result().facts())
 
 
-def check_gpus(config: Config, asker: Asker, pci: Hardware, torch: Future[Answer]) -> list[Check]:
+def check_gpus(
+    config: Config, runner: ProbeRunner, pci: Hardware, torch: Future[ProbeOutput]
+) -> list[CheckResult]:
     """Ask NVIDIA's driver while torch is imported; then what torch sees."""
-    driver = _ask_nvidia(asker)
+    driver = _ask_nvidia(runner)
     return _cuda(torch.result(), driver, pci, config.train.device)
 
 
-def _cpu(facts: dict[str, Any]) -> list[Check]:
+def _cpu(facts: dict[str, Any]) -> list[CheckResult]:
     if "cpu" not in facts:
         return []
     cpu = facts["cpu"]
     native = "bf16 native" if cpu["has_native_bf16"] else "bf16 works but slowly: prefer --fp32"
-    compiles = Check("cpu compile", OK, "torch.compile has its C++ compiler and Python's headers")
+    compiles = CheckResult(
+        "cpu compile", OK, "torch.compile has its C++ compiler and Python's headers"
+    )
     if cpu["compile"]:
         remedy = "apt-get install g++ python3-dev, for --execution compile"
-        compiles = Check("cpu compile", WARN, cpu["compile"][0], remedy)
-    return [Check("cpu", OK, f"{cpu['label']}; fp32, {native}; no fp16"), compiles]
+        compiles = CheckResult("cpu compile", WARN, cpu["compile"][0], remedy)
+    return [CheckResult("cpu", OK, f"{cpu['label']}; fp32, {native}; no fp16"), compiles]
 
 
 # NVIDIA
 
 
-def _ask_nvidia(asker: Asker) -> Answer:
+def _ask_nvidia(runner: ProbeRunner) -> ProbeOutput:
     """The driver's version of each GPU, a line each, by its own tool."""
     if shutil.which("nvidia-smi") is None:
-        return Answer("", "nvidia-smi is not on PATH")
+        return ProbeOutput("", "nvidia-smi is not on PATH")
     argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return asker.ask(argv, DRIVER_S)
+    return runner.run(argv, DRIVER_S)
 
 
-def _cuda(torch: Answer, driver: Answer, pci: Hardware, wanted: str) -> list[Check]:
+def _cuda(torch: ProbeOutput, driver: ProbeOutput, pci: Hardware, wanted: str) -> list[CheckResult]:
     facts = torch.facts()
     versions = sorted(set(driver.out.split())) if not driver.problem else []
     gpus = facts.get("gpus", [])
@@ -76,10 +80,12 @@ def _cuda(torch: Answer, driver: Answer, pci: Hardware, wanted: str) -> list[Che
     if "cuda_build" in facts and facts["cuda_build"] is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
     state = FAIL if wanted == "cuda" else WARN
-    return [Check("cuda", state, f"{seen}, not usable by torch: {reason}; {known}", remedy)]
+    return [CheckResult("cuda", state, f"{seen}, not usable by torch: {reason}; {known}", remedy)]
 
 
-def _found_gpus(gpus: list[dict[str, Any]], facts: dict[str, Any], versions: list[str]) -> Check:
+def _found_gpus(
+    gpus: list[dict[str, Any]], facts: dict[str, Any], versions: list[str]
+) -> CheckResult:
     names = Counter(
         f"{g['name']} ({g['memory_bytes'] / 2**30:.0f} GiB, compute "
         f"{g['capability'][0]}.{g['capability'][1]})"
@@ -90,28 +96,28 @@ def _found_gpus(gpus: list[dict[str, Any]], facts: dict[str, Any], versions: lis
     detail = f"{shown}; torch's CUDA {facts['cuda_build']}{driver}"
     if not all(g["has_kernels"] for g in gpus):
         remedy = f"install a torch built for them (an older one for old cards); {CPU_FOR_NOW}"
-        return Check("cuda", FAIL, f"{detail}; this torch has no kernels for them", remedy)
-    return Check("cuda", OK, detail)
+        return CheckResult("cuda", FAIL, f"{detail}; this torch has no kernels for them", remedy)
+    return CheckResult("cuda", OK, detail)
 
 
-def _gpu_arithmetic(gpus: list[dict[str, Any]], facts: dict[str, Any]) -> list[Check]:
+def _gpu_arithmetic(gpus: list[dict[str, Any]], facts: dict[str, Any]) -> list[CheckResult]:
     least = min(tuple(g["capability"]) for g in gpus)
     detail = "fp32, fp16 and bf16 native"
     if least < NATIVE_BF16:
         detail = "fp32, fp16; no native bf16 below compute 8.0"
     if least < TENSOR_CORES:
-        detail = "fp32; fp16 saves memory alone: no tensor cores below compute 7.0"
-    found = [Check("cuda precision", OK, detail)]
+        detail = "fp32; fp16 only saves memory: no tensor cores below compute 7.0"
+    found = [CheckResult("cuda precision", OK, detail)]
     if facts.get("gpu_compile"):
         remedy = "pip install triton; apt-get install g++ python3-dev"
-        found.append(Check("cuda compile", WARN, facts["gpu_compile"][0], remedy))
+        found.append(CheckResult("cuda compile", WARN, facts["gpu_compile"][0], remedy))
     return found
 
 
 # TPU
 
 
-def check_tpus(config: Config, asker: Asker) -> list[Check]:
+def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     """Whether torch_xla fits torch, and what it sees."""
     wanted = config.train.device
     if importlib.util.find_spec("torch_xla") is None:
@@ -121,18 +127,18 @@ def check_tpus(config: Config, asker: Asker) -> list[Check]:
     shown = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
     if len(set(versions.values())) > 1:
         remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
-        return [Check("tpu", FAIL if wanted == "xla" else WARN, f"{shown}: no match", remedy)]
+        return [CheckResult("tpu", FAIL if wanted == "xla" else WARN, f"{shown}: no match", remedy)]
     code = (
         "import torch_xla.runtime as r; "
         "print(r.global_runtime_device_count(), 'x', r.device_type())"
     )
-    answer = asker.ask_python(code, IMPORT_S)
+    answer = runner.run_python(code, IMPORT_S)
     if answer.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
         state = FAIL if wanted == "xla" else WARN
-        return [Check("tpu", state, f"{shown}: {answer.problem}", remedy)]
+        return [CheckResult("tpu", state, f"{shown}: {answer.problem}", remedy)]
     lines = answer.out.strip().splitlines() or ["?"]
-    return [Check("tpu", OK, f"{lines[-1]}, {shown}; fp32, bf16 native")]
+    return [CheckResult("tpu", OK, f"{lines[-1]}, {shown}; fp32, bf16 native")]
 
 
 def _release(package: str) -> str:

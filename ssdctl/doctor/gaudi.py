@@ -11,41 +11,37 @@ from typing import NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.doctor import hardware
-from ssdctl.doctor.check import FAIL, OK, WARN, Check, absent
+from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
-from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, Asker
+from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeRunner
 
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
-IMAGE = "run in the vendor's PyTorch image for Gaudi, whose torch and bridge belong together"
+IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge belong together"
 GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and its kin; HL-20x is the first Gaudi, HL-3xx the third
 GAUDI2_BATCH = 24
-HUGE_PAGES = 153_600  # of 2 MiB, for a node of eight cards (docs/clusters.md)
-HUGE_PAGES_REMEDY = (
-    f"sudo cp /etc/sysctl.conf /etc/sysctl.conf.bak; set vm.nr_hugepages = {HUGE_PAGES} in "
-    "/etc/sysctl.conf; sudo sysctl -p; after training: sudo mv /etc/sysctl.conf.bak "
-    "/etc/sysctl.conf; sudo sysctl -p. Too few end in 'Error mapping memory'; Kubernetes pods ask "
-    "for hugepages-2Mi instead"
-)
+# Pages of 2 MiB. Voyager's pods get 95,000 MiB for eight cards; the 153,600 pages of Habana's
+# TensorFlow guide also hold that framework's dataset cache, which ssdctl does not have.
+HUGE_PAGES_PER_CARD = 5_937
 
 
 class Driver(NamedTuple):
-    """What the driver's own tool says, or the kernel where the tool does not."""
+    """What the driver's own tool reports, or the kernel if the tool is absent."""
 
     cards: list[str]  # names
     version: str
     problem: str
 
 
-def check_gaudi(config: Config, asker: Asker, pci: Hardware) -> list[Check]:
+def check_gaudi(config: Config, runner: ProbeRunner, pci: Hardware) -> list[CheckResult]:
     """Ask hl-smi, then import the bridge in a process of its own."""
-    driver, bridge = _ask_driver(asker), _bridge_version()
+    driver, bridge = _ask_driver(runner), _bridge_version()
     num_cards = len(driver.cards) or pci.num_gaudi
-    return [*_cards(config, asker, num_cards, driver, bridge), _huge_pages(num_cards)]
+    return [*_cards(config, runner, num_cards, driver, bridge), _huge_pages(num_cards)]
 
 
 def _cards(
-    config: Config, asker: Asker, num_cards: int, driver: Driver, bridge: str | None
-) -> list[Check]:
+    config: Config, runner: ProbeRunner, num_cards: int, driver: Driver, bridge: str | None
+) -> list[CheckResult]:
     wanted = config.train.device
     trouble = FAIL if wanted == "hpu" else WARN
     if not num_cards and bridge is None:
@@ -55,25 +51,25 @@ def _cards(
         if wanted == "auto":  # chosen by the bridge
             trouble, detail = FAIL, f"{detail}; --device auto would choose it and fail"
         remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
-        return [Check("hpu", trouble, detail, remedy)]
+        return [CheckResult("hpu", trouble, detail, remedy)]
     names = Counter(driver.cards) or {"Gaudi": num_cards}
     detail = ", ".join(f"{number} x {name}" for name, number in names.items())
     detail += f", driver {driver.version or 'unknown'}, bridge {bridge or 'absent'}"
     if bridge is None:
-        return [Check("hpu", trouble, detail, IMAGE)]
+        return [CheckResult("hpu", trouble, detail, IMAGE)]
     return [
         _releases(detail, driver, bridge),
-        *_import_bridge(asker, trouble),
-        Check("hpu precision", OK, "fp32, bf16 native; no fp16"),
+        *_import_bridge(runner, trouble),
+        CheckResult("hpu precision", OK, "fp32, bf16 native; no fp16"),
         *_batch(config, driver.cards),
     ]
 
 
-def _ask_driver(asker: Asker) -> Driver:
+def _ask_driver(runner: ProbeRunner) -> Driver:
     loaded = hardware.read(hardware.SYS / "module/habanalabs/version")
     if shutil.which("hl-smi") is None:
         return Driver([], loaded, "hl-smi is not on PATH")
-    answer = asker.ask(["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"], DRIVER_S)
+    answer = runner.run(["hl-smi", "-Q", "name,driver_version", "-f", "csv,noheader"], DRIVER_S)
     if answer.problem:
         return Driver([], loaded, f"hl-smi: {answer.problem}")
     rows = [line.split(",") for line in answer.out.splitlines() if line.count(",") == 1]
@@ -92,16 +88,16 @@ def _bridge_version() -> str | None:
         return "unknown"
 
 
-def _releases(detail: str, driver: Driver, bridge: str) -> Check:
+def _releases(detail: str, driver: Driver, bridge: str) -> CheckResult:
     """Driver and bridge are released together, under one number."""
     has, needs = _release(driver.version), _release(bridge)
     if has and needs and has != needs:
         remedy = f"take the vendor's image of release {has}, or have the driver brought to {needs}"
-        return Check("hpu", WARN, f"{detail}: the releases do not match", remedy)
+        return CheckResult("hpu", WARN, f"{detail}: the releases do not match", remedy)
     if driver.problem:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
-        return Check("hpu", WARN, f"{detail}; {driver.problem}", remedy)
-    return Check("hpu", OK, detail)
+        return CheckResult("hpu", WARN, f"{detail}; {driver.problem}", remedy)
+    return CheckResult("hpu", OK, detail)
 
 
 def _release(version: str) -> str:
@@ -109,14 +105,14 @@ def _release(version: str) -> str:
     return found[0] if found else ""
 
 
-def _import_bridge(asker: Asker, trouble: str) -> list[Check]:
-    answer = asker.ask_python(f"import {BRIDGE}.torch.core", IMPORT_S)
+def _import_bridge(runner: ProbeRunner, trouble: str) -> list[CheckResult]:
+    answer = runner.run_python(f"import {BRIDGE}.torch.core", IMPORT_S)
     if not answer.problem:
         return []
-    return [Check("hpu bridge", trouble, f"cannot be imported: {answer.problem}", IMAGE)]
+    return [CheckResult("hpu bridge", trouble, f"cannot be imported: {answer.problem}", IMAGE)]
 
 
-def _batch(config: Config, cards: list[str]) -> list[Check]:
+def _batch(config: Config, cards: list[str]) -> list[CheckResult]:
     """A hint for Gaudi2; nothing is wrong."""
     size = config.train.batch_size
     if not any(map(GAUDI2.match, cards)) or size == "auto" or size % GAUDI2_BATCH == 0:
@@ -124,15 +120,22 @@ def _batch(config: Config, cards: list[str]) -> list[Check]:
     below = size - size % GAUDI2_BATCH
     hint = " or ".join(f"--bs {n}" for n in (below, below + GAUDI2_BATCH) if n)
     detail = f"{size} a device; Gaudi2 is faster at multiples of {GAUDI2_BATCH}"
-    return [Check("hpu batch", OK, detail, hint)]
+    return [CheckResult("hpu batch", OK, detail, hint)]
 
 
-def _huge_pages(num_cards: int) -> Check:
+def _huge_pages(num_cards: int) -> CheckResult:
     table = hardware.read_table(hardware.PROC / "meminfo")
     pages = int(table.get("HugePages_Total") or 0)
     detail = f"{pages:,} of {table.get('Hugepagesize', '?')}"
     if not num_cards:
-        return Check("huge pages", OK, f"{detail}; not needed without Gaudi cards")
-    if pages < HUGE_PAGES:
-        return Check("huge pages", WARN, f"{detail}, wanted {HUGE_PAGES:,}", HUGE_PAGES_REMEDY)
-    return Check("huge pages", OK, detail)
+        return CheckResult("huge pages", OK, f"{detail}; not needed without Gaudi cards")
+    needed = HUGE_PAGES_PER_CARD * num_cards
+    if pages < needed:
+        remedy = (
+            "sudo cp /etc/sysctl.conf /etc/sysctl.conf.bak; set vm.nr_hugepages = "
+            f"{needed} in /etc/sysctl.conf; sudo sysctl -p; after training: sudo mv "
+            "/etc/sysctl.conf.bak /etc/sysctl.conf; sudo sysctl -p. Too few end in 'Error mapping "
+            f"memory'. Kubernetes pods request hugepages-2Mi={2 * needed}Mi instead"
+        )
+        return CheckResult("huge pages", WARN, f"{detail}, {needed:,} needed", remedy)
+    return CheckResult("huge pages", OK, detail)

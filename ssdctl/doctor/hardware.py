@@ -13,7 +13,7 @@ DISPLAYS = "0x03"  # PCI class of graphics and 3D controllers
 
 
 class Hardware(NamedTuple):
-    """Cards on the PCI bus, whether or not a driver knows them, and adapters for RDMA."""
+    """Cards on the PCI bus, with or without a driver, and adapters for RDMA."""
 
     num_gaudi: int
     num_nvidia: int

@@ -6,56 +6,58 @@ import os
 import resource
 from pathlib import Path
 
-from ssdctl.doctor.check import OK, WARN, Check
+from ssdctl.doctor.check import OK, WARN, CheckResult
 from ssdctl.doctor.hardware import Hardware
 
 SHM = Path("/dev/shm")
-SHM_WANTED = 2**30  # what collectives between the cards of a node take, with room
+SHM_WANTED = 2**30  # what collectives between the cards of a node need, with a margin
 FILES_WANTED = 4096  # shards, connections, logs; a connection or two per rank
 FILES_NEEDED = 1024
 
 
-def check_limits(pci: Hardware) -> list[Check]:
+def check_limits(pci: Hardware) -> list[CheckResult]:
     """Ask the kernel."""
     return [_shared_memory(pci), _locked_memory(pci), _open_files()]
 
 
-def _shared_memory(pci: Hardware) -> Check:
+def _shared_memory(pci: Hardware) -> CheckResult:
     try:
         disk = os.statvfs(SHM)
     except OSError as error:
-        return Check("/dev/shm", WARN, f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm")
+        return CheckResult(
+            "/dev/shm", WARN, f"absent: {error.strerror}", "mount -t tmpfs tmpfs /dev/shm"
+        )
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
     detail = f"{free / 2**30:.1f} GiB free of {size / 2**30:.1f}"
     if free < SHM_WANTED and pci.has_cards:
         remedy = (
-            "cards of a node talk through it: docker run --shm-size=8g; in Kubernetes an emptyDir "
+            "ranks of a node share it: docker run --shm-size=8g; in Kubernetes an emptyDir "
             "with medium Memory on /dev/shm"
         )
-        return Check("/dev/shm", WARN, detail, remedy)
-    return Check("/dev/shm", OK, detail)
+        return CheckResult("/dev/shm", WARN, detail, remedy)
+    return CheckResult("/dev/shm", OK, detail)
 
 
-def _locked_memory(pci: Hardware) -> Check:
+def _locked_memory(pci: Hardware) -> CheckResult:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Check("locked memory", OK, "unlimited")
+        return CheckResult("locked memory", OK, "unlimited")
     detail = f"limit {soft / 2**20:,.1f} MiB"
     if pci.has_rdma or pci.num_gaudi:
         remedy = (
             "RDMA and Gaudi lock their buffers: ulimit -l unlimited; docker run --ulimit "
             "memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK"
         )
-        return Check("locked memory", WARN, detail, remedy)
-    return Check("locked memory", OK, f"{detail}; it matters for RDMA and Gaudi alone")
+        return CheckResult("locked memory", WARN, detail, remedy)
+    return CheckResult("locked memory", OK, f"{detail}; it matters only for RDMA and Gaudi")
 
 
-def _open_files() -> Check:
+def _open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     has_room = hard == resource.RLIM_INFINITY or hard >= FILES_WANTED
     if soft >= FILES_NEEDED:
-        return Check("open files", OK, f"limit {soft:,}")
+        return CheckResult("open files", OK, f"limit {soft:,}")
     remedy = f"ulimit -n {FILES_WANTED if has_room else hard}"
     if not has_room and hard < FILES_NEEDED:
         remedy = f"have the hard limit of {hard:,} raised (nofile in /etc/security/limits.conf)"
-    return Check("open files", WARN, f"limit {soft:,}", remedy)
+    return CheckResult("open files", WARN, f"limit {soft:,}", remedy)

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ssdctl.doctor import hardware
-from ssdctl.doctor.check import OK, WARN, Check
+from ssdctl.doctor.check import OK, WARN, CheckResult
 from ssdctl.launch.node import read_node
 
 LITTLE_MEMORY = 4 * 2**30
 
 
-def check_machine() -> list[Check]:
+def check_machine() -> list[CheckResult]:
     """Read the kernel's tables."""
     return [_cores(), _memory()]
 
 
-def _cores() -> Check:
+def _cores() -> CheckResult:
     usable = len(os.sched_getaffinity(0))
     node = read_node(hardware.SYS / "devices/system/cpu")
     numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
@@ -34,11 +34,11 @@ def _cores() -> Check:
             f"threads beyond it are halted: --workers {whole}, OMP_NUM_THREADS={whole}; or give "
             "the container more"
         )
-        return Check("cores", WARN, f"{detail}; the cgroup grants {quota:g}", remedy)
-    return Check("cores", OK, detail)
+        return CheckResult("cores", WARN, f"{detail}; the cgroup grants {quota:g}", remedy)
+    return CheckResult("cores", OK, detail)
 
 
-def _memory() -> Check:
+def _memory() -> CheckResult:
     table = hardware.read_table(hardware.PROC / "meminfo")
     total, available = (_kilobytes(table, name) for name in ("MemTotal", "MemAvailable"))
     limit = _memory_limit()
@@ -48,8 +48,8 @@ def _memory() -> Check:
         available = min(available, limit)
     if available < LITTLE_MEMORY:
         remedy = "end other programs or raise the limit; a smaller --bs needs less"
-        return Check("memory", WARN, detail, remedy)
-    return Check("memory", OK, detail)
+        return CheckResult("memory", WARN, detail, remedy)
+    return CheckResult("memory", OK, detail)
 
 
 def _kilobytes(table: dict[str, str], name: str) -> int:

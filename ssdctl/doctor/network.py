@@ -12,7 +12,7 @@ from functools import partial
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.doctor.check import FAIL, OK, Check
+from ssdctl.doctor.check import FAIL, OK, CheckResult
 from ssdctl.download.backbone_weights import weights_of
 from ssdctl.download.fetch import open_session
 from ssdctl.download.http_response import NotFound
@@ -27,7 +27,7 @@ CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
 
 
-def check_network(config: Config) -> list[Check]:
+def check_network(config: Config) -> list[CheckResult]:
     """Ask for all files at once."""
     files = dict(COCO2017)
     name = weights_of(config.model)
@@ -41,7 +41,7 @@ def check_network(config: Config) -> list[Check]:
     return [_proxies(), *(answer.result() for answer in asked)]
 
 
-def _proxies() -> Check:
+def _proxies() -> CheckResult:
     """The variables that requests reads; passwords go with all other secrets."""
     known = {
         name: value
@@ -49,7 +49,7 @@ def _proxies() -> Check:
         if (value := os.environ.get(name.lower()) or os.environ.get(name))
     }
     shown = ", ".join(f"{name}={_without_user(value)}" for name, value in known.items())
-    return Check("proxies", OK, shown or "none set")
+    return CheckResult("proxies", OK, shown or "none set")
 
 
 def _without_user(value: str) -> str:
@@ -59,20 +59,20 @@ def _without_user(value: str) -> str:
     return f"{scheme}***@{host}" if at else value
 
 
-def _ask(part: str, file: PinnedFile, mirror: str | None) -> Check:
+def _ask(part: str, file: PinnedFile, mirror: str | None) -> CheckResult:
     """Whether a file is to be had, of the size that is pinned."""
     start = time.perf_counter()
     try:
         url, num_bytes = _length(file, mirror)
     except SsdctlError as error:
-        return Check(part, FAIL, str(error), error.hint or REMEDY)
+        return CheckResult(part, FAIL, str(error), error.hint or REMEDY)
     host = urlsplit(url).netloc.rpartition("@")[2]
     if file.bytes is not None and num_bytes != file.bytes:
         detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
-        return Check(part, FAIL, detail, "another file lies there: try --mirror")
+        return CheckResult(part, FAIL, detail, "the file there is another one: try --mirror")
     spent = time.perf_counter() - start
     detail = f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s"
-    return Check(part, OK, detail)
+    return CheckResult(part, OK, detail)
 
 
 def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from ssdctl.doctor.check import FAIL, OK, WARN, Check
+from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 
 STATE_WIDTH = 4
 NARROW = 60  # below, the details get lines of their own
@@ -14,7 +14,9 @@ STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
 Paint = Callable[[str, str], str]
 
 
-def to_text(checks: Sequence[Check], width: int, paint: Paint = lambda text, style: text) -> str:
+def to_text(
+    checks: Sequence[CheckResult], width: int, paint: Paint = lambda text, style: text
+) -> str:
     """The checks under their headings, and the counts.
 
     Args:
@@ -32,13 +34,13 @@ def to_text(checks: Sequence[Check], width: int, paint: Paint = lambda text, sty
     return "\n".join([*lines, counts(checks)])
 
 
-def counts(checks: Sequence[Check]) -> str:
+def counts(checks: Sequence[CheckResult]) -> str:
     """`23 ok, 3 warnings, 0 failures`."""
     good, odd, bad = (sum(check.state == state for check in checks) for state in (OK, WARN, FAIL))
     return f"{good} ok, {odd} warning{'s' * (odd != 1)}, {bad} failure{'s' * (bad != 1)}"
 
 
-def _lines(check: Check, names: int, width: int, paint: Paint) -> list[str]:
+def _lines(check: CheckResult, names: int, width: int, paint: Paint) -> list[str]:
     state = paint(f"{check.state:<{STATE_WIDTH}}", STYLES[check.state])
     is_narrow = width < NARROW
     indent = 2 + STATE_WIDTH + 2

@@ -1,6 +1,6 @@
 """Whether it really works: the disk's rate, two ranks that add up, a training step.
 
-One after the other, so that each is timed alone.
+One after the other, so that they do not slow each other down.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import msgspec
 
 from ssdctl.config import Config
 from ssdctl.data.dataset import dataset_folders
-from ssdctl.doctor.check import FAIL, OK, WARN, Check
+from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.data import nearest_folder
-from ssdctl.doctor.subprocess_probe import Answer, Asker
+from ssdctl.doctor.subprocess_probe import ProbeOutput, ProbeRunner
 from ssdctl.files import free_bytes
 from ssdctl.launch.run import free_port
 from ssdctl.runtime.background import run_in_daemon_thread
@@ -29,46 +29,50 @@ JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def self_test(config: Config, asker: Asker, say: Callable[[str], None]) -> list[Check]:
+def self_test(config: Config, runner: ProbeRunner, say: Callable[[str], None]) -> list[CheckResult]:
     """Run the three tests.
 
     Args:
         config: Names the data folder and the device (`auto` unless the user chose).
-        asker: Runs them.
+        runner: Runs them.
         say: Told what goes on, since it takes a while.
     """
     say("self-test: the disk's rate at the data folder")
-    found = [_disk(config, asker)]
+    found = [_disk(config, runner)]
     say("self-test: two ranks add up a tensor")
-    found.append(_ranks(asker))
+    found.append(_ranks(runner))
     say(f"self-test: a training step on --device {config.train.device}")
-    return [*found, _step(config, asker)]
+    return [*found, _step(config, runner)]
 
 
-def _disk(config: Config, asker: Asker) -> Check:
+def _disk(config: Config, runner: ProbeRunner) -> CheckResult:
     _, store = dataset_folders(config.data)
     folder = nearest_folder(store)
     if free_bytes(folder) < DISK_NEEDS:
-        return Check("disk rate", WARN, f"{folder}: too full to write 64 MB", "free some space")
-    answer = asker.ask_probe("disk", DISK_S, str(folder))
+        return CheckResult(
+            "disk rate", WARN, f"{folder}: too full to write 64 MB", "free some space"
+        )
+    answer = runner.run_probe("disk", DISK_S, str(folder))
     rates = answer.facts()
     if "write" not in rates:
         remedy = "reading suffices for --data; give --store DIR and --out RUN elsewhere"
-        return Check("disk rate", WARN, f"{folder}: {answer.problem}", remedy)
+        return CheckResult("disk rate", WARN, f"{folder}: {answer.problem}", remedy)
     detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
     if answer.problem or "read" not in rates:
-        return Check("disk rate", WARN, f"{detail}, read: {answer.problem}", "see the disk's log")
+        return CheckResult(
+            "disk rate", WARN, f"{detail}, read: {answer.problem}", "see the disk's log"
+        )
     images = rates["read"] / IMAGE_BYTES
     detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
     if rates["read"] < SLOW_DISK:
         remedy = "copy the data to a local disk, or shrink the store: ssdctl prepare --shrink 512"
-        return Check("disk rate", WARN, detail, remedy)
-    return Check("disk rate", OK, detail)
+        return CheckResult("disk rate", WARN, detail, remedy)
+    return CheckResult("disk rate", OK, detail)
 
 
-def _ranks(asker: Asker) -> Check:
+def _ranks(runner: ProbeRunner) -> CheckResult:
     start = time.perf_counter()
-    answers = [answer.result() for answer in _start_ranks(asker, free_port())]
+    answers = [answer.result() for answer in _start_ranks(runner, free_port())]
     spent = time.perf_counter() - start
     problems = [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]
     if problems:
@@ -76,25 +80,25 @@ def _ranks(asker: Asker) -> Check:
             "the machine's own name must resolve (/etc/hosts) and loopback be open; "
             "GLOO_SOCKET_IFNAME=lo keeps gloo on it"
         )
-        return Check("all-reduce", FAIL, "; ".join(problems), remedy)
+        return CheckResult("all-reduce", FAIL, "; ".join(problems), remedy)
     facts = answers[0].facts()
     detail = (
         f"two ranks over gloo: {facts['bytes'] / 1e6:.0f} MB in "
         f"{1000 * facts['all_reduce_s']:.1f} ms; {spent:.1f} s in all"
     )
-    return Check("all-reduce", OK, detail)
+    return CheckResult("all-reduce", OK, detail)
 
 
-def _start_ranks(asker: Asker, port: int) -> list[Future[Answer]]:
-    """Two ranks of their own, even inside a job whose variables say otherwise."""
+def _start_ranks(runner: ProbeRunner, port: int) -> list[Future[ProbeOutput]]:
+    """Return the variables of two ranks, without those of a job that this process belongs to."""
     clean = _without_job()
 
-    def start(rank: int) -> Future[Answer]:
+    def start(rank: int) -> Future[ProbeOutput]:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment = {**clean, **own, **where}
         return run_in_daemon_thread(
-            lambda: asker.ask_probe("ranks", RANKS_S, environment=environment)
+            lambda: runner.run_probe("ranks", RANKS_S, environment=environment)
         )
 
     return [start(0), start(1)]
@@ -108,10 +112,10 @@ def _without_job() -> dict[str, str]:
     }
 
 
-def _step(config: Config, asker: Asker) -> Check:
+def _step(config: Config, runner: ProbeRunner) -> CheckResult:
     start = time.perf_counter()
     text = msgspec.json.encode(config).decode()
-    answer = asker.ask_probe("step", STEP_S, text=text, environment=_without_job())
+    answer = runner.run_probe("step", STEP_S, text=text, environment=_without_job())
     facts = answer.facts()
     where = f"--device {config.train.device}"
     if "device" in facts:
@@ -119,10 +123,10 @@ def _step(config: Config, asker: Asker) -> Check:
         where += f" is {facts['device']}: {facts['label']}, {how}"
     if answer.problem or "loss" not in facts:
         remedy = "the devices above say what is missing; --device cpu shows whether it is the card"
-        return Check("train step", FAIL, f"{where}: {answer.problem}", remedy)
+        return CheckResult("train step", FAIL, f"{where}: {answer.problem}", remedy)
     spent = time.perf_counter() - start
     detail = (
         f"{where}; ResNet-18, 1 image: first {facts['first_s']:.1f} s, then "
         f"{facts['step_s']:.2f} s; {spent:.1f} s in all"
     )
-    return Check("train step", OK, detail)
+    return CheckResult("train step", OK, detail)

@@ -18,7 +18,7 @@ IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file syst
 DYING_S = 2.0  # a process that a driver holds in the kernel cannot even be killed
 
 
-class Answer(NamedTuple):
+class ProbeOutput(NamedTuple):
     """What a program said."""
 
     out: str
@@ -34,7 +34,7 @@ class Answer(NamedTuple):
         return found
 
 
-class Asker:
+class ProbeRunner:
     """Runs programs; ends those that run too long, and with `stop` all of them."""
 
     def __init__(self) -> None:
@@ -42,13 +42,13 @@ class Asker:
         self._lock = threading.Lock()
         self._is_over = False
 
-    def ask(
+    def run(
         self,
         argv: Sequence[str],
         timeout_s: float,
         text: str = "",
         environment: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> ProbeOutput:
         """Run a program to its end.
 
         Args:
@@ -60,7 +60,7 @@ class Asker:
         try:
             process = self._start(argv, environment)
         except OSError as error:
-            return Answer("", f"cannot be run: {error.strerror}")
+            return ProbeOutput("", f"cannot be run: {error.strerror}")
         is_late = False
         try:
             out, said = process.communicate(text, timeout=timeout_s)
@@ -71,27 +71,27 @@ class Asker:
             with self._lock:
                 self._running.discard(process)
         if is_late:
-            return Answer(out, f"no answer within {timeout_s:g} s")
+            return ProbeOutput(out, f"no answer within {timeout_s:g} s")
         if process.returncode:
-            return Answer(out, _reason(process.returncode, said, out))
-        return Answer(out)
+            return ProbeOutput(out, _reason(process.returncode, said, out))
+        return ProbeOutput(out)
 
-    def ask_python(self, code: str, timeout_s: float) -> Answer:
+    def run_python(self, code: str, timeout_s: float) -> ProbeOutput:
         """Run some Python."""
-        return self.ask([sys.executable, "-W", "ignore", "-c", code], timeout_s)
+        return self.run([sys.executable, "-W", "ignore", "-c", code], timeout_s)
 
-    def ask_probe(
+    def run_probe(
         self,
         name: str,
         timeout_s: float,
         *arguments: str,
         text: str = "",
         environment: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> ProbeOutput:
         """Run one of this package's probes."""
         module = f"{__package__}.{name}_probe"
         argv = [sys.executable, "-W", "ignore", "-m", module, *arguments]
-        return self.ask(argv, timeout_s, text, environment)
+        return self.run(argv, timeout_s, text, environment)
 
     def _start(
         self, argv: Sequence[str], environment: Mapping[str, str] | None

@@ -1,8 +1,8 @@
-"""Unpack a zip archive that nobody vouches for: inside one folder, bounded, whole or not at all.
+"""Extract an untrusted zip safely, atomically and with size limits.
 
-Everything that can be judged by the archive's directory is judged before a byte is written. The
-content goes to a temporary folder beside its place (`.NAME.unpacking`), CRCs are checked on the
-way, and only then are the top-level folders renamed into place.
+Everything that the archive's directory states is checked before a byte is written. The content is
+written to a temporary folder next to its destination (`.NAME.unpacking`), CRCs are checked while
+reading, and only then are the top-level folders renamed to the destination.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100  # content to archive; JSON takes 10, JPEG 1, a bomb 1000 and more
 MAX_NAME_BYTES = 255  # of one component, on any file system of ours
 MAX_PATH_BYTES = 1024
-RECORDS_DIR = ".ssdctl"  # download's notes in the dataset folder: no archive's business
+RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive may write there
 
 
 class Entry(NamedTuple):
@@ -48,13 +48,13 @@ def unpack(
 ) -> list[Entry]:
     """Unpack `archive` into `dest`, replacing files of the same names.
 
-    A top-level folder that `dest` lacks appears whole, by one rename; into one that exists, the
-    files go one by one (`annotations/` of several archives). The caller keeps others away.
+    A top-level folder that `dest` does not have is published by one rename; into one that exists,
+    the files are moved one by one (`annotations/` of several archives). The caller holds a lock.
 
     Args:
         archive: A zip, stored or deflated.
-        dest: Created where absent.
-        num_files: How many files it must hold, where that is known.
+        dest: Created if it does not exist.
+        num_files: How many files it must contain; None if unknown.
         report: Gets the progress in bytes.
 
     Raises:
@@ -66,11 +66,11 @@ def unpack(
     _remove(temporary)
     try:
         with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
-            infos = _judged(opened, archive)
+            infos = _checked_entries(opened, archive)
             entries = [Entry(i.filename, i.file_size, i.CRC) for i in infos if not i.is_dir()]
             if num_files is not None and len(entries) != num_files:
                 raise IntegrityError(
-                    f"{archive} holds {len(entries):,} files, {num_files:,} were expected"
+                    f"{archive} contains {len(entries):,} files, {num_files:,} were expected"
                 )
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
@@ -82,23 +82,23 @@ def unpack(
 
 
 def content_bytes(archive: Path) -> int:
-    """What the content will take, by the archive's directory.
+    """Return the size of the content in bytes, by the archive's directory.
 
     Raises:
         IntegrityError: As `unpack`.
     """
     with _broken_zip(archive), zipfile.ZipFile(archive) as opened:
-        return sum(info.file_size for info in _judged(opened, archive))
+        return sum(info.file_size for info in _checked_entries(opened, archive))
 
 
 def temporary_dir(archive: Path, dest: Path) -> Path:
-    """Where the content lies until it is whole."""
+    """Return the folder that holds the content until it is complete."""
     return dest / f".{archive.name}.unpacking"
 
 
 @contextlib.contextmanager
 def _broken_zip(archive: Path) -> Iterator[None]:
-    """Turn what zipfile and zlib raise on a broken archive into an `IntegrityError`."""
+    """Convert the errors of zipfile and zlib on a broken archive to an `IntegrityError`."""
     try:
         yield
     except FileNotFoundError:
@@ -108,7 +108,7 @@ def _broken_zip(archive: Path) -> Iterator[None]:
         zlib.error,
         struct.error,
         EOFError,
-        ValueError,  # a seek before the start, an impossible date, a name that is no UTF-8
+        ValueError,  # a seek before the start, an impossible date, a name that is not UTF-8
         NotImplementedError,
         RuntimeError,  # an encrypted entry
         OverflowError,
@@ -124,8 +124,8 @@ def _broken_zip(archive: Path) -> Iterator[None]:
         raise IntegrityError(f"{archive}: broken archive: {error}") from error
 
 
-def _judged(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
-    """The archive's entries, if all of them are harmless."""
+def _checked_entries(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
+    """Return the archive's entries if all of them are safe."""
     infos = opened.infolist()
     archive_bytes = archive.stat().st_size
     if len(infos) > MAX_ENTRIES:
@@ -135,17 +135,17 @@ def _judged(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
     for info in infos:
         _check_entry(info, archive)
         path = info.filename.rstrip("/")
-        # Every name that is a folder: the entry's parents, and itself where it is one.
+        # Every name that is a folder: the entry's parents, and the entry itself if it is one.
         parents = path.split("/")[:-1]
         folders.update("/".join(parents[: i + 1]) for i in range(len(parents)))
         if info.is_dir():
             folders.add(path)
         elif path in files:
-            raise IntegrityError(f"{archive}: {path!r} is there twice")
+            raise IntegrityError(f"{archive}: {path!r} occurs twice")
         else:
             files.add(path)
     if not files:
-        raise IntegrityError(f"{archive} holds no files")
+        raise IntegrityError(f"{archive} contains no files")
     if both := files & folders:
         raise IntegrityError(f"{archive}: {min(both)!r} is a file and a folder")
     packed = sum(info.compress_size for info in infos)
@@ -162,10 +162,10 @@ def _judged(opened: zipfile.ZipFile, archive: Path) -> list[zipfile.ZipInfo]:
 def _check_entry(info: zipfile.ZipInfo, archive: Path) -> None:
     name = info.orig_filename  # zipfile's own is cut at a NUL
     if name != info.filename or name.startswith("/") or "\\" in name:
-        raise IntegrityError(f"{archive}: {name!r} is no plain path")
+        raise IntegrityError(f"{archive}: {name!r} is not a plain path")
     parts = name.rstrip("/").split("/")
     if any(part in ("", ".", "..") for part in parts) or parts[0] == RECORDS_DIR:
-        raise IntegrityError(f"{archive}: {name!r} is no plain path")
+        raise IntegrityError(f"{archive}: {name!r} is not a plain path")
     sizes = [len(part.encode(errors="surrogateescape")) for part in parts]
     if max(sizes) > MAX_NAME_BYTES or sum(sizes) > MAX_PATH_BYTES:
         raise IntegrityError(f"{archive}: the name {name[:60]!r}... is too long")
@@ -179,7 +179,7 @@ def _check_entry(info: zipfile.ZipInfo, archive: Path) -> None:
     if info.is_dir() and info.file_size:
         raise IntegrityError(f"{archive}: the folder {name!r} has content")
     if info.compress_type == zipfile.ZIP_STORED and info.file_size != info.compress_size:
-        raise IntegrityError(f"{archive}: {name!r} lies about its size")
+        raise IntegrityError(f"{archive}: {name!r} has another size than it declares")
 
 
 def _extract(
@@ -192,14 +192,14 @@ def _extract(
     """Write the entries below `folder`; no entry gets more bytes than it declared."""
     total = sum(info.file_size for info in infos)
     done = 0
-    made: set[Path] = set()
+    created: set[Path] = set()
     for info in infos:
         target = safe_join(folder, info.filename)
         parent = target if info.is_dir() else target.parent
         with disk_errors(target, "unpacking"):
-            if parent not in made:
+            if parent not in created:
                 parent.mkdir(parents=True, exist_ok=True)
-                made.add(parent)
+                created.add(parent)
             if info.is_dir():
                 continue
             with opened.open(info) as stream, target.open("xb") as file:
@@ -212,11 +212,13 @@ def _extract(
                     done += len(data)
                     report(label, done, total)
         if left:
-            raise IntegrityError(f"{opened.filename}: {info.filename!r} lies about its size")
+            raise IntegrityError(
+                f"{opened.filename}: {info.filename!r} has another size than it declares"
+            )
 
 
 def _publish(temporary: Path, dest: Path) -> None:
-    """Move what lies in `temporary` to `dest`, each top-level folder in one step if it is new."""
+    """Move the content of `temporary` to `dest`, each new top-level folder by one rename."""
     with disk_errors(dest, "writing"):
         for item in sorted(temporary.iterdir()):
             target = dest / item.name
@@ -228,16 +230,19 @@ def _publish(temporary: Path, dest: Path) -> None:
 
 def _merge(source: Path, target: Path) -> None:
     for folder, folders, files in os.walk(source):
-        there = target / Path(folder).relative_to(source)
+        destination = target / Path(folder).relative_to(source)
         for name in folders:
-            (there / name).mkdir(exist_ok=True)
+            (destination / name).mkdir(exist_ok=True)
         for name in files:
             try:
-                (Path(folder) / name).replace(there / name)
+                (Path(folder) / name).replace(destination / name)
             except OSError as error:
                 if error.errno != errno.EXDEV:  # `target` may be a link to another disk
                     raise
-                with (Path(folder) / name).open("rb") as old, atomic_write(there / name) as new:
+                with (
+                    (Path(folder) / name).open("rb") as old,
+                    atomic_write(destination / name) as new,
+                ):
                     shutil.copyfileobj(old, new, CHUNK_BYTES)
 
 

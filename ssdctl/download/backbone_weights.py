@@ -17,7 +17,7 @@ DEFAULT_CONNECTIONS = 4
 
 
 def cache_dir() -> Path:
-    """Where torch.hub keeps checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
+    """Return the folder of torch.hub's checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
     `~/.cache/torch` ($XDG_CACHE_HOME honoured)."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
@@ -36,7 +36,7 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """The file of the weights called `name` if it lies in `dest` (default: the cache), intact.
+    """Return the file of the weights called `name` if it is in `dest` (default: the cache), intact.
 
     Raises:
         UsageError: No weights are called so.
@@ -56,15 +56,14 @@ def fetch_weights(
     report: Report = no_report,
     say: Callable[[str], None] | None = None,
 ) -> Path:
-    """Make sure that the weights called `name` lie in `dest` (default: the cache); return where.
+    """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
-    Without network it works where the file is there already. `say` hears of a fetch, and of
-    nothing else.
+    Without network it works if the file exists already. `say` is called only if it is fetched.
 
     Raises:
         UsageError: No weights are called so.
-        NetworkError: They cannot be fetched; the hint says which file to put where.
-        IntegrityError: What the server has is something else.
+        NetworkError: They cannot be fetched; the hint names the file and its folder.
+        IntegrityError: The server's file is another one.
         DiskError: No space or no permission.
     """
     file = weights_named(name).file

@@ -1,4 +1,4 @@
-"""Get a dataset's files and unpack them: what `ssdctl download` does.
+"""Fetch a dataset's files and unpack them, for `ssdctl download`.
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
 what it held (path, size, CRC). So a second run knows what is done without the archive, and
@@ -35,7 +35,7 @@ READ_BYTES = 1024 * 1024
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What an archive held when it was unpacked."""
+    """The content of an archive when it was unpacked."""
 
     name: str
     sha256: str
@@ -104,7 +104,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
-    """Fetch and unpack one archive, unless its content lies there."""
+    """Fetch and unpack one archive, unless its content is complete."""
     record_path = _record_path(dest, file)
     archive = safe_join(dest, file.name)
     with claim(record_path):
@@ -116,7 +116,7 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
             content = content_bytes(archive)
             check_space(dest, content, f"unpacking {file.name}")
             entries = unpack(archive, dest, num_files=file.num_files, report=how.report)
-            os.sync()  # 118,287 files: one call, before the record that vouches for them
+            os.sync()  # 118,287 files: one call, before the record that lists them
             record = Record(file.name, file.sha256, entries)
             write_bytes(record_path, msgspec.json.encode(record))
         if not keep_archives:  # also what a run left that died between unpacking and here
@@ -126,9 +126,9 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
 
 
 def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -> int:
-    """The most space that the download will take beyond what it has, archives and content.
+    """Return how many more bytes the download needs at most, archives and content.
 
-    The content of an archive that nobody described is taken for as large as the archive.
+    The content of an archive of unknown size is assumed to be as large as the archive.
     """
     kept = most = 0
     for file in files:
@@ -145,7 +145,7 @@ def needed_bytes(files: Sequence[PinnedFile], dest: Path, keep_archives: bool) -
 
 
 def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[dict[str, Any]]:
-    """What a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
+    """Return what a download would do, without network: `name`, `url`, `bytes`, `sha256`, `state`
     (`present` or `missing`) and `unpack` of each file."""
     planned = []
     for file in files:
@@ -170,7 +170,7 @@ def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[di
 def verify(
     files: Sequence[PinnedFile], dest: Path, report: Report = no_report
 ) -> list[dict[str, Any]]:
-    """Check what lies in `dest` byte by byte, without network.
+    """Check the files in `dest` byte by byte, without network.
 
     The record of an archive whose content is broken is dropped, so that the next download gets
     it again.
@@ -202,7 +202,7 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 
 
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
-    """What is known of an archive that was unpacked here, if it is the pinned one."""
+    """Return the record of an archive that was unpacked here, if it is the pinned one."""
     try:
         record = msgspec.json.decode(_record_path(dest, file).read_bytes(), type=Record)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -211,7 +211,7 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
-    """The same, if each of its files lies there in its size: a look at each, no byte read."""
+    """Return the same, if each of its files exists with its size; no file is read."""
     record = _read_record(dest, file)
     for entry in record.entries if record is not None else ():
         try:

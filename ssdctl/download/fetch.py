@@ -1,10 +1,10 @@
-"""Fetch one pinned file: resumable, verified, published whole or not at all.
+"""Fetch one pinned file: resumable, verified and published atomically.
 
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
-Beside the target lie, while it arrives, `a.zip.part`, `a.zip.part.state` and `a.zip.lock`; a file
-with the wrong hash stays as `a.zip.corrupt` for a look at it. Proxies and CA bundles are those of
-the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
+During the download, `a.zip.part`, `a.zip.part.state` and `a.zip.lock` are next to the target; a
+file with the wrong hash is kept as `a.zip.corrupt` for inspection. Proxies and CA bundles are those
+of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEFAULT_PATIENCE = Patience()
 
 
 def no_report(label: str, done: int, total: int) -> None:
-    """Progress for nobody."""
+    """Ignore the progress."""
 
 
 def fetch(
@@ -45,24 +45,24 @@ def fetch(
     patience: Patience = DEFAULT_PATIENCE,
     report: Report = no_report,
 ) -> Path:
-    """Make sure that `file` lies in `folder`, whole and verified; return where.
+    """Make sure that `file` is in `folder`, complete and verified; return its path.
 
     Args:
         file: What to fetch, with its pins.
-        folder: Created where absent.
+        folder: Created if it does not exist.
         mirror: Base URL to fetch from instead.
-        connections: How many at once, where the server gives ranges.
+        connections: How many at once, if the server supports ranges.
         patience: Timeouts and retries.
-        report: Gets (what is done, bytes done, bytes in all) a few times a second.
+        report: Called with (label, bytes done, bytes in total) a few times a second.
 
     Raises:
-        NetworkError: No answer, a refusal, a stall. What arrived is kept for the next call.
-        IntegrityError: What the server has is not the pinned file.
+        NetworkError: No answer, a refusal, a stall. The received bytes are kept for the next call.
+        IntegrityError: The server's file is not the pinned one.
         DiskError: No space (seen before the first byte) or no permission.
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    if not _left_over(target) and is_whole(target, file, report):
+    if not _has_leftovers(target) and is_whole(target, file, report):
         return target  # without a lock: the folder may be read-only
     with claim(target):
         if is_whole(target, file, report):
@@ -89,10 +89,10 @@ def _lock_path(target: Path) -> Path:
     return target.with_name(target.name + ".lock")
 
 
-def _left_over(target: Path) -> bool:
-    """Whether a download that died, or one that goes on, left something that we may remove."""
-    beside = [*part_paths(target), _lock_path(target)]
-    return any(path.exists() for path in beside) and os.access(target.parent, os.W_OK)
+def _has_leftovers(target: Path) -> bool:
+    """Whether an interrupted or a running download has files here that we may remove."""
+    leftovers = [*part_paths(target), _lock_path(target)]
+    return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
 
 
 def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
@@ -120,7 +120,7 @@ def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
 
 
 def missing_bytes(target: Path, num_bytes: int) -> int:
-    """How much more space the download of `target` will take."""
+    """Return how many more bytes the download of `target` will take on the disk."""
     try:
         allocated = part_paths(target)[0].stat().st_blocks * 512
     except OSError:
@@ -129,10 +129,10 @@ def missing_bytes(target: Path, num_bytes: int) -> int:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Refuse before the first byte what would not fit.
+    """Check before the first byte that there is enough disk space.
 
     Raises:
-        DiskError: There is less than `needed` bytes (and a little) free.
+        DiskError: Less than `needed` bytes and a reserve are free.
     """
     free = free_bytes(folder.absolute())
     if needed and free < needed + SPARE_BYTES:
@@ -154,6 +154,7 @@ class _Session(requests.Session):
         if target is not None and urlsplit(resp.url).scheme == "https":
             destination = urljoin(resp.url, target)
             if urlsplit(destination).scheme == "http":
+                resp.close()
                 raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
         return target
 
@@ -162,7 +163,7 @@ def open_session(connections: int) -> requests.Session:
     """Open a session that follows redirects to http(s) only, through the environment's proxies."""
     session = _Session()
     session.max_redirects = MAX_REDIRECTS
-    for scheme in ("http://", "https://"):  # no other adapter: no redirect leads elsewhere
+    for scheme in ("http://", "https://"):  # without other adapters, no redirect leads elsewhere
         session.mount(scheme, HTTPAdapter(pool_maxsize=max(connections, 1), max_retries=0))
     return session
 
@@ -180,7 +181,7 @@ def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
             if digest.startswith(file.sha256):
                 part.publish(target)
                 return
-            # Bytes of an earlier run may be another server's, or lost in a power cut: once more.
+            # Bytes of an earlier run may be from another server, or lost in a power cut: try again.
             if not old:
                 break
             part.reset("")
@@ -200,5 +201,5 @@ def _quarantined(target: Path, file: PinnedFile, digest: str, url: str) -> Integ
     return IntegrityError(
         f"{file.name} from {redact_url(url)}: its SHA-256 is {digest}, pinned is {file.sha256}; "
         f"kept as {corrupt}",
-        hint="run it again; if the same hash comes back, the source is another file: try --mirror",
+        hint="run it again; if the hash is the same, the source has another file: try --mirror",
     )

@@ -1,4 +1,4 @@
-"""What an HTTP reply means for a pinned file: which bytes it brings, or why it is refused."""
+"""Check an HTTP response for a pinned file: which bytes it contains, or why it is refused."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ssdctl.errors import IntegrityError, NetworkError
 from ssdctl.runtime.redact import redact_url, redact_urls
 
 BUSY = (429, 503)
-PASSING = (408, 500, 502, 504)
-ABSENT = (403, 404, 410)  # S3 says 403 for what it does not have
+TEMPORARY = (408, 500, 502, 504)
+ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
 
 
 class RetryableError(Exception):
-    """The server cannot answer now. `wait_s` is the wait it asks for, if it does."""
+    """The server cannot answer now. `wait_s` is the delay that it requests, if any."""
 
     def __init__(self, message: str, wait_s: float | None = None) -> None:
         super().__init__(message)
         self.wait_s = wait_s
 
 
-class RestartDownload(Exception):  # noqa: N818 - as above
-    """The bytes that arrived belong to another file, or ranges do not work here."""
+class RestartDownload(Exception):  # noqa: N818 - not an error for the user
+    """The received bytes belong to another file, or ranges do not work on this server."""
 
     def __init__(self, validator: str, *, ranges: bool = True) -> None:
         super().__init__(validator)
@@ -34,22 +34,22 @@ class RestartDownload(Exception):  # noqa: N818 - as above
         self.ranges = ranges
 
 
-class NotFound(NetworkError):  # noqa: N818 - as above
-    """The server has no such file, or does not give it to us."""
+class NotFound(NetworkError):  # noqa: N818 - not an error for the user
+    """The server does not have the file, or denies access to it."""
 
 
 def request_headers(wanted: range | None, known_validator: str) -> dict[str, str]:
-    """The headers that ask for `wanted` (None: all of it), if the file is still the known one."""
+    """Return the headers that request `wanted` (None: all) of the known version."""
     headers = {"Accept-Encoding": "identity", "User-Agent": f"ssdctl/{__version__}"}
     if wanted is not None:
         headers["Range"] = f"bytes={wanted.start}-{wanted.stop - 1}"
-        if known_validator.startswith('"'):  # a strong ETag; If-Range takes no weak one
+        if known_validator.startswith('"'):  # a strong ETag; If-Range accepts no weak one
             headers["If-Range"] = known_validator
     return headers
 
 
 def validator(reply: requests.Response) -> str:
-    """What the server calls this version of its file: the ETag, else the date, else nothing."""
+    """Return the server's name of this version of the file: the ETag, the date, or nothing."""
     headers = reply.headers
     return str(headers.get("ETag") or headers.get("Last-Modified") or "")
 
@@ -57,13 +57,13 @@ def validator(reply: requests.Response) -> str:
 def validate_response(
     reply: requests.Response, wanted: range, num_bytes: int, url: str
 ) -> range | None:
-    """The bytes that follow: a part of `wanted`, or None for the whole file from its start.
+    """Return the bytes that follow: a part of `wanted`, or None for the file from its start.
 
     Raises:
         RetryableError: The server is busy or broken for now.
-        RestartDownload: It does not do ranges and says so by 416.
+        RestartDownload: It does not support ranges (status 416).
         NetworkError: It refuses.
-        IntegrityError: What it offers is not the pinned file, or not what was asked for.
+        IntegrityError: It offers another file than the pinned one, or another range.
     """
     if reply.status_code == 416:
         _check_total(_content_range(reply)[1], num_bytes, url)
@@ -78,45 +78,45 @@ def validate_response(
         raise IntegrityError(
             f"{redact_url(url)}: asked for bytes {wanted.start}-{wanted.stop - 1}, the server "
             f"answers with Content-Range {reply.headers.get('Content-Range')!r}",
-            hint="its answers cannot be trusted: try --mirror",
+            hint="the server is unreliable: try --mirror",
         )
     return span
 
 
 def total_bytes(reply: requests.Response, url: str) -> int:
-    """The length of the whole file, by a reply to a range request.
+    """Return the length of the file, by a response to a range request.
 
     Raises:
         RetryableError: The server is busy or broken for now.
-        NetworkError: It refuses, or does not say.
-        IntegrityError: It answers with a page.
+        NetworkError: It refuses, or does not state the length.
+        IntegrityError: It answers with a web page.
     """
     _check_status(reply, url)
     total = _content_length(reply) if reply.status_code == 200 else _content_range(reply)[1]
     if not total:
-        raise NetworkError(f"{redact_url(url)}: the server does not say how long the file is")
+        raise NetworkError(f"{redact_url(url)}: the server does not state the length of the file")
     return total
 
 
 def _check_status(reply: requests.Response, url: str) -> None:
     status = reply.status_code
-    said = f"{status} {reply.reason or ''}".strip()
+    answer = f"{status} {reply.reason or ''}".strip()
     if status in BUSY:
-        raise RetryableError(f"the server is busy: {said}", _retry_after_s(reply))
-    if status in PASSING:
-        raise RetryableError(f"the server answers {said}")
+        raise RetryableError(f"the server is busy: {answer}", _retry_after_s(reply))
+    if status in TEMPORARY:
+        raise RetryableError(f"the server answers {answer}")
     if status in ABSENT:
         raise NotFound(
-            f"{redact_url(url)}: the server answers {said}", hint="check the URL, or try --mirror"
+            f"{redact_url(url)}: the server answers {answer}", hint="check the URL, or try --mirror"
         )
     if status not in (200, 206):
-        raise NetworkError(f"{redact_url(url)}: the server answers {said}", hint="try --mirror")
+        raise NetworkError(f"{redact_url(url)}: the server answers {answer}", hint="try --mirror")
     kind = reply.headers.get("Content-Type", "")
     if kind.partition(";")[0].strip().lower() in ("text/html", "application/xhtml+xml"):
         raise IntegrityError(
             f"{redact_url(url)}: the server answers with a page (Content-Type: {kind}), not with "
             "the file",
-            hint="a login page of the network, perhaps: open the URL in a browser, or try --mirror",
+            hint="perhaps a login page of the network: open the URL in a browser, or try --mirror",
         )
 
 
@@ -125,7 +125,7 @@ def _check_total(total: int | None, num_bytes: int, url: str) -> None:
         raise IntegrityError(
             f"{redact_url(url)}: the server's file has {total:,} bytes, the pinned one "
             f"{num_bytes:,}",
-            hint="the file there is another one: try --mirror, or correct the manifest",
+            hint="the server has another file: try --mirror, or correct the manifest",
         )
 
 
@@ -135,18 +135,18 @@ def _content_length(reply: requests.Response) -> int | None:
 
 
 def _content_range(reply: requests.Response) -> tuple[range | None, int | None]:
-    """(the bytes, the whole file's length) of a Content-Range header, None where it says none."""
+    """Return (the bytes, the file's length) of a Content-Range header, None if it has none."""
     text = reply.headers.get("Content-Range", "").strip()
-    found = re.fullmatch(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)", text)
-    if not found:
+    match = re.fullmatch(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)", text)
+    if not match:
         return None, None
-    first, last, total = found.groups()
+    first, last, total = match.groups()
     span = range(int(first), int(last) + 1) if first is not None else None
     return span, None if total == "*" else int(total)
 
 
 def _retry_after_s(reply: requests.Response) -> float | None:
-    """The wait that Retry-After asks for: seconds, or a date."""
+    """Return the delay that Retry-After requests: seconds, or until a date."""
     text = reply.headers.get("Retry-After", "").strip()
     if re.fullmatch(r"[0-9]{1,9}", text):
         return float(text)
@@ -159,8 +159,8 @@ def _retry_after_s(reply: requests.Response) -> float | None:
     return max((date - datetime.datetime.now(datetime.timezone.utc)).total_seconds(), 0.0)
 
 
-def explained(error: Exception, url: str) -> str:
-    """Why a request failed, in a few words.
+def describe_error(error: Exception, url: str) -> str:
+    """Return why a request failed, in a few words.
 
     Raises:
         NetworkError: It would fail the same way again.
@@ -172,11 +172,11 @@ def explained(error: Exception, url: str) -> str:
             break
         reason = inner
     message = redact_urls(str(reason)) or type(error).__name__
-    message = re.sub(r"^\w+\(host=.*?\): ", "", message)  # urllib3 names its own objects
+    message = re.sub(r"^\w+\(host=.*?\): ", "", message)  # urllib3 prints its own objects
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "behind a proxy with a certificate of its own, set REQUESTS_CA_BUNDLE to its CA file"
         raise NetworkError(f"{redact_url(url)}: {message}", hint=hint) from error
-    broken_for_good = (
+    permanent = (
         requests.TooManyRedirects,
         requests.exceptions.InvalidSchema,
         requests.exceptions.InvalidURL,
@@ -184,7 +184,7 @@ def explained(error: Exception, url: str) -> str:
         requests.exceptions.InvalidHeader,
         requests.exceptions.InvalidProxyURL,
     )
-    if isinstance(error, broken_for_good):
+    if isinstance(error, permanent):
         raise NetworkError(
             f"{redact_url(url)}: {message}", hint="check the URL, or try --mirror"
         ) from error

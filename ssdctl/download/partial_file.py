@@ -1,8 +1,8 @@
-"""A file that is still arriving, in pieces, from several connections; it survives kill -9.
+"""A file that is received in pieces, over several connections; it survives kill -9.
 
 `NAME.part` has the final length from the start (sparse). `NAME.part.state` says how much of each
 piece has arrived: a header of 1 KiB (JSON), then one record of 16 bytes a piece, (arrived, synced).
-A record is written after its bytes, lies inside one page and is never moved, so the state never
+A record is written after its bytes, is inside one page and is never moved, so the state never
 claims bytes that were not written, whenever the process dies. A machine that dies may keep the
 record and lose the bytes: after a reboot only `synced` counts, which follows an fsync.
 """
@@ -30,13 +30,13 @@ LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
 
 
 def piece_size(num_bytes: int, connections: int) -> int:
-    """Bytes a piece: about four pieces a connection, so that the last ones end together."""
+    """Return the bytes per piece: about four pieces per connection, to end at the same time."""
     wanted = -(-num_bytes // (4 * connections))
     return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
 
 def boot_id() -> str:
-    """A word that changes when this machine starts anew; empty where the system has none."""
+    """Return an id that changes when this machine restarts; empty if the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -47,7 +47,7 @@ class Part:
     """The part file of `target` and its state. Not thread-safe: the caller holds a lock.
 
     Args:
-        target: The file's final place; the part lies beside it.
+        target: The file's final path; the part is in the same folder.
         num_bytes: The file's whole length.
         connections: How many will fetch at once; decides the piece size of a new part.
         source: The URL. A part of another URL keeps its bytes (the hash decides at the end) but
@@ -81,27 +81,27 @@ class Part:
                 raise
 
     def reset(self, validator: str) -> None:
-        """Forget what arrived: the server has another file now, called `validator`."""
+        """Discard the received bytes: the server has another file now, called `validator`."""
         self.inherited = 0
         self.validator = _short(validator)
         self._write_state([0] * self._count())
 
     def adopt(self, validator: str) -> None:
-        """Remember what the server calls its file, so that a later change is seen."""
+        """Store the server's name of the file version, to detect a later change."""
         self.validator = _short(validator)
         os.pwrite(self._state, self._header(), 0)
 
     def span(self, piece: int) -> range:
-        """The bytes of a piece, arrived or not."""
+        """Return the bytes of a piece, received or not."""
         start = piece * self.piece_bytes
         return range(start, min(start + self.piece_bytes, self.num_bytes))
 
     def missing(self, piece: int) -> range:
-        """The bytes of a piece that have not arrived."""
+        """Return the missing bytes of a piece."""
         return self.span(piece)[self.arrived[piece] :]
 
     def pending(self) -> list[int]:
-        """The pieces of which bytes are missing."""
+        """Return the pieces with missing bytes."""
         return [i for i in range(self._count()) if self.missing(i)]
 
     @property
@@ -122,10 +122,10 @@ class Part:
                 view = view[count:]
 
     def sync(self) -> None:
-        """Make what arrived survive a power cut.
+        """Make the received bytes survive a power cut.
 
-        May run beside `write`, without its lock: only what had arrived before the fsync is called
-        synced, and a record that falls back behind its bytes only makes them arrive again.
+        May run concurrently with `write`, without its lock: only bytes received before the fsync
+        are recorded as synced, and a record that lags behind only makes bytes arrive again.
         """
         before = list(self.arrived)
         os.fsync(self._data)
@@ -136,7 +136,7 @@ class Part:
         os.fsync(self._state)
 
     def publish(self, target: Path) -> None:
-        """Rename the whole, verified part to `target` and drop the state."""
+        """Rename the complete, verified part to `target` and delete the state."""
         with disk_errors(target, "writing"):
             os.fsync(self._data)
             self.path.replace(target)
@@ -182,7 +182,7 @@ class Part:
         os.pwrite(self._state, record, HEADER_BYTES + piece * RECORD.size)
 
     def _read_state(self) -> list[int] | None:
-        """How much of each piece lies in the part; None where nothing can be said."""
+        """Return how much of each piece is in the part; None if it is unknown."""
         if _size(self.path) != self.num_bytes:
             return None
         header: dict[str, Any]
@@ -207,7 +207,7 @@ class Part:
 
 @contextlib.contextmanager
 def _all_disk_errors(path: Path) -> Iterator[None]:
-    """`disk_errors`, and the rarer ones too (a file system without files of this size)."""
+    """Convert all errors of the disk, also rare ones (a file system without such large files)."""
     try:
         with disk_errors(path, "writing"):
             yield
@@ -216,13 +216,13 @@ def _all_disk_errors(path: Path) -> Iterator[None]:
 
 
 def part_paths(target: Path) -> tuple[Path, Path]:
-    """Where the part of `target` and its state lie."""
+    """Return the paths of the part of `target` and of its state."""
     part = target.with_name(target.name + ".part")
     return part, part.with_name(part.name + ".state")
 
 
 def remove_part(target: Path) -> None:
-    """Delete what an unfinished download of `target` left."""
+    """Delete the files of an unfinished download of `target`."""
     for path in part_paths(target):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

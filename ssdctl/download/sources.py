@@ -1,7 +1,7 @@
-"""What there is to fetch, pinned: COCO 2017, the backbone weights, and users' own manifests.
+"""Pinned files to fetch: COCO 2017, the backbone weights, and users' own manifests.
 
-Sizes and hashes are those of the publishers' files. Where only the start of a SHA-256 is known
-(torchvision puts its first 8 digits into the file name), that start is the pin and what is checked.
+Sizes and hashes are those of the publishers' files. If only the start of a SHA-256 is known
+(torchvision puts its first 8 digits into the file name), that start is pinned and checked.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ WEIGHTS_URL = "https://download.pytorch.org/models"
 
 
 class PinnedFile(NamedTuple):
-    """A file that is known before it is fetched.
+    """A file with its size and hash, which are known before it is fetched.
 
     Attributes:
-        name: Where it goes, relative to the destination; untrusted in a manifest (`safe_join`).
-        url: Where it comes from (http or https).
+        name: Its path, relative to the destination; untrusted in a manifest (`safe_join`).
+        url: Its address (http or https).
         sha256: Its SHA-256 in lower-case hex, or the first digits of it.
-        bytes: Its size; None where unknown, then the server's word is taken and the hash decides.
-        unpack: Whether it is a zip archive whose content is wanted.
-        unpacked_bytes: About what the content takes on the disk.
-        num_files: How many files the archive holds.
+        bytes: Its size; None if unknown: the server's size is used and the hash decides.
+        unpack: Whether it is a zip archive to unpack.
+        unpacked_bytes: About the size of the content on the disk.
+        num_files: How many files the archive contains.
     """
 
     name: str
@@ -51,12 +51,12 @@ class PinnedFile(NamedTuple):
     num_files: int | None = None
 
     def urls(self, mirror: str | None = None) -> list[str]:
-        """Where to look, in order; the next one counts where the one before has no such file.
+        """Return the URLs to try in order; the next one is used if one does not have the file.
 
-        A mirror may hold the files side by side, or keep the layout of the official host.
+        A mirror may have the files in one folder, or in the layout of the official host.
 
         Raises:
-            UsageError: The mirror is no http(s) URL.
+            UsageError: The mirror is not an http(s) URL.
         """
         if mirror is None:
             return [self.url]
@@ -97,7 +97,7 @@ COCO2017 = {
 
 
 class Weights(NamedTuple):
-    """Backbone weights: the file, the alias that tells what it is, and a note for people."""
+    """Backbone weights: the file, a descriptive alias, and a note for the user."""
 
     file: PinnedFile
     alias: str | None
@@ -132,15 +132,19 @@ WEIGHTS = (
         "torchvision V1",
         "b627a593bcbe140c234610266fe4f8ae95ea42fc881d091c9b6052e6b1d0590f",
     ),
-    _weights("resnet50-19c8e357", None, "torchvision before 0.9; NVIDIA starts from it"),
+    _weights("resnet50-19c8e357", None, "torchvision before 0.9"),
     _weights(
         "resnet50-0676ba61",
         "resnet50-imagenet-v1",
-        "torchvision V1",
+        "torchvision V1; SSD300 of NVIDIA's recipe: AP 0.251",
         "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
         102_530_333,
     ),
-    _weights("resnet50-11ad3fa6", "resnet50-imagenet-v2", "torchvision V2"),
+    _weights(
+        "resnet50-11ad3fa6",
+        "resnet50-imagenet-v2",
+        "torchvision V2; nvidia-r50 starts from it: AP 0.268",
+    ),
     _weights("resnet101-63fe2227", "resnet101-imagenet-v1", "torchvision V1"),
     _weights("resnet101-cd907fc2", "resnet101-imagenet-v2", "torchvision V2"),
     _weights(
@@ -154,7 +158,7 @@ WEIGHTS = (
 
 
 def weights_named(name: str) -> Weights:
-    """The weights called `name`: a stem, a file name or an alias.
+    """Return the weights called `name`: a stem, a file name or an alias.
 
     Raises:
         UsageError: There are none; the hint names the nearest.
@@ -174,7 +178,7 @@ def weights_named(name: str) -> Weights:
 
 
 def check_url(url: str, where: str) -> str:
-    """`url` if it is one that can be fetched: http or https, with a host."""
+    """Return `url` if it can be fetched: http or https, with a host."""
     try:
         parts = urlsplit(url)
         fetchable = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -198,10 +202,10 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_manifest(path: Path) -> list[PinnedFile]:
-    """The files of a download manifest (TOML), in its order.
+    """Read the files of a download manifest (TOML), in its order.
 
     Raises:
-        UsageError: It is absent, no TOML, lacks a pin, or names a file twice.
+        UsageError: It does not exist, is not TOML, has no pin, or names a file twice.
         IntegrityError: A name would leave the destination.
     """
     try:
@@ -221,7 +225,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         check_url(entry.url, f"{path}: {entry.name}")
         target = safe_join(Path(), entry.name)
         if target in seen or target == Path():
-            raise UsageError(f"{path}: {entry.name!r} is no file name of its own")
+            raise UsageError(f"{path}: {entry.name!r} is not a unique file name")
         seen.add(target)
         if entry.unpack and target.suffix.lower() in OTHER_ARCHIVES:
             raise UsageError(

@@ -1,8 +1,8 @@
-"""The bytes of one file over HTTP into its `Part`, from several connections, whatever happens.
+"""Transfer one file over HTTP into its `Part`, with several connections and retries.
 
-One worker starts alone. When the server has answered it with the range it asked for, the others
-join; a server that ignores ranges keeps the one worker. Workers are daemon threads: the caller's
-thread watches them, so that even a name look-up that never returns ends at the deadline.
+A single worker starts. Once the server has answered with the requested range, the others start; a
+server that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread
+watches them, so that even a name look-up that never returns ends at the deadline.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ CHUNK_BYTES = 64 * 1024
 TICK_S = 0.1
 SYNC_S = 10.0
 
-# What is being done, bytes done, bytes in all. Called a few times a second, by one thread.
+# Label, bytes done, bytes in total. Called a few times a second, by one thread.
 Report = Callable[[str, int, int], None]
 
 
 class Patience(NamedTuple):
-    """How long to wait for what.
+    """Timeouts and retries.
 
     Attributes:
         connect_s: For a connection.
-        read_s: For the next byte on one connection; then it is made anew.
+        read_s: For the next byte on one connection; then it is opened again.
         stall_s: The deadline: less than `min_rate` bytes/s on average over this time is a failure.
         min_rate: Bytes per second, all connections together.
-        retries: Failures in a row, without a byte between them, that one connection survives.
-        first_retries: The same before the server ever answered (no network, wrong name).
-        backoff_s: Wait after the first failure; doubles with each.
-        longest_wait_s: The cap on a wait, Retry-After's included.
-        restarts: How often a file may start from zero (it changed, or the server has no ranges).
+        retries: Failures in a row, without a byte in between, before one connection gives up.
+        first_retries: The same before the first answer of the server (no network, wrong name).
+        backoff_s: Delay after the first failure; doubles with each.
+        longest_wait_s: The longest delay, also for Retry-After.
+        restarts: How often a file may start from zero (it changed, or there are no ranges).
     """
 
     connect_s: float = 10.0
@@ -54,29 +54,29 @@ class Patience(NamedTuple):
     longest_wait_s: float = 60.0
     restarts: int = 3
 
-    def wait_s(self, failures: int, asked_s: float | None) -> float:
-        """How long to wait after so many failures; `asked_s` is the server's wish."""
-        wanted = self.backoff_s * 2 ** (failures - 1) if asked_s is None else asked_s
-        return min(wanted, self.longest_wait_s)
+    def wait_s(self, failures: int, requested_s: float | None) -> float:
+        """Return the delay after so many failures; `requested_s` is the server's request."""
+        delay_s = self.backoff_s * 2 ** (failures - 1) if requested_s is None else requested_s
+        return min(delay_s, self.longest_wait_s)
 
 
 HTTP_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
 
 
-class _Halted(Exception):  # noqa: N818 - never reaches a user, as those of replies.py
-    """The attempt is over; the worker goes home."""
+class _Halted(Exception):  # noqa: N818 - not an error for the user
+    """Raised to stop a worker after the transfer was cancelled."""
 
 
 class Order(NamedTuple):
-    """What to fetch from where, and how.
+    """One file to transfer.
 
     Attributes:
         session: Shared by the connections.
         url: The file's address.
-        label: What the report calls it.
-        connections: How many at once, where the server gives ranges.
+        label: Its name in progress reports.
+        connections: How many at once, if the server supports ranges.
         patience: Timeouts and retries.
-        report: Gets the progress.
+        report: Called with the progress.
     """
 
     session: requests.Session
@@ -88,18 +88,18 @@ class Order(NamedTuple):
 
 
 def transfer(order: Order, part: Part) -> None:
-    """Fetch what `part` lacks.
+    """Fetch the missing bytes of `part`.
 
     Raises:
-        NetworkError: The server refuses, stalls or breaks off for good. What arrived is kept.
-        IntegrityError: The server offers something else than the pinned file.
+        NetworkError: The server refuses, stalls or fails repeatedly. Received bytes are kept.
+        IntegrityError: The server offers another file than the pinned one.
         DiskError: The part cannot be written.
     """
     ranges = True
     restarts = order.patience.restarts
     for restart in range(restarts + 1):
-        # Machines behind one name may call the same file differently. So the last attempt takes
-        # what comes: the hash decides.
+        # Servers behind one name may give the same file different validators. So the last attempt
+        # ignores them: the hash decides.
         attempt = _Attempt(order, part, ranges, watch_version=restart < restarts)
         try:
             attempt.run()
@@ -115,7 +115,7 @@ def transfer(order: Order, part: Part) -> None:
 
 
 class _Attempt:
-    """One go at a file, with one set of workers, until it is whole or must start from zero."""
+    """One attempt at a file, with one set of workers, until it is complete or must restart."""
 
     def __init__(self, order: Order, part: Part, ranges: bool, watch_version: bool) -> None:
         self.order, self.part = order, part
@@ -132,7 +132,7 @@ class _Attempt:
         self.may_spread = False
         self.over = False
         self.failure: BaseException | None = None
-        # The caller's thread alone
+        # Used only by the caller's thread
         self.mark_bytes = 0
         self.mark = self.synced = time.monotonic()
 
@@ -170,7 +170,7 @@ class _Attempt:
         thread.start()
 
     def _watch(self) -> None:
-        """Report, make what arrived durable, and keep the deadline."""
+        """Report the progress, sync the received bytes, and check the deadline."""
         now = time.monotonic()
         with self.lock:
             received, waiting = self.received_bytes, self.waiting
@@ -186,7 +186,7 @@ class _Attempt:
             raise NetworkError(
                 f"{redact_url(self.url)}: {received - self.mark_bytes} bytes in the last "
                 f"{self.patience.stall_s:g} s: stalled",
-                hint="what arrived is kept: run it again to go on, or try --mirror",
+                hint="received bytes are kept: run it again to continue, or try --mirror",
             )
 
     def _end(self) -> None:
@@ -194,8 +194,8 @@ class _Attempt:
             self.over = True
             self.lock.notify_all()
             for reply in self.open_replies:
-                # Wakes a worker that waits for bytes. One that waits for a reply's head, or for a
-                # name, cannot be woken: it ends by its timeout and touches nothing any more.
+                # Stops a worker that waits for bytes. One that waits for a response's headers, or
+                # for a name look-up, ends by its timeout and changes nothing any more.
                 with contextlib.suppress(Exception):
                     reply.raw.shutdown()
         deadline = time.monotonic() + 1
@@ -228,16 +228,16 @@ class _Attempt:
             return piece
 
     def _fetch(self, piece: int) -> None:
-        """Ask for a piece until it is whole."""
+        """Request a piece until it is complete."""
         failures = 0
         while wanted := self._missing(piece):
-            problem, asked_s = "it closed the connection without a byte", None
+            problem, requested_s = "the server closed the connection without a byte", None
             try:
                 self._request(wanted)
             except http_response.RetryableError as error:
-                problem, asked_s = str(error), error.wait_s
+                problem, requested_s = str(error), error.wait_s
             except HTTP_ERRORS as error:
-                problem = http_response.explained(error, self.url)
+                problem = http_response.describe_error(error, self.url)
             left = self._missing(piece)
             if len(left) < len(wanted):
                 failures = 0
@@ -247,10 +247,10 @@ class _Attempt:
             if failures > limit:
                 raise NetworkError(
                     f"{redact_url(self.url)}: {problem} (tried {failures} times)",
-                    hint="what arrived is kept: run it again to go on. Proxies are taken from "
+                    hint="received bytes are kept: run it again to continue. Proxies are those of "
                     "HTTPS_PROXY and HTTP_PROXY; --mirror fetches from elsewhere",
                 )
-            self._pause(self.patience.wait_s(failures, asked_s))
+            self._pause(self.patience.wait_s(failures, requested_s))
 
     def _missing(self, piece: int) -> range:
         with self.lock:
@@ -265,10 +265,10 @@ class _Attempt:
             self.waiting -= 1
 
     def _request(self, wanted: range) -> None:
-        """One request for `wanted`, written as it comes."""
+        """Send one request for `wanted` and write what is received."""
         known = self.part.validator if self.watch_version else ""
         headers = http_response.request_headers(wanted if self.ranges else None, known)
-        with _ask(self.order.session, self.url, headers, self.patience) as reply:
+        with _get(self.order.session, self.url, headers, self.patience) as reply:
             with self.lock:
                 self.contacted = True
                 self.open_replies.add(reply)
@@ -280,14 +280,14 @@ class _Attempt:
                     self.open_replies.discard(reply)
 
     def _accepted(self, reply: requests.Response, wanted: range) -> range:
-        """The bytes that this reply brings, judged by its head."""
+        """Return the bytes that this response contains, by its headers."""
         validator = http_response.validator(reply)
         span = http_response.validate_response(reply, wanted, self.part.num_bytes, self.url)
         with self.lock:
             if self.over:
                 raise _Halted
             known = self.part.validator
-            if span is None:  # the whole file, whatever was asked for
+            if span is None:  # the whole file, regardless of the requested range
                 if self.part.arrived_bytes or len(self.threads) > 1:
                     raise http_response.RestartDownload(validator, ranges=self.ranges)
                 self.part.adopt(validator)
@@ -306,8 +306,8 @@ class _Attempt:
             if offset + len(data) > span.stop:
                 raise IntegrityError(
                     f"{redact_url(self.url)}: the server sends more than the {len(span)} bytes it "
-                    "was due",
-                    hint="the file there is another one: try --mirror",
+                    "was expected to",
+                    hint="the server has another file: try --mirror",
                 )
             with self.lock:
                 if self.over:
@@ -317,10 +317,10 @@ class _Attempt:
             offset += len(data)
 
 
-def _ask(
+def _get(
     session: requests.Session, url: str, headers: dict[str, str], patience: Patience
 ) -> requests.Response:
-    """Send one GET; the reply's body is not read yet."""
+    """Send one GET request; the response's body is not read yet."""
     timeout = (patience.connect_s, patience.read_s)
     try:
         return session.get(url, headers=headers, stream=True, timeout=timeout)
@@ -333,52 +333,52 @@ def _ask(
 
 
 def length_of(session: requests.Session, url: str, patience: Patience) -> int:
-    """Ask the server how many bytes the file has.
+    """Request the size of the file in bytes.
 
     Raises:
-        NetworkError: It does not answer in time, refuses, or does not say.
-        IntegrityError: It answers with a page.
+        NetworkError: It does not answer in time, refuses, or does not state the size.
+        IntegrityError: It answers with a web page.
     """
     failures = 0
     contacted = False
 
-    def look() -> int:
+    def request() -> int:
         nonlocal contacted
-        with _ask(session, url, http_response.request_headers(range(1), ""), patience) as reply:
+        with _get(session, url, http_response.request_headers(range(1), ""), patience) as reply:
             contacted = True
             return http_response.total_bytes(reply, url)
 
     while True:
         try:
-            return _in_time(look, patience.stall_s, url)
+            return _in_time(request, patience.stall_s, url)
         except http_response.RetryableError as error:
-            problem, asked_s = str(error), error.wait_s
+            problem, requested_s = str(error), error.wait_s
         except HTTP_ERRORS as error:
-            problem, asked_s = http_response.explained(error, url), None
+            problem, requested_s = http_response.describe_error(error, url), None
         failures += 1
         if failures > (patience.retries if contacted else patience.first_retries):
             tried = f" (tried {failures} times)" if failures > 1 else ""
             raise NetworkError(f"{redact_url(url)}: {problem}{tried}")
-        time.sleep(patience.wait_s(failures, asked_s))
+        time.sleep(patience.wait_s(failures, requested_s))
 
 
-def _in_time(look: Callable[[], int], seconds: float, url: str) -> int:
-    """What `look` returns or raises, if it does so in time."""
-    found: list[int | BaseException] = []
+def _in_time(work: Callable[[], int], seconds: float, url: str) -> int:
+    """Return or raise the result of `work`, if it ends in time."""
+    results: list[int | BaseException] = []
 
-    def work() -> None:
+    def run() -> None:
         try:
-            found.append(look())
+            results.append(work())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
-    thread = threading.Thread(target=work, name=f"length of {redact_url(url)}", daemon=True)
+    thread = threading.Thread(target=run, name=f"length of {redact_url(url)}", daemon=True)
     thread.start()
     thread.join(seconds)
-    if not found:
+    if not results:
         raise NetworkError(
             f"{redact_url(url)}: no answer within {seconds:g} s", hint="try --mirror"
         )
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]

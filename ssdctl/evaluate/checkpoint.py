@@ -205,7 +205,7 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
     if "data.store" in given:
         return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
     root, _ = data_of(checkpoint)
-    if root.is_dir():
+    if root.exists():
         return _remembered(checkpoint)
     fallback, _ = dataset_folders(data)
     log.info(

@@ -9,6 +9,8 @@ Shapes: B batch, C classes with background, N default boxes.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -76,7 +78,8 @@ class Detector:
 
     def forward(self, images_BHW3: Tensor) -> Output:
         """Run only the network; returns before an accelerator has finished."""
-        with torch.no_grad():  # lazy devices refuse inference tensors
+        # Lazy devices refuse inference tensors, hence no_grad.
+        with torch.no_grad(), self._out_of_memory_hints(len(images_BHW3)):
             if images_BHW3.device.type == "cpu" and not self._device.is_host:
                 images_BHW3 = self._device.copy(images_BHW3)  # while the previous batch is computed
                 self._device.wait_for_copies()
@@ -92,7 +95,7 @@ class Detector:
         Raises:
             NonFiniteError: It is NaN or infinite.
         """
-        with torch.no_grad():  # lazy devices refuse inference tensors
+        with torch.no_grad(), self._out_of_memory_hints(len(output[0])):
             if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
                 raise NonFiniteError(
                     "the network's output is NaN or infinite",
@@ -106,3 +109,27 @@ class Detector:
                 candidates=self._conventions.candidates_per_class,
                 clips_boxes=self._conventions.clips_boxes,
             )
+
+    @contextlib.contextmanager
+    def _out_of_memory_hints(self, num_images: int) -> Iterator[None]:
+        """Replace the device's error that its memory is full by one that names a smaller batch.
+
+        Raises:
+            UsageError: The memory is full.
+        """
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not self._device.is_out_of_memory(error):
+                raise
+            device = f"device {self._device.name} ({self._device.label})"
+            if num_images == 1:
+                raise UsageError(
+                    f"out of memory on {device}: one image does not fit",
+                    hint="another process may use the device; --device cpu evaluates without it",
+                ) from error
+            raise UsageError(
+                f"out of memory on {device} while detecting on {num_images} images at a time",
+                hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
+                f"evaluate.batch_size={num_images // 2}",
+            ) from error

@@ -2,7 +2,7 @@
 
 Pick one of seven modes: the whole picture; a crop whose IoU with every box is over .1, .3, .5, .7
 or .9; any crop. A crop's sides are .3 to 1 of the picture's and its aspect .5 to 2; it must hold
-the centre of a box. One attempt, then a new mode. Boxes whose centre lies inside stay, clipped.
+the centre of a box. One attempt, then a new mode. Boxes with their centre inside are kept, clipped.
 Shapes: B batch, G boxes (padded).
 """
 
@@ -21,12 +21,12 @@ MIN_IOUS = (0.1, 0.3, 0.5, 0.7, 0.9)
 NUM_MODES = len(MIN_IOUS) + 2
 WHOLE, FREE = 0, NUM_MODES - 1
 # Each attempt ends with the whole picture with probability 1/7: 300 fail once in 10**20 samples.
-MOST_ATTEMPTS = 300
-AT_ONCE = 6  # attempts that are drawn and judged together, of which the first that ends it counts
+MAX_ATTEMPTS = 300
+ATTEMPTS_AT_ONCE = 6  # drawn and checked together; the first that ends the search counts
 
 
 class Crops(NamedTuple):
-    """A batch's crops and what they leave of its boxes."""
+    """A batch's crops and the boxes that remain in them."""
 
     rect: Floats  # B x 4, ltrb in fractions of the picture
     boxes: NDArray[np.float32]  # B x G x 4, ltrb in fractions of the crop; kept ones first
@@ -53,23 +53,24 @@ def sample_crops(
             are, and the boxes refer to them exactly. None: anywhere.
     """
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(row), 1))
-    waiting = np.arange(len(row))
-    for first in range(0, MOST_ATTEMPTS, AT_ONCE):
-        attempts = np.arange(first, first + AT_ONCE)[:, None]
-        keys = (epoch[waiting, None, None], row[waiting, None, None], attempts, np.arange(5))
-        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # W waiting samples x attempts
-        owner = np.repeat(waiting, AT_ONCE)
+    unfinished = np.arange(len(row))
+    for first in range(0, MAX_ATTEMPTS, ATTEMPTS_AT_ONCE):
+        attempts = np.arange(first, first + ATTEMPTS_AT_ONCE)[:, None]
+        keys = (epoch[unfinished, None, None], row[unfinished, None, None], attempts, np.arange(5))
+        draw = uniform(CROP_STREAM, seed, *keys).reshape(-1, 5)  # unfinished samples x attempts
+        owner = np.repeat(unfinished, ATTEMPTS_AT_ONCE)
         mode = (draw[:, 0] * NUM_MODES).astype(np.int64)
         proposal = _proposal(draw[:, 1:])
         if sizes is not None:
             proposal = _at_whole_pixels(proposal, sizes[owner])
         is_good = _is_valid(proposal, mode, boxes[owner], labels[owner] > 0)
-        ends = (is_good | (mode == WHOLE)).reshape(-1, AT_ONCE)
-        end = ends.argmax(axis=1) + np.arange(len(waiting)) * AT_ONCE  # the first that ends it
+        ends = (is_good | (mode == WHOLE)).reshape(-1, ATTEMPTS_AT_ONCE)
+        # The first attempt that ends the search, as an index into all.
+        end = ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
         taken = is_good[end] & ends.any(axis=1)
-        rect[waiting[taken]] = proposal[end[taken]]
-        waiting = waiting[~ends.any(axis=1)]
-        if not len(waiting):
+        rect[unfinished[taken]] = proposal[end[taken]]
+        unfinished = unfinished[~ends.any(axis=1)]
+        if not len(unfinished):
             break
     return crop_boxes(rect, boxes, labels)
 
@@ -81,7 +82,7 @@ def whole_images(boxes: Floats, labels: NDArray[np.int64]) -> Crops:
 
 
 def crop_boxes(rect: Floats, boxes: Floats, labels: NDArray[np.int64]) -> Crops:
-    """What crops leave of their boxes: those whose centre lies inside, clipped and rescaled."""
+    """Return the boxes of crops: those with their centre inside, clipped and rescaled."""
     low, high = rect[:, None, :2], rect[:, None, 2:]
     inside = _centre_inside(rect, boxes) & (labels > 0)
     size = high - low

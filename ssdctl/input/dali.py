@@ -1,12 +1,12 @@
 """`--pipeline dali`: the same samples, crops and flips, decoded and resized by nvidia-dali.
 
-What a batch holds is decided as in samples.py, a function of (seed, place in the stream), so a
-resume goes on with the same samples, crops, boxes and colours at any step, thread count and world
-size. Only the pixels are DALI's: a few levels from the native pipeline's, the same ones each time
-with the same version of DALI on the same machine. A run's checkpoint remembers its pipeline, and
-another one is a changed setting to a resume. DALI decodes and resizes on the GPU where the run has
-one (not run on hardware yet), and the pictures stay there; else on the CPU.
-A batch in which DALI meets a bad image is decoded by the native pipeline, which replaces it.
+The samples of a batch are drawn as in samples.py, a function of (seed, position in the stream): a
+resume continues with the same samples, crops, boxes and colours at any step, thread count and world
+size. Only the pixels are DALI's: a few levels from the native pipeline's, and reproducible
+with the same version of DALI on the same machine. A checkpoint records its run's pipeline;
+another one is a changed setting for a resume. DALI decodes and resizes on the run's GPU if there is
+one (not run on hardware yet), and the pictures stay there; otherwise on the CPU.
+A batch in which DALI fails on an image is decoded by the native pipeline, which replaces the image.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ class DaliLoader:
     """Training batches of one rank, decoded by DALI."""
 
     def __init__(
-        self, split: Split, order: SampleStream, plan: LoaderConfig, decoder: Decoder | None = None
+        self,
+        split: Split,
+        stream: SampleStream,
+        config: LoaderConfig,
+        decoder: Decoder | None = None,
     ) -> None:
         self._split = split
-        self._order = order
-        self._plan = plan
-        self._native = TrainLoader(split, order, plan)
+        self._stream = stream
+        self._config = config
+        self._native = TrainLoader(split, stream, config)
         self._decoder = decoder
-        self._open = _opener(plan, decoder)
+        self._open = _opener(config, decoder)
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end, `accumulate` for each step.
@@ -51,10 +55,10 @@ class DaliLoader:
         Raises:
             DataError: Too many images in a row cannot be decoded.
         """
-        places = self._plan.places(start_step, end_step)
-        feed = _Feed(self._split, map(self._draw, places))
+        positions = self._config.positions(start_step, end_step)
+        feed = _Feed(self._split, map(self._draw, positions))
         pipeline = self._open(feed)
-        for _ in places:
+        for _ in positions:
             try:
                 images = _run(pipeline, self._decoder)
             except RuntimeError:  # of DALI: it cannot go on after one bad image
@@ -65,12 +69,12 @@ class DaliLoader:
                 yield as_batch(feed.fed.popleft(), images)
 
     def _draw(self, start: int) -> Samples:
-        plan = self._plan
-        return draw_samples(self._split, self._order, plan, start, plan.batch_size)
+        config = self._config
+        return draw_samples(self._split, self._stream, config, start, config.batch_size)
 
 
 class _Feed:
-    """What DALI asks for the next micro-batch, some ahead of their use."""
+    """The source that DALI reads micro-batches from, some ahead of their use."""
 
     def __init__(self, split: Split, work: Iterator[Samples]) -> None:
         self._split = split
@@ -117,14 +121,14 @@ def _as_bmp(pixels: Pixels) -> NDArray[np.uint8]:
     return np.frombuffer(buffer.getvalue(), np.uint8)
 
 
-def _opener(plan: LoaderConfig, decoder: Decoder | None) -> Any:
-    """What builds the pipeline."""
+def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:
+    """Return a function that builds the pipeline."""
     from nvidia.dali import fn, pipeline_def, types
 
     # DALI's decorator has no types.
     @pipeline_def(  # type: ignore[untyped-decorator]
-        batch_size=plan.batch_size,
-        num_threads=plan.threads,
+        batch_size=config.batch_size,
+        num_threads=config.threads,
         device_id=None if decoder is None else decoder.ordinal,
         prefetch_queue_depth=BATCHES_AHEAD + 1,
     )

@@ -1,4 +1,4 @@
-"""Random batches of the right shapes, made once: how fast a device would be, fed for nothing."""
+"""Random batches of the right shapes, generated once: to measure a device without its input."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
 from ssdctl.input.samples import LoaderConfig
 
-COCO_IMAGES = 117_266  # training images with boxes, classes, most boxes on one image
-COCO_CLASSES = 80
-COCO_MOST_BOXES = 93
-NUM_BATCHES = 2  # that are made, and come again and again
+COCO_MOST_BOXES = 93  # on one image
+NUM_BATCHES = 2  # generated, and repeated
 REAL_BOXES = 7  # on each image, as on COCO's on average
 
 
 class FakeLoader:
     """Endless random batches of one rank, the same ones each time for the same seed and rank."""
 
-    def __init__(self, split: Split, plan: LoaderConfig) -> None:
+    def __init__(self, split: Split, config: LoaderConfig) -> None:
         self._split = split
-        self._plan = plan
+        self._config = config
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end, `accumulate` for each step."""
-        made = [self._make(number) for number in range(NUM_BATCHES)]
-        parts = range(start_step * self._plan.accumulate, end_step * self._plan.accumulate)
-        return (made[part % NUM_BATCHES] for part in parts)
+        batches = [self._make(number) for number in range(NUM_BATCHES)]
+        parts = range(start_step * self._config.accumulate, end_step * self._config.accumulate)
+        return (batches[part % NUM_BATCHES] for part in parts)
 
     def _make(self, number: int) -> Batch:
-        plan = self._plan
-        size, num_boxes = plan.batch_size, plan.max_boxes
-        random = torch.Generator().manual_seed((plan.seed * 997 + plan.rank) * 31 + number)
+        config = self._config
+        size, num_boxes = config.batch_size, config.max_boxes
+        random = torch.Generator().manual_seed((config.seed * 997 + config.rank) * 31 + number)
         shape = (size, IMAGE_SIZE, IMAGE_SIZE, 3)
         sides = 0.1 + 0.4 * torch.rand(size, num_boxes, 2, generator=random)
         low = torch.rand(size, num_boxes, 2, generator=random) * (1 - sides)
@@ -45,20 +44,20 @@ class FakeLoader:
         labels = torch.randint(1, classes + 1, (size, num_boxes), generator=random)
         labels[:, REAL_BOXES:] = 0
         boxes = torch.cat([low, low + sides], dim=-1) * (labels > 0).unsqueeze(-1)
-        spread = torch.tensor([0.125, 0.5, 0.5, np.deg2rad(plan.hue_degrees)])
+        spread = torch.tensor([0.125, 0.5, 0.5, np.deg2rad(config.hue_degrees)])
         draw = 2 * torch.rand(size, 4, generator=random) - 1
         jitter = torch.tensor([1.0, 1.0, 1.0, 0.0]) + (spread * draw).float()
         return Batch(
             images=torch.randint(0, 256, shape, dtype=torch.uint8, generator=random),
             boxes=boxes,
             labels=labels,
-            jitter=jitter if plan.augment else None,
+            jitter=jitter if config.augment else None,
             rows=self._split.trainable[np.arange(size) % len(self._split.trainable)],
         )
 
 
 def fake_split() -> Split:
-    """A training split of COCO's size without any image, for where no dataset is at hand."""
+    """Return a training split of COCO's size without images, for runs without a dataset."""
     rows = np.arange(COCO_IMAGES)
     sizes = np.full((COCO_IMAGES, 2), IMAGE_SIZE, np.int32)
     return Split(

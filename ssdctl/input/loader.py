@@ -1,13 +1,13 @@
-"""Turn steps into batches: decode threads that fill reused uint8 buffers, some steps ahead.
+"""Turn steps into batches: decode threads fill reused uint8 buffers, some steps ahead.
 
-    loader = TrainLoader(split, order, plan)
+    loader = TrainLoader(split, stream, config)
     for batch in loader.batches(start_step, end_step): ...
 
 JPEG decoding and resizing release the GIL, so threads suffice: no worker processes, no pickling,
 no shared memory. Pixels stay uint8; colour and normalisation happen on the device.
 An image that cannot be read or decoded in training is replaced by the next good sample of the
-stream: a function of the place in the stream alone, so every rank, thread count and resume does
-the same. Batches say so in `bad`. Shapes: B batch, G boxes (padded).
+stream. That depends only on the position in the stream, so every rank, thread count and resume
+does the same. Batches list replaced images in `bad`. Shapes: B batch, G boxes (padded).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samp
 from ssdctl.runtime.map_ahead import take_ahead
 
 BATCHES_AHEAD = 2
-MOST_PER_TASK = 4  # images: a task of a thread costs some 20 us beside them
-MOST_IN_A_ROW = 100  # bad images of the stream, one after another, before the run gives up
+MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
+MAX_BAD_IN_A_ROW = 100  # bad images of the stream, one after another, before the run fails
 Problem = tuple[int, str]  # which slot of a batch, and why
 
 
 class BadImage(NamedTuple):
-    """An image that could not be trained on, and what came in its place."""
+    """An image that could not be trained on, and its replacement."""
 
     image_id: int
     file: str
     problem: str
-    sample: int  # the place in the stream
+    sample: int  # the position in the stream
     replaced_by: int  # image id
 
 
 class Batch(NamedTuple):
     """One rank's share of one micro-batch.
 
-    The pixels lie in a buffer that is used again: they are good until the next step's batches are
-    asked for.
+    The pixels are in a buffer that is reused: they are valid until the next step's batches are
+    requested.
     """
 
     images: Tensor  # B x 300 x 300 x 3, uint8 RGB
@@ -62,45 +62,46 @@ class Batch(NamedTuple):
     bad: tuple[BadImage, ...] = ()  # replaced in this batch
 
 
-# What to do with a slot whose image is bad; it is given the pixels of the whole batch.
+# Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
 
 class TrainLoader:
     """Training batches of one rank."""
 
-    def __init__(self, split: Split, order: SampleStream, plan: LoaderConfig) -> None:
+    def __init__(self, split: Split, stream: SampleStream, config: LoaderConfig) -> None:
         self._split = split
-        self._order = order
-        self._plan = plan
+        self._stream = stream
+        self._config = config
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end, `accumulate` for each step.
 
-        Steps count from the plan's `first_sample`.
+        Steps count from the config's `first_sample`.
 
         Raises:
             DataError: Too many images in a row cannot be decoded.
         """
-        places = self._plan.places(start_step, end_step)
-        return self.decode(map(self._draw, places))
+        positions = self._config.positions(start_step, end_step)
+        return self.decode(map(self._draw, positions))
 
     def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
-        """The batches of samples that are drawn already."""
-        plan = self._plan
-        size, threads, held = plan.batch_size, plan.threads, plan.accumulate
+        """The batches of samples that are already drawn."""
+        config = self._config
+        size, threads, held = config.batch_size, config.threads, config.accumulate
         return _decoded(self._split, work, size, threads, held, self._replace)
 
     def _draw(self, start: int) -> Samples:
-        plan = self._plan
-        return draw_samples(self._split, self._order, plan, start, plan.batch_size)
+        config = self._config
+        return draw_samples(self._split, self._stream, config, start, config.batch_size)
 
     def _replace(self, samples: Samples, slot: int, problem: str, pixels: Pixels) -> BadImage:
         """Put the next good sample of the stream into a slot of a micro-batch and its pixels."""
-        split, place, bad = self._split, int(samples.places[slot]), int(samples.rows[slot])
+        split, bad = self._split, int(samples.rows[slot])
+        position = int(samples.positions[slot])
         tried = {bad}
-        for step in range(1, MOST_IN_A_ROW * len(self._order)):
-            other = draw_samples(split, self._order, self._plan, place + step, 1)
+        for step in range(1, MAX_BAD_IN_A_ROW * len(self._stream)):
+            other = draw_samples(split, self._stream, self._config, position + step, 1)
             row = int(other.rows[0])
             if row in tried:
                 continue
@@ -108,13 +109,14 @@ class TrainLoader:
             if decode_sample(split, other, 0, pixels[slot]) is None:
                 _put(other, samples, slot)
                 ids = split.image_ids
-                return BadImage(int(ids[bad]), split.place(bad), problem, place, int(ids[row]))
-            if len(tried) >= min(MOST_IN_A_ROW, len(self._order)):
+                return BadImage(int(ids[bad]), split.place(bad), problem, position, int(ids[row]))
+            if len(tried) >= min(MAX_BAD_IN_A_ROW, len(self._stream)):
                 break
         raise DataError(
             f"{len(tried)} images in a row cannot be decoded, the first {split.place(bad)}: "
             f"{problem}",
-            hint="is the dataset's disk still there? ssdctl prepare --force checks every image",
+            hint="check that the dataset's disk is mounted; `ssdctl prepare --force` checks every "
+            "image",
         )
 
 
@@ -164,7 +166,7 @@ def _decoded(
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1
     free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
-    share = min(max(batch_size // threads, 1), MOST_PER_TASK)
+    share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
 
     def start(pool: ThreadPoolExecutor, samples: Samples) -> _Pending:
         pixels = free[0]
@@ -208,7 +210,7 @@ def _decode_part(split: Split, samples: Samples, slots: range, pixels: Pixels) -
 
 
 def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
-    """Read, decode, cut and resize one image into `out`; return what is wrong with it, or None."""
+    """Read, decode, crop and resize one image into `out`; return its problem, or None."""
     row = int(samples.rows[slot])
     width, height = (int(n) for n in split.pixel_sizes[row])
     try:
@@ -225,7 +227,7 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
 
 
 def _put(source: Samples, target: Samples, slot: int) -> None:
-    """Copy the only sample of `source` into a slot of `target`, but for its place."""
+    """Copy the only sample of `source` into a slot of `target`, except its position."""
     target.rows[slot] = source.rows[0]
     target.flip[slot] = source.flip[0]
     for name in ("rect", "boxes", "labels"):
@@ -235,9 +237,9 @@ def _put(source: Samples, target: Samples, slot: int) -> None:
 
 
 def trim_padding(batch: Batch) -> Batch:
-    """Less the boxes that are padding in every picture: matching them costs as much as others.
+    """Drop the boxes that are padding in every picture: matching them costs as much as others.
 
-    The shapes change from batch to batch then, which only eager steps of the host can take.
+    The shapes then change from batch to batch, which only eager steps on the host support.
     """
     used = (batch.labels > 0).any(dim=0).nonzero()
     num_used = int(used.max()) + 1 if len(used) else 1

@@ -1,4 +1,4 @@
-"""The inputs that a run can choose from, by name, behind one protocol."""
+"""The input pipelines of a run, by name, behind one protocol."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Batch, TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
+from ssdctl.runtime.torch_compat import dali_extra
 
 
 class TrainInput(Protocol):
-    """What feeds a run."""
+    """A source of training batches."""
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """The micro-batches of steps start to end of this rank, `accumulate` for each step."""
@@ -23,7 +24,7 @@ class TrainInput(Protocol):
 
 
 def check_pipeline(pipeline: str) -> None:
-    """Refuse what this machine lacks, before anything else is done.
+    """Check that a pipeline is installed.
 
     Raises:
         UsageError: DALI is not installed.
@@ -35,14 +36,14 @@ def check_pipeline(pipeline: str) -> None:
     except ImportError as error:
         raise UsageError(
             f"--pipeline dali: nvidia-dali cannot be imported ({error})",
-            hint="pip install 'ssdctl[dali]', or leave --pipeline at native",
+            hint=f"pip install 'ssdctl[{dali_extra()}]', or leave --pipeline at native",
         ) from None
 
 
 def open_input(
     pipeline: str,
     split: Split,
-    plan: LoaderConfig,
+    config: LoaderConfig,
     *,
     fake: bool = False,
     decoder: Decoder | None = None,
@@ -52,19 +53,19 @@ def open_input(
     Args:
         pipeline: `native` or `dali`.
         split: The images.
-        plan: What of the stream to take.
-        fake: Random batches instead, without reading an image.
-        decoder: Where DALI decodes; None: on the host.
+        config: Which part of the stream to load, and how.
+        fake: Random batches instead; no image is read.
+        decoder: The device on which DALI decodes; None: the host.
 
     Raises:
         UsageError: DALI is not installed.
     """
     if fake:
-        return FakeLoader(split, plan)
+        return FakeLoader(split, config)
     check_pipeline(pipeline)
-    order = SampleStream(split.trainable, plan.seed)
+    stream = SampleStream(split.trainable, config.seed)
     if pipeline == "dali":
         from ssdctl.input.dali import DaliLoader
 
-        return DaliLoader(split, order, plan, decoder)
-    return TrainLoader(split, order, plan)
+        return DaliLoader(split, stream, config, decoder)
+    return TrainLoader(split, stream, config)

@@ -1,7 +1,7 @@
 """The order of samples: one endless stream, one permutation of the dataset after another.
 
 Step s takes the stream's samples s * G to (s + 1) * G, for a global batch of G; a rank takes its
-slice of them. So every image comes once an epoch at any world size, nothing is dropped or padded,
+slice of them. So every image occurs once per epoch at any world size, nothing is dropped or padded,
 and a resume needs one integer.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ssdctl.input.counter_rng import hashed
 
-ORDER_STREAM = 1  # keeps these random numbers apart from the crops' and colours'
+ORDER_STREAM = 1  # separates these random numbers from those of crops and colours
 
 
 class Sample(NamedTuple):
@@ -36,7 +36,7 @@ class SampleStream:
         assert len(rows) > 0
         self._rows = rows
         self._seed = seed
-        self._known: dict[int, NDArray[np.int64]] = {}
+        self._permutations: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -52,10 +52,10 @@ class SampleStream:
         return Sample(row, epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._known:
+        if epoch not in self._permutations:
             keys = hashed(ORDER_STREAM, self._seed, epoch, np.arange(len(self._rows)))
-            # A batch touches two permutations where it crosses an epoch's end, or many if it is
+            # A batch uses two permutations if it crosses the end of an epoch, or many if it is
             # larger than the dataset; the oldest are never needed again.
-            self._known = {e: p for e, p in self._known.items() if e > epoch - 2}
-            self._known[epoch] = self._rows[np.argsort(keys, kind="stable")]
-        return self._known[epoch]
+            self._permutations = {e: p for e, p in self._permutations.items() if e > epoch - 2}
+            self._permutations[epoch] = self._rows[np.argsort(keys, kind="stable")]
+        return self._permutations[epoch]

@@ -1,6 +1,6 @@
-"""What a micro-batch is made of, decided before any pixel is: images, crops, flips, colours.
+"""Draw the samples of a micro-batch before any pixel is read: images, crops, flips, colours.
 
-All of it is a function of (seed, place in the stream). Shapes: B batch, G boxes (padded).
+All of it is a function of (seed, position in the stream). Shapes: B batch, G boxes (padded).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COLOUR_STREAM = 4
 
 
 class LoaderConfig(NamedTuple):
-    """What a rank takes of the stream."""
+    """Which part of the stream a rank loads, and how."""
 
     seed: int
     first_sample: int  # of the stream, at step 0 of `TrainLoader.batches`
@@ -38,8 +38,8 @@ class LoaderConfig(NamedTuple):
     def global_batch(self) -> int:
         return self.batch_size * self.world_size * self.accumulate
 
-    def places(self, start_step: int, end_step: int) -> range:
-        """Where in the stream each micro-batch of this rank begins.
+    def positions(self, start_step: int, end_step: int) -> range:
+        """The position in the stream at which each micro-batch of this rank begins.
 
         Steps count from `first_sample`; each has `accumulate` micro-batches.
         """
@@ -50,37 +50,37 @@ class LoaderConfig(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """A micro-batch but for its pixels."""
+    """A micro-batch without its pixels."""
 
-    places: NDArray[np.int64]  # B, in the stream
+    positions: NDArray[np.int64]  # B, in the stream
     rows: NDArray[np.int64]  # B, which images
     crops: Crops
     flip: NDArray[np.bool_]  # B
     jitter: NDArray[np.float32] | None  # B x 4: see ssdctl.model.augment.normalise
-    is_whole: bool  # no crop anywhere: the pictures are resized exactly as Pillow does it
+    is_whole: bool  # without crops: the pictures are resized exactly as by Pillow
 
 
 def draw_samples(
-    split: Split, order: SampleStream, plan: LoaderConfig, start: int, count: int
+    split: Split, stream: SampleStream, config: LoaderConfig, start: int, count: int
 ) -> Samples:
-    """Decide everything about the stream's samples start to start + count but their pixels."""
-    sample = order.samples(start, count)
-    places = np.arange(start, start + count)
-    boxes, labels = padded_boxes(split, sample.row, plan.max_boxes)
-    if not plan.augment:
-        return _whole(places, sample.row, whole_images(boxes, labels))
+    """Draw the stream's samples start to start + count: all but their pixels."""
+    sample = stream.samples(start, count)
+    positions = np.arange(start, start + count)
+    boxes, labels = padded_boxes(split, sample.row, config.max_boxes)
+    if not config.augment:
+        return _whole(positions, sample.row, whole_images(boxes, labels))
     sizes = split.pixel_sizes[sample.row]
-    crops = sample_crops(plan.seed, sample.epoch, sample.row, boxes, labels, sizes)
-    flip = uniform(FLIP_STREAM, plan.seed, sample.epoch, sample.row) < 0.5
+    crops = sample_crops(config.seed, sample.epoch, sample.row, boxes, labels, sizes)
+    flip = uniform(FLIP_STREAM, config.seed, sample.epoch, sample.row) < 0.5
     mirrored = flip_boxes(crops.boxes, crops.labels)
     crops = crops._replace(boxes=np.where(flip[:, None, None], mirrored, crops.boxes))
-    keys = (COLOUR_STREAM, plan.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
-    jitter = colour_jitter(uniform(*keys), plan.hue_degrees)
-    return Samples(places, sample.row, crops, flip, jitter, is_whole=False)
+    keys = (COLOUR_STREAM, config.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
+    jitter = colour_jitter(uniform(*keys), config.hue_degrees)
+    return Samples(positions, sample.row, crops, flip, jitter, is_whole=False)
 
 
 def whole_samples(split: Split, rows: NDArray[np.int64]) -> Samples:
-    """Whole pictures, for evaluation: no box is asked for."""
+    """Whole pictures, for evaluation, without boxes."""
     boxes, labels = padded_boxes(split, rows, 1)
     return _whole(rows, rows, whole_images(boxes, labels))
 
@@ -106,5 +106,5 @@ def padded_boxes(
     return boxes, labels
 
 
-def _whole(places: NDArray[np.int64], rows: NDArray[np.int64], crops: Crops) -> Samples:
-    return Samples(places, rows, crops, np.zeros(len(rows), np.bool_), None, is_whole=True)
+def _whole(positions: NDArray[np.int64], rows: NDArray[np.int64], crops: Crops) -> Samples:
+    return Samples(positions, rows, crops, np.zeros(len(rows), np.bool_), None, is_whole=True)

@@ -3,7 +3,7 @@
     job = submit(plan)          # "4711", or "mpijob.kubeflow.org/ssdctl-3f2a1c"
     code = follow(job, plan, write=sys.stdout.write)
 
-Following only reads: a Ctrl-C here leaves the job alone.
+Following only reads: a Ctrl-C here does not affect the job.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.launch import pod_status
 from ssdctl.launch.exit_codes import PASSED_ON
-from ssdctl.launch.plan import Plan
+from ssdctl.launch.request import LaunchPlan
 
 Write = Callable[[str], object]
 POLL_S = 2.0
@@ -35,8 +35,8 @@ ENDED = re.compile(
 )
 
 
-def require_engine(plan: Plan) -> None:
-    """See that this machine can hand the plan over.
+def require_engine(plan: LaunchPlan) -> None:
+    """Check that the engine's client is installed here.
 
     Raises:
         UsageError: The engine's client is absent.
@@ -45,11 +45,11 @@ def require_engine(plan: Plan) -> None:
         raise UsageError(f"{plan.argv[0]} is not on PATH", hint=REMEDIES[plan.launcher])
 
 
-def submit(plan: Plan) -> str:
-    """Hand the job over; return its id.
+def submit(plan: LaunchPlan) -> str:
+    """Submit the job; return its id.
 
     Raises:
-        UsageError: The engine does not take it; the message is the engine's.
+        UsageError: The engine rejects it; the message is the engine's.
     """
     done = subprocess.run(plan.argv, input=plan.text, capture_output=True, text=True)
     if done.returncode:
@@ -57,22 +57,22 @@ def submit(plan: Plan) -> str:
     return done.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
 
 
-def how_to_end(job: str, plan: Plan) -> str:
-    """The command that ends a job."""
+def how_to_end(job: str, plan: LaunchPlan) -> str:
+    """Return the command that ends a job."""
     return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
 
 
-def follow(job: str, plan: Plan, write: Write, say: Write = print) -> int:
-    """Pass on what the first rank says, to the job's end; return the job's exit code.
+def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
+    """Write the output of the first rank until the job ends; return the job's exit code.
 
     Args:
         job: What `submit` returned.
         plan: Of the job.
-        write: Takes the job's own words.
-        say: Takes a line on what the job waits for.
+        write: Receives the job's output.
+        say: Receives a line on what the job waits for.
 
     Raises:
-        DistributedError: The engine does not answer any more, or has forgotten the job; or a pod
+        DistributedError: The engine no longer answers or no longer lists the job; or a pod
             that the others wait for cannot start.
     """
     if plan.launcher == "slurm":
@@ -81,13 +81,13 @@ def follow(job: str, plan: Plan, write: Write, say: Write = print) -> int:
 
 
 def _follow_slurm(job: str, write: Write) -> int:
-    told = 0
+    position = 0
     while True:
         facts = _slurm_facts(_ask("scontrol", "show", "job", "--oneliner", job))
-        told = _pass_on(Path(facts.get("StdOut", "")), told, write)
+        position = _pass_on(Path(facts.get("StdOut", "")), position, write)
         state = facts.get("JobState", "")
         if ENDED.match(state):
-            _pass_on(Path(facts.get("StdOut", "")), told, write)  # what came meanwhile
+            _pass_on(Path(facts.get("StdOut", "")), position, write)  # written meanwhile
             code = int(facts.get("ExitCode", "1:0").partition(":")[0])
             return _slurm_exit(state, code)
         time.sleep(POLL_S)
@@ -106,20 +106,20 @@ def _slurm_facts(line: str) -> dict[str, str]:
     return {m[1]: m[2] for m in re.finditer(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip())}
 
 
-def _pass_on(path: Path, told: int, write: Write) -> int:
-    """Write what a file holds past `told` bytes; return how far that was."""
+def _pass_on(path: Path, position: int, write: Write) -> int:
+    """Write what a file has after `position` bytes; return the new position."""
     with contextlib.suppress(OSError), path.open("rb") as file:
-        file.seek(told)
-        if found := file.read():
-            write(found.decode(errors="replace"))
-            return told + len(found)
-    return told
+        file.seek(position)
+        if content := file.read():
+            write(content.decode(errors="replace"))
+            return position + len(content)
+    return position
 
 
 class _Pods:
-    """The pods of a job, as often as they are asked after; what is told of each is told once."""
+    """The pods of a job; each state of a pod is reported once."""
 
-    def __init__(self, job: str, plan: Plan, write: Write, say: Write) -> None:
+    def __init__(self, job: str, plan: LaunchPlan, write: Write, say: Write) -> None:
         self.write, self.say, self.end = write, say, how_to_end(job, plan)
         self.space = ["-n", n] if (n := _namespace(plan)) else []
         name = job.rpartition("/")[2]
@@ -128,7 +128,7 @@ class _Pods:
         role = "training.kubeflow.org/job-role=worker"
         self.workers = f"training.kubeflow.org/job-name={name},{role}" if is_mpi else None
         self.followed: set[str] = set()
-        self.told: dict[str, str | None] = {}
+        self.reported: dict[str, str | None] = {}
 
     def labelled(self, label: str) -> list[pod_status.Pod]:
         """Those with a label, the oldest first."""
@@ -137,13 +137,13 @@ class _Pods:
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
     def pass_on(self) -> None:
-        """Pass on the logs of pods that run the command; tell what others wait for.
+        """Pass on the logs of pods that run the command; report what others wait for.
 
         Raises:
             DistributedError: A worker cannot be installed. The operator would wait for ever.
         """
         for pod in self.labelled(self.workers) if self.workers else []:
-            self._tell(pod)
+            self._report(pod)
             failure = pod_status.installation_failure(pod)
             if failure and failure.starts >= INSTALLATIONS:
                 raise DistributedError(
@@ -152,14 +152,14 @@ class _Pods:
                     hint=f"the job still holds its nodes: {self.end} ends it",
                 )
         for pod in self.labelled(self.first):
-            self._tell(pod)
+            self._report(pod)
             name = pod_status.name_of(pod)
             has_begun = pod_status.phase_of(pod) in ("Running", "Succeeded", "Failed")
-            if has_begun and name not in self.followed and name not in self.told:
+            if has_begun and name not in self.followed and name not in self.reported:
                 self.followed.add(name)
                 _pass_log_on(["kubectl", "logs", *self.space, "--follow", name], self.write)
 
-    def _tell(self, pod: pod_status.Pod) -> None:
+    def _report(self, pod: pod_status.Pod) -> None:
         name = pod_status.name_of(pod)
         failure = pod_status.installation_failure(pod)
         if failure is not None:
@@ -167,18 +167,18 @@ class _Pods:
         elif (waits_for := pod_status.waits_for(pod)) is not None:
             words = f"waits: {waits_for}"
         else:
-            self.told.pop(name, None)
+            self.reported.pop(name, None)
             return
-        if self.told.get(name) == words:
+        if self.reported.get(name) == words:
             return
-        self.told[name] = words
+        self.reported[name] = words
         self.say(f"{name}: {words}")
         if failure is not None:
             options = ["-c", failure.container, "--tail=20"]
             _pass_log_on(["kubectl", "logs", *self.space, name, *options], self.write)
 
 
-def _follow_kubernetes(job: str, plan: Plan, write: Write, say: Write) -> int:
+def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write, say: Write) -> int:
     pods = _Pods(job, plan, write, say)
     while True:
         pods.pass_on()
@@ -188,7 +188,7 @@ def _follow_kubernetes(job: str, plan: Plan, write: Write, say: Write) -> int:
         if ends & {"Succeeded", "Complete"}:
             return 0
         if "Failed" in ends:
-            # Asked anew: the ones known were fetched before their logs were followed.
+            # Queried again: the earlier states are from before their logs were followed.
             return pod_status.exit_code(pods.labelled(pods.first))
         time.sleep(POLL_S)
 
@@ -200,23 +200,23 @@ def _pass_log_on(argv: list[str], write: Write) -> None:
             write(line)
 
 
-def _namespace(plan: Plan) -> str | None:
+def _namespace(plan: LaunchPlan) -> str | None:
     return plan.manifest["metadata"].get("namespace") if plan.manifest else None
 
 
-def _space(plan: Plan) -> str:
+def _space(plan: LaunchPlan) -> str:
     return f" -n {name}" if (name := _namespace(plan)) else ""
 
 
 def _ask(*argv: str) -> str:
-    """What an engine's client answers; a controller may be away for a while."""
+    """Return the output of an engine's client; retry while a controller is unavailable."""
     end = time.monotonic() + PATIENCE_S
     while True:
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.returncode == 0:
             return done.stdout
         if "Invalid job id" in done.stderr or "NotFound" in done.stderr:
-            raise DistributedError(f"{argv[0]} knows the job no more: {done.stderr.strip()}")
+            raise DistributedError(f"{argv[0]} no longer lists the job: {done.stderr.strip()}")
         if time.monotonic() > end:
             raise DistributedError(f"{argv[0]} does not answer: {done.stderr.strip()}")
         time.sleep(POLL_S)

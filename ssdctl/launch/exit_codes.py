@@ -50,7 +50,7 @@ def recorded_exit() -> Iterator[None]:
 
 
 def _record(folder: str | None, code: int) -> bool:
-    """Write the code down; tell whether there was anyone to write it for."""
+    """Write the exit code for the launch; return whether a launch asked for it."""
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
     if not folder or not rank or not rank.isdigit():
         return False
@@ -103,12 +103,15 @@ def job_exit_code(
     return launcher_code if launcher_code in PASSED_ON else ExitCode.DISTRIBUTED
 
 
-def first_failure(exits: Mapping[int, int], num_ranks: int | None) -> tuple[list[int], str] | None:
+def first_failure(
+    exits: Mapping[int, int], num_ranks: int | None, lost: int | None = None
+) -> tuple[list[int], str] | None:
     """The ranks that a failed job owes to, and what became of them.
 
     Args:
         exits: The codes that ranks left, the first to end first.
         num_ranks: How many there were; None where not all could leave a code here.
+        lost: The rank that was seen to end first without leaving a code.
     """
     silent = sorted(set(range(num_ranks or 0)) - set(exits))
     reasons = [
@@ -116,11 +119,13 @@ def first_failure(exits: Mapping[int, int], num_ranks: int | None) -> tuple[list
     ]
     if reasons:
         return reasons[:1], f"failed first, with exit code {exits[reasons[0]]}"
+    if lost is not None:
+        return [lost], "died or hung: no exit code was left"
     if silent and exits:
         return silent, "died or hung: no exit code was left"
-    lost = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
-    if lost:
-        return lost[:1], "was the first to miss another rank"
+    reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
+    if reporting:
+        return reporting[:1], "was the first to miss another rank"
     return None
 
 

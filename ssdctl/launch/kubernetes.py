@@ -2,23 +2,22 @@
 
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
-the operator writes, so what happens inside a cluster is what happens on one machine. ssdctl gets in
-by an init container (pod_install.py), which leaves the image's torch alone. Workers count as ready
-when their sshd answers, and the launcher waits for that: no `sleep`.
+the operator writes, so what happens inside a cluster is what happens on one machine.
+ssdctl is installed by an init container (pod_install.py), which keeps the image's torch. Workers
+count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
 """
 
 from __future__ import annotations
 
 import posixpath
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.errors import UsageError
 from ssdctl.launch import pod_spec
 from ssdctl.launch.pod_spec import checked, escape_k8s
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 Manifest = dict[str, Any]
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
@@ -38,7 +37,7 @@ TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-
 WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that would come again
 
 
-def build(request: Request) -> Manifest:
+def build(request: LaunchRequest) -> Manifest:
     """The manifest.
 
     Raises:
@@ -76,8 +75,10 @@ def build(request: Request) -> Manifest:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": _job(request)}
 
 
-def warnings(request: Request) -> tuple[str, ...]:
-    """What the cluster may miss in the manifest."""
+def warnings(request: LaunchRequest) -> tuple[str, ...]:
+    """Return what the cluster may need in addition to the manifest."""
+    if is_mpi(request) and request.config.cores_per_node is None:
+        return ("ranks are not bound to cores, whose number is unknown: give --cores-per-node N",)
     labels = pod_spec.pairs("node_selector", request.kubernetes.node_selector)
     if request.device == "xla" and (missing := [n for n in TPU_LABELS if n not in labels]):
         words = "kubernetes.node_selector does not name"
@@ -85,12 +86,12 @@ def warnings(request: Request) -> tuple[str, ...]:
     return ()
 
 
-def is_mpi(request: Request) -> bool:
+def is_mpi(request: LaunchRequest) -> bool:
     """Whether the job needs the MPI operator: several pods, or HPUs, which mpirun starts."""
     return request.config.nodes > 1 or (request.device == "hpu" and request.count > 1)
 
 
-def _job(request: Request) -> Manifest:
+def _job(request: LaunchRequest) -> Manifest:
     # A download or its like needs no more than a launcher does.
     has_devices = request.device != "cpu" or request.command[0] == "train"
     template = _pod(request, "main", _program(request), has_devices=has_devices)
@@ -111,7 +112,7 @@ def _job(request: Request) -> Manifest:
     }
 
 
-def _mpi_job(request: Request) -> Manifest:
+def _mpi_job(request: LaunchRequest) -> Manifest:
     config = request.config
     launcher = _pod(request, "launcher", _program(request), has_devices=False)
     for container in (*launcher["spec"]["containers"], *launcher["spec"].get("initContainers", ())):
@@ -127,7 +128,7 @@ def _mpi_job(request: Request) -> Manifest:
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-            # The launcher waits for all workers: one whose installation fails must try again.
+            # The launcher waits for all workers: one that fails to install must try again.
             "Worker": {
                 "replicas": config.nodes,
                 "restartPolicy": "OnFailure",
@@ -137,7 +138,7 @@ def _mpi_job(request: Request) -> Manifest:
     }
 
 
-def _program(request: Request) -> list[str]:
+def _program(request: LaunchRequest) -> list[str]:
     """What the first pod runs: the command itself, or `ssdctl launch` of it for several ranks."""
     python = request.kubernetes.python
     if request.kubernetes.install != "image":
@@ -146,8 +147,7 @@ def _program(request: Request) -> list[str]:
     if request.count == 1:
         return [*start, *map(escape_k8s, request.command)]
     config = request.config
-    flag = {"hpu": "hpus", "cuda": "gpus", "xla": "tpus", "cpu": "cpus"}[request.device]
-    words = ["launch", f"--{flag}={request.count}"]
+    words = ["launch", f"{DEVICE_TYPES[request.device].count_option}={request.count}"]
     if is_mpi(request):
         words += ["--launcher=mpirun", f"--nodes={config.nodes}", f"--hostfile={HOSTFILE}"]
         words += [f"--rank-by={config.rank_by}"]
@@ -168,8 +168,8 @@ def _program(request: Request) -> list[str]:
     return [*start, *words, *map(escape_k8s, rest)]
 
 
-def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) -> Manifest:
-    """A pod template of one container, with ssdctl installed beside it."""
+def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: bool) -> Manifest:
+    """A pod template of one container, with ssdctl installed by an init container."""
     config = request.kubernetes
     mounts, volumes = pod_spec.volumes(config)
     image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
@@ -214,14 +214,14 @@ def _pod(request: Request, name: str, command: list[str], *, has_devices: bool) 
         spec["imagePullSecrets"] = [{"name": checked("pull_secret", config.pull_secret)}]
     if selector := pod_spec.pairs("node_selector", config.node_selector):
         spec["nodeSelector"] = selector
-    if has_devices and (device := pod_spec.DEVICES.get(request.device)):
+    if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
         # Clusters keep other pods off their devices by a taint of that name.
         spec["tolerations"] = [{"key": device, "operator": "Exists"}]
     labels = {"app": "ssdctl", **NO_SIDECAR}
     return {"metadata": {"labels": labels, "annotations": dict(NO_SIDECAR)}, "spec": spec}
 
 
-def _check_written(request: Request) -> None:
+def _check_written(request: LaunchRequest) -> None:
     """See that what the job writes outlives its pods."""
     option, folder = "--out", request.run_folder
     if request.command[0] == "download":
@@ -238,13 +238,13 @@ def _check_written(request: Request) -> None:
     example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
     more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
     raise UsageError(
-        f"{option} {folder or '(its default)'} lies on no persistent volume: it would be lost "
+        f"{option} {folder or '(its default)'} is on no persistent volume: it would be lost "
         "with the pods",
         hint=f"for example {option} {example}{more}",
     )
 
 
-def _check_resume(request: Request) -> None:
+def _check_resume(request: LaunchRequest) -> None:
     """A pod that is started again runs the same command, and must go on with the run."""
     given = _value(request.command, "--resume") or request.settings.get("SSDCTL_TRAIN__RESUME")
     if request.config.restarts and given not in (None, "auto"):

@@ -1,6 +1,6 @@
 """What each rank says: in RUN/logs/rank-N.log, and the first rank's where it always went.
 
-One voice on the terminal is enough while all goes well; where a rank fails, `ssdctl launch` shows
+Only rank 0 writes to the terminal; if a rank fails, `ssdctl launch` shows
 the end of its log.
 """
 
@@ -50,7 +50,7 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
 
 
 class _Tee:
-    """A stream whose lines are written down too, but not what redraws a terminal."""
+    """A stream that also writes its lines to a file, except what redraws a terminal."""
 
     def __init__(self, stream: IO[str], log: IO[str]) -> None:
         self._stream, self._log = stream, log

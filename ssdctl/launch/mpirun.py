@@ -12,20 +12,17 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
 from ssdctl.launch.node import Node
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, whatever they are saving. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` reads it as "stop".
 # (On one node run.py asks the ranks itself.)
 STOP_SIGNAL = signal.SIGUSR1
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
-PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
 CARRIED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
@@ -38,13 +35,13 @@ IN_AN_MPI_JOB = "K_MPI_JOB_ROLE"  # the MPI operator sets it in its pods
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
     """The command line, the variables it needs, and what the user must still say."""
     config, missing = request.config, None
     if config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
     if ":" in request.command:
-        raise UsageError("mpirun reads a lone ':' as its own: it cannot be an argument")
+        raise UsageError("mpirun takes a single ':' as its own separator: it cannot be an argument")
     options = ["-n", str(request.count), *_placement(request, node)]
     options += ["--report-bindings", "--allow-run-as-root"]
     if root := request.environment.get("MPI_ROOT"):
@@ -82,7 +79,7 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
     return argv, dict(request.settings), missing
 
 
-def warnings(request: Request) -> tuple[str, ...]:
+def warnings(request: LaunchRequest) -> tuple[str, ...]:
     """Return what depends on the version of Open MPI and was decided without the user."""
     config, version = request.config, request.open_mpi
     found = []
@@ -94,10 +91,21 @@ def warnings(request: Request) -> tuple[str, ...]:
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
+    is_elsewhere = request.is_written or version is None or _is_absent(request)
+    if is_elsewhere and config.cores_per_node is None and config.bind_to == "core":
+        found.append(
+            "cores are divided as on this machine, which need not be as on the nodes: give "
+            "--cores-per-node N"
+        )
     return tuple(found)
 
 
-def _first_rank(request: Request) -> str:
+def _is_absent(request: LaunchRequest) -> bool:
+    """Return whether the host file does not list this machine."""
+    return bool(request.hosts) and not set(request.hosts) & set(request.own_names)
+
+
+def _first_rank(request: LaunchRequest) -> str:
     """Return the host of rank 0, by the name that the other hosts use.
 
     Open MPI 4 begins with the launching host if the file lists it; version 5 with the first host.
@@ -110,8 +118,8 @@ def _first_rank(request: Request) -> str:
     return request.own_names[0] if is_loopback and len(request.hosts) > 1 else own
 
 
-def _placement(request: Request, node: Node) -> list[str]:
-    """How ranks share a node's cores: each gets PE of them for itself, near each other."""
+def _placement(request: LaunchRequest, node: Node) -> list[str]:
+    """Return the options that give each rank PE adjacent cores of its node."""
     config, ranks = request.config, request.ranks_per_node
     cores = config.cores_per_node or node.cores
     share = cores // (config.devices_per_node or ranks)
@@ -129,13 +137,13 @@ def _placement(request: Request, node: Node) -> list[str]:
     return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
 
 
-def _shares(request: Request, cores: int) -> list[str]:
-    """What ranks that no binding keeps apart need to know of each other, lest each takes it all."""
+def _shares(request: LaunchRequest, cores: int) -> list[str]:
+    """Return variables that keep unbound ranks from using all cores each."""
     ranks = request.ranks_per_node
-    told = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
+    options = ["-x", f"LOCAL_WORLD_SIZE={ranks}"]
     if "OMP_NUM_THREADS" not in request.environment:
-        told += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
-    return told
+        options += ["-x", f"OMP_NUM_THREADS={max(1, cores // ranks)}"]
+    return options
 
 
 def read_version() -> int | None:
@@ -149,10 +157,10 @@ def read_version() -> int | None:
 
 
 def read_hosts(path: Path) -> tuple[str, ...]:
-    """The host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
+    """Return the host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
 
     Raises:
-        UsageError: The file cannot be read, is empty, or holds what is no host name.
+        UsageError: The file cannot be read, is empty, or holds what is not a host name.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -165,14 +173,14 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         if not words:
             continue
         if not HOST.fullmatch(words[0]):
-            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is no host name")
+            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is not a host name")
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: no host in it")
     return tuple(hosts)
 
 
-def _check_hosts(request: Request) -> None:
+def _check_hosts(request: LaunchRequest) -> None:
     if len(request.hosts) < request.config.nodes:
         raise UsageError(
             f"--nodes {request.config.nodes}, but {request.config.hostfile} "
@@ -182,9 +190,9 @@ def _check_hosts(request: Request) -> None:
 
 def _check_address(address: str, port: str) -> None:
     if not HOST.fullmatch(address):
-        raise UsageError(f"MASTER_ADDR {address!r} is no host name")
+        raise UsageError(f"MASTER_ADDR {address!r} is not a host name")
     if not re.fullmatch("[0-9]{1,5}", port):
-        raise UsageError(f"MASTER_PORT {port!r} is no port")
+        raise UsageError(f"MASTER_PORT {port!r} is not a port")
 
 
 def _check_carried(names: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ class Node:
     cores: int
     sockets: int
     has_topology: bool = True
+    has_numactl: bool = False  # the program that torchrun binds ranks with
 
 
 def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
@@ -39,7 +41,8 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> No
             found.add((0, cpu))
             has_topology = False
     sockets = len({socket for socket, _ in found})
-    return Node(max(1, len(found)), max(1, sockets), has_topology)
+    has_numactl = shutil.which("numactl") is not None
+    return Node(max(1, len(found)), max(1, sockets), has_topology, has_numactl)
 
 
 def _allowed_cpus() -> Collection[int]:

@@ -1,11 +1,11 @@
-"""Put ssdctl beside an image's own packages, none of which is replaced.
+"""Install ssdctl next to an image's own packages, without replacing any of them.
 
     python3 pod_install.py FOLDER SOURCE
 
 makes a virtual environment in FOLDER that sees the packages of this interpreter, and installs
-SOURCE into it. torch and its kin are pinned to what the image has: where SOURCE wants others, pip
-fails instead of replacing the vendor's. Runs as it is in a pod's first container, before ssdctl is
-there: the standard library alone.
+SOURCE into it. torch and related packages are pinned to the image's versions:
+if SOURCE needs others, pip fails instead of replacing the vendor's. Runs as it is in a pod's first
+container, before ssdctl is there: it uses only the standard library.
 """
 
 import re

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import KubernetesConfig
 from ssdctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
@@ -26,7 +25,6 @@ FORMS = {
     "node_selector": rf"({QUALIFIED})=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?",
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
-DEVICES = {"cuda": "nvidia.com/gpu", "hpu": "habana.ai/gaudi", "xla": "google.com/tpu"}
 # What no YAML reader takes for anything but text.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 
@@ -34,7 +32,9 @@ PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 def checked(name: str, value: str) -> str:
     """The value, once it is found to be of the form that Kubernetes takes there."""
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
-        raise UsageError(f"kubernetes.{name}: {value!r} is nothing that Kubernetes takes there")
+        raise UsageError(
+            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
+        )
     return value
 
 
@@ -57,20 +57,20 @@ def environment(config: KubernetesConfig) -> dict[str, str]:
     return pairs("env", config.env)
 
 
-def resources(request: Request, *, has_devices: bool) -> dict[str, dict[str, str]]:
+def resources(request: LaunchRequest, *, has_devices: bool) -> dict[str, dict[str, str]]:
     """What a container gets: its limits are its requests, as devices and huge pages demand."""
     config = request.kubernetes
     if not has_devices:
         amounts = pairs("launcher_resources", config.launcher_resources)
     else:
         amounts = pairs("resources", config.resources)
-        if device := DEVICES.get(request.device):
+        if device := DEVICE_TYPES[request.device].kubernetes_resource:
             amounts = {device: str(request.ranks_per_node), **amounts}
     return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
 
 
 def without_devices(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """CPU and memory alone of a container's resources, for one that runs before it.
+    """Return only CPU and memory of a container's resources, for one that runs before it.
 
     Quotas and the Guaranteed class ask for both of every container.
     """
@@ -139,7 +139,7 @@ def to_yaml(document: dict[str, Any]) -> str:
 
 
 def _fits_a_block(value: str) -> bool:
-    """Whether text can stand as it is in a literal block: a program of plain lines."""
+    """Return whether text can be written as a literal block: a program of plain lines."""
     lines = value.split("\n")
     is_plain = all(
         line.isascii() and line.isprintable() and line == line.rstrip() for line in lines

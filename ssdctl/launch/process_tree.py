@@ -1,4 +1,4 @@
-"""The processes below this one: find them, end them, and nobody else's."""
+"""Find and end the descendants of this process, and no other processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _reap(spared: Collection[int]) -> None:
 
 
 def descendants(root: int) -> list[int]:
-    """The processes below `root`, parents first."""
+    """Return the descendants of `root`, parents first."""
     parents = _parents()
     found = [root]
     for pid in found:  # grows while we walk
@@ -54,8 +54,24 @@ def descendants(root: int) -> list[int]:
 
 
 def children(root: int) -> list[int]:
-    """The processes that `root` started, or adopted."""
+    """Return the processes that `root` started or adopted."""
     return [pid for pid, parent in _parents().items() if parent == root]
+
+
+def direct_children(pid: int) -> list[int]:
+    """Return what the main thread of a process started; one read, for frequent polling."""
+    with contextlib.suppress(OSError):
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def variable_of(pid: int, names: Collection[str]) -> str | None:
+    """Return the first of these environment variables that a process was started with."""
+    with contextlib.suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        variables = dict(entry.partition(b"=")[::2] for entry in entries)
+        return next((v.decode() for n in names if (v := variables.get(n.encode()))), None)
+    return None
 
 
 def _parents() -> dict[int, int]:
@@ -68,6 +84,6 @@ def _parents() -> dict[int, int]:
 
 
 def become_subreaper() -> None:
-    """Let orphans below this process fall to it instead of init (Linux alone)."""
+    """Have orphaned descendants adopted by this process instead of init (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -3,10 +3,10 @@
     ssdctl launch  <- lifeline (a pipe) ->  guardian  ->  torchrun or mpirun  ->  ranks
 
 The guardian is a fork of this process in a session of its own. It adopts whatever loses its parent
-below it (PR_SET_CHILD_SUBREAPER), so it can end ranks whose launcher was killed. Where `ssdctl
-launch` itself is killed, the lifeline closes and the guardian ends everything; where the guardian
-is killed, its processes fall to `ssdctl launch`, which does the same. Nobody else's process is
-ever looked for by name: only descendants are touched.
+below it (PR_SET_CHILD_SUBREAPER), so it can end ranks after their launcher was killed. If `ssdctl
+launch` itself is killed, the lifeline closes and the guardian ends everything; if the guardian is
+killed, `ssdctl launch` adopts its processes and does the same. Only descendants are ever signalled;
+no process is looked up by name.
 """
 
 from __future__ import annotations
@@ -28,15 +28,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ssdctl.errors import ExitCode, UsageError
-from ssdctl.launch.exit_codes import EXITS_VARIABLE, job_exit_code, read_exits
-from ssdctl.launch.plan import Plan
+from ssdctl.launch.exit_codes import (
+    EXITS_VARIABLE,
+    RANK_VARIABLES,
+    job_exit_code,
+    read_exits,
+)
 from ssdctl.launch.process_tree import (
     POLL_S,
     become_subreaper,
     children,
     descendants,
+    direct_children,
     end_processes,
+    variable_of,
 )
+from ssdctl.launch.request import LaunchPlan
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchrun"
 ASK_AGAIN_S = 5.0
@@ -49,14 +56,24 @@ FOREIGN = {
 }
 
 
-class Outcome(NamedTuple):
-    """How a job ended: its exit code, and the codes that ranks of this machine left."""
+LOST = "lost"  # a file among the exit codes: the rank that ended first without leaving one
+
+
+class JobOutcome(NamedTuple):
+    """How a job ended.
+
+    Attributes:
+        code: Its exit code.
+        exits: The codes that ranks of this machine left, the first to end first.
+        lost: The rank that was seen to end without leaving one.
+    """
 
     code: int
     exits: dict[int, int]
+    lost: int | None = None
 
 
-def require_launcher(plan: Plan) -> None:
+def require_launcher(plan: LaunchPlan) -> None:
     """See that this machine can run the plan.
 
     Raises:
@@ -82,20 +99,20 @@ def _has_torchrun() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now; the kernel draws it at random."""
+    """Return a free TCP port, chosen by the kernel at random."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
-    """Run the plan to its end (exits.py says what the job came to).
+def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
+    """Run the plan to its end (see exit_codes.py for its code).
 
     SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
 
     Args:
         plan: Of `make_plan`, with nothing missing.
-        stdout_to_stderr: Keep this process's stdout for the caller's own words.
+        stdout_to_stderr: Keep this process's stdout for the caller's own output.
     """
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
@@ -121,13 +138,20 @@ def run(plan: Plan, *, stdout_to_stderr: bool = False) -> Outcome:
     try:
         _, status = os.waitpid(guardian, 0)
         end_processes(not_ours)
-        left = read_exits(exits)
+        left, lost = read_exits(exits), _read_lost(exits)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
         os.close(held)
         shutil.rmtree(exits, ignore_errors=True)
-    return Outcome(os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED, left)
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED
+    return JobOutcome(code, left, lost)
+
+
+def _read_lost(exits: Path) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return int((exits / LOST).read_text())
+    return None
 
 
 def _forward_to(process: int) -> Any:
@@ -139,13 +163,13 @@ def _forward_to(process: int) -> Any:
 
 
 def _guarded(
-    plan: Plan,
+    plan: LaunchPlan,
     environment: Mapping[str, str],
     lifeline: int,
     signals: list[signal.Signals],
     stdout: int | None,
 ) -> int:
-    """The guardian's life; never raises, for the fork must not go on with its parent's work."""
+    """Run as the guardian; never raise, since the fork must not continue its parent's work."""
     try:
         os.setsid()  # a terminal's Ctrl-C must reach the ranks once, through `ssdctl launch`
         asked: list[int] = []
@@ -163,7 +187,7 @@ def _guarded(
 
 
 def _guard(
-    plan: Plan,
+    plan: LaunchPlan,
     environment: Mapping[str, str],
     lifeline: int,
     asked: list[int],
@@ -177,7 +201,7 @@ def _guard(
         start_new_session=True,
     )
     exits = Path(environment[EXITS_VARIABLE])
-    stop = _Stop(plan, launcher)
+    stop, watch = _Stop(plan, launcher), _RankWatch(launcher.pid, exits)
     interrupted = abandoned = hung = False
     failed_at: float | None = None
     while launcher.poll() is None and not (interrupted or abandoned or hung):
@@ -189,6 +213,8 @@ def _guard(
             failed_at = time.monotonic()
         hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
         interrupted = asked.count(signal.SIGINT) > 1
+        if plan.launcher == "mpirun":
+            watch.poll()
         abandoned = bool(select.select([lifeline], [], [], POLL_S)[0])
     early = stop.is_early()
     launcher_code = launcher.returncode  # None where the launcher is among those to end
@@ -212,6 +238,32 @@ def _without_traceback(argv: Sequence[str]) -> list[str]:
     return list(argv)
 
 
+class _RankWatch:
+    """Record which rank of this machine ends first without leaving an exit code.
+
+    Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
+    """
+
+    def __init__(self, launcher: int, exits: Path) -> None:
+        self.launcher, self.exits = launcher, exits
+        self.ranks: dict[int, int] = {}  # by process id
+        self.has_lost = False
+
+    def poll(self) -> None:
+        running = direct_children(self.launcher)
+        for pid in running:
+            if pid not in self.ranks:
+                rank = variable_of(pid, RANK_VARIABLES)
+                if rank is not None and rank.isdigit():
+                    self.ranks[pid] = int(rank)
+        ended = [rank for pid, rank in self.ranks.items() if pid not in running]
+        lost = [rank for rank in ended if rank not in read_exits(self.exits)] if ended else []
+        if len(lost) == 1 and not self.has_lost:
+            self.has_lost = True
+            with contextlib.suppress(OSError):
+                (self.exits / LOST).write_text(str(lost[0]))
+
+
 class _Stop:
     """Asking a job to save and stop.
 
@@ -220,26 +272,26 @@ class _Stop:
     nodes mpirun forwards the signal, to the ranks it has started so far: so it is repeated.
     """
 
-    def __init__(self, plan: Plan, launcher: subprocess.Popen[bytes]) -> None:
+    def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes]) -> None:
         self.plan, self.launcher = plan, launcher
-        self.told: set[int] = set()
+        self.signalled: set[int] = set()
         self.began_at = self.last_at = 0.0
 
     def ask(self, number: int) -> None:
         now = time.monotonic()
         self.began_at = self.began_at or now
         ranks = children(self.launcher.pid) if self.plan.asks_ranks else []
-        for pid in set(ranks) - self.told:
+        for pid in set(ranks) - self.signalled:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
-            self.told.add(pid)
+            self.signalled.add(pid)
         is_time = not self.last_at or (self.plan.repeats_stop and now > self.last_at + ASK_AGAIN_S)
-        if not self.told and is_time:
+        if not self.signalled and is_time:
             self.last_at = now
             self.launcher.send_signal(self.plan.stop_signal)
 
     def is_early(self) -> bool:
-        """Whether a rank that ends now without a word died of the signal itself.
+        """Return whether a rank that ends now without an exit code died of the signal itself.
 
         Long after it was asked, it was killed while it saved.
         """

@@ -1,26 +1,23 @@
 """The batch script of Slurm's sbatch: one task per device, started by srun.
 
 Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
-job again, and the next run resumes. Options stand in `#SBATCH` lines, which no shell reads: so each
-is checked for what it may hold. What the user typed stands quoted in the script's body.
+job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell reads: so each
+is checked for its form. What the user typed is quoted in the script's body.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import TYPE_CHECKING
 
+from ssdctl.config.devices import DEVICE_TYPES
+from ssdctl.config.sections.launch import SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.exit_codes import EXITS_VARIABLE
 from ssdctl.launch.node import Node
-
-if TYPE_CHECKING:
-    from ssdctl.config import SlurmConfig
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
-DEVICES = {"cuda": "gpu", "hpu": "hpu"}  # what sites mostly call them (slurm.gres)
 WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:@+&|()*=/-]*"
 FORMS = {
     "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
@@ -29,6 +26,8 @@ FORMS = {
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
     "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
 }
+# Options of the user that decide about hardware threads; Slurm refuses --hint next to them.
+THREAD_OPTIONS = ("--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind")
 START_S = 60  # imports and first reads, before which no signal is of use
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
@@ -56,14 +55,14 @@ fi
 """
 
 
-def build(request: Request, node: Node) -> str:
+def build(request: LaunchRequest, node: Node) -> str:
     """The script.
 
     Raises:
         UsageError: A setting holds what Slurm would read as something else.
     """
     if request.device == "xla":
-        raise UsageError("Slurm knows no TPUs", hint="leave --launcher out: torchrun starts them")
+        raise UsageError("Slurm has no TPUs", hint="leave --launcher out: torchrun starts them")
     ranks, config = request.ranks_per_node, request.config
     _check_time(request.slurm)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
@@ -100,23 +99,26 @@ def build(request: Request, node: Node) -> str:
     return "\n".join(lines) + "\n" + body + requeue + "exit $code\n"
 
 
-def warnings(request: Request) -> tuple[str, ...]:
-    """What the nodes may have otherwise than this machine."""
+def warnings(request: LaunchRequest) -> tuple[str, ...]:
+    """Return what may differ between the nodes and this machine."""
     if request.config.cores_per_node is not None:
         return ()
-    said = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
-    return (f"{said}: say --cores-per-node N",)
+    fact = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
+    return (f"{fact}: give --cores-per-node N",)
 
 
-def _options(request: Request, ranks: int, cores: int) -> list[str]:
+def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     slurm = request.slurm
-    gres = DEVICES.get(request.device, "none") if slurm.gres is None else slurm.gres
+    usual = DEVICE_TYPES[request.device].slurm_gres or "none"
+    gres = usual if slurm.gres is None else slurm.gres
     found = {
         "job-name": _checked("job_name", slurm.job_name),
         "nodes": str(request.config.nodes),
         "ntasks": str(request.count),
         "ntasks-per-node": str(ranks),
         "cpus-per-task": str(cores),
+        # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
+        "hint": None if _decides_threads(slurm) else "nomultithread",
         "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
         "mem": _checked("memory", slurm.memory),
         "partition": _checked("partition", slurm.partition),
@@ -132,8 +134,14 @@ def _options(request: Request, ranks: int, cores: int) -> list[str]:
     return [*options, *(str(_checked("options", option)) for option in slurm.options)]
 
 
+def _decides_threads(slurm: SlurmConfig) -> bool:
+    """Return whether the user's own options say how hardware threads are used."""
+    given = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
+    return any(option in THREAD_OPTIONS for option in given)
+
+
 def _check_time(slurm: SlurmConfig) -> None:
-    """A job that is told to stop before it has begun would be queued again for ever."""
+    """Refuse a time limit at which a job would stop before it trains, and be queued for ever."""
     if slurm.time is None or not slurm.requeue:
         return
     seconds, least = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
@@ -158,5 +166,5 @@ def _seconds(time: str) -> int:
 
 def _checked(name: str, value: str | None) -> str | None:
     if value is not None and not re.fullmatch(FORMS.get(name, WORD), value, re.ASCII):
-        raise UsageError(f"slurm.{name}: {value!r} is nothing that Slurm takes there")
+        raise UsageError(f"slurm.{name}: {value!r} is not a value that Slurm accepts there")
     return value

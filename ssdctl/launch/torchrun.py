@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import re
 from string import Template
-from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
 from ssdctl.launch.node import Node
-
-if TYPE_CHECKING:
-    from ssdctl.launch.plan import Request
+from ssdctl.launch.request import LaunchRequest
+from ssdctl.runtime.torch_compat import NUMA_BINDING
 
 # How long torchrun waits for ranks that were asked to stop; its own 30 s can cut a save short.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
-PLACEHOLDER = "HOST"  # printed where a host's name is still to be said; never run
+PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 
 
-def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """The command line, the variables it needs, and what the user must still say."""
+def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
+    """Return the command line, the variables it needs, and what the user must still give."""
     config, ranks = request.config, request.ranks_per_node
     missing = None
     if config.nodes == 1:
@@ -29,7 +27,7 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
         # the loopback, because the machine's own name leads nowhere on some.
         where = ["--standalone", "--local-addr=127.0.0.1"]
     else:
-        endpoint = _endpoint(request)
+        endpoint = rendezvous_endpoint(request)
         if endpoint.startswith(f"{PLACEHOLDER}:"):
             missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
         where = [
@@ -38,6 +36,11 @@ def build(request: Request, node: Node) -> tuple[tuple[str, ...], dict[str, str]
             f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=ssdctl",
         ]
+        if request.local_address is not None:
+            # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
+            where.append(f"--local-addr={request.local_address}")
+    if request.device == "cuda" and _binds_to_numa_nodes(request, node):
+        where.append("--numa-binding=node")
     cores = config.cores_per_node or node.cores
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
@@ -61,7 +64,19 @@ def _escaped(argument: str) -> str:
     return argument.replace("$", "$$")
 
 
-def _endpoint(request: Request) -> str:
+def _binds_to_numa_nodes(request: LaunchRequest, node: Node) -> bool:
+    """Return whether torchrun can keep each rank on the cores next to its GPU."""
+    if request.torch_version < NUMA_BINDING or request.config.bind_to == "none":
+        return False
+    return node.sockets > 1 and node.has_topology and node.has_numactl
+
+
+def rendezvous_endpoint(request: LaunchRequest) -> str:
+    """Return HOST:PORT at which torchrun's nodes find each other.
+
+    Raises:
+        UsageError: The user's is not of that form.
+    """
     if request.config.rdzv_endpoint is not None:
         endpoint = request.config.rdzv_endpoint
     elif request.hosts:

@@ -1,1 +1,1 @@
-"""The network, its loss and what turns its output into detections."""
+"""The network, its loss, and the conversion of its output into detections."""

@@ -1,9 +1,9 @@
-"""Colour on the device: jitter and normalisation as one 3x4 affine map per picture.
+"""Colour on the device: jitter and normalisation as one 3x4 affine map per image.
 
-Brightness, contrast, saturation and hue are each affine in RGB once a picture's mean is known,
-so they fold with the normalisation into one matrix and one offset; pixels are touched once.
-The sequential definition clamps to [0, 1] after each step and turns hue in HSV; this one turns it
-about the gray axis in YIQ and does not clamp: docs/numerics.md gives the difference.
+Given the mean of an image, brightness, contrast, saturation and hue are affine in RGB, so they
+combine with the normalisation into one matrix and one offset: one pass over the pixels.
+The sequential definition clamps to [0, 1] after each step and rotates hue in HSV; this one rotates
+it about the gray axis in YIQ and does not clamp. docs/numerics.md gives the difference.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ssdctl.model import target
 from ssdctl.model.conventions import RESNET, Conventions
 
 MEAN, STD = RESNET.mean, RESNET.std
@@ -19,9 +20,9 @@ RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
 class Normalise(nn.Module):
-    """uint8 (B, H, W, 3) pictures -> float (B, 3, H, W), channels last in memory but for the CPU.
+    """Convert uint8 (B, H, W, 3) images to float (B, 3, H, W), except on the CPU channels-last.
 
-    The constants are buffers, made once: one that is made at every step is a wait for the device.
+    The constants are buffers: creating one at every step would synchronize with the device.
 
     Args:
         dtype: Of the arithmetic and the result.
@@ -30,6 +31,7 @@ class Normalise(nn.Module):
 
     mean: Tensor
     std: Tensor
+    inverse_std: Tensor  # on the diagonal of a matrix
 
     def __init__(
         self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
@@ -37,45 +39,68 @@ class Normalise(nn.Module):
         super().__init__()
         for name, values in (("mean", conventions.mean), ("std", conventions.std)):
             self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
+        self.register_buffer("inverse_std", torch.diag(1 / self.std), persistent=False)
         self.colour_map = ColourMap(dtype)
 
     def forward(self, images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
-        """Normalise, and jitter the colours.
+        """Normalise and jitter the colours.
 
         Args:
             images_BHW3: RGB, 0 to 255.
-            jitter_B4: Factors of brightness, contrast and saturation, and the hue's turn in
-                radians; None leaves the colours.
+            jitter_B4: Factors of brightness, contrast and saturation, and the hue's rotation
+                in radians; None leaves the colours unchanged.
         """
         if jitter_B4 is None:
             pixels = images_BHW3.to(self.mean.dtype) / 255
             return ((pixels - self.mean) / self.std).permute(0, 3, 1, 2)
         jitter_B4 = jitter_B4.to(self.mean.dtype)
+        if torch.compiler.is_compiling():
+            channels_last = target.is_gpu(images_BHW3)
+            return self.as_fused_sums(images_BHW3, jitter_B4, channels_last=channels_last)
         if images_BHW3.device.type == "cpu":
-            return self._by_planes(images_BHW3, jitter_B4)
+            return self._as_plane_product(images_BHW3, jitter_B4)
         pixels = images_BHW3.to(self.mean.dtype) / 255
         matrix_B33, offset_B3 = self._map(jitter_B4, pixels.mean(dim=(1, 2)))
         flat = torch.baddbmm(offset_B3[:, None], pixels.flatten(1, 2), matrix_B33.transpose(1, 2))
         return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
-    def _by_planes(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
-        """The CPU's way: products with rows of three are ten times slower there, and bytes are
-        cheaper to move than floats."""
-        if torch.compiler.is_compiling():
-            return self._in_one_pass(images_BHW3, jitter_B4)
+    def _as_plane_product(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
+        """Return the colours on the CPU, where products with rows of three are ten times slower and
+        bytes are cheaper to move than floats."""
         planes = images_BHW3.permute(0, 3, 1, 2).contiguous().flatten(2).to(self.mean.dtype)
         matrix_B33, offset_B3 = self._map(jitter_B4, planes.mean(dim=2) / 255)
         mapped = torch.baddbmm(offset_B3.unsqueeze(2), matrix_B33 / 255, planes)
         return mapped.unflatten(2, images_BHW3.shape[1:3])
 
-    def _in_one_pass(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
-        """The same in terms that the compiler fuses, as it does no matrix product: each plane a sum
-        of three, and the mean down the rows first, whose pixels lie together."""
-        pixels = images_BHW3.to(self.mean.dtype)
+    def as_fused_sums(
+        self, images_BHW3: Tensor, jitter_B4: Tensor, *, channels_last: bool
+    ) -> Tensor:
+        """Return the colours in terms that a compiler fuses, which it does with no matrix product.
+
+        Each plane is a sum of three. The mean is taken over the rows first: their pixels are
+        adjacent in memory.
+        """
+        dtype = self.mean.dtype
         num_values = 255 * images_BHW3.shape[1] * images_BHW3.shape[2]
-        matrix_B33, offset_B3 = self._map(jitter_B4, pixels.sum(dim=1).sum(dim=1) / num_values)
+        mean_rgb_B3 = images_BHW3.to(dtype).sum(dim=1).sum(dim=1) / num_values
+        red, green, blue = (plane.to(dtype) for plane in images_BHW3.unbind(dim=3))  # B x H x W
+        if channels_last:
+            # One expression over (B, H, W, 3): a concatenation would be written to memory in fp32.
+            # Products with a matrix are stored, so that the expression has few inputs: a compiler
+            # splits one with many.
+            matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+            weights_B33 = torch.matmul(self.inverse_std, matrix_B33) / 255
+            offset_B3 = torch.matmul(offset_B3 - self.mean, self.inverse_std)
+            red_w, green_w, blue_w = weights_B33[:, None, None].unbind(dim=-1)  # B x 1 x 1 x 3
+            pixels_BHW3 = (
+                red[..., None] * red_w
+                + green[..., None] * green_w
+                + blue[..., None] * blue_w
+                + offset_B3[:, None, None]
+            )
+            return pixels_BHW3.permute(0, 3, 1, 2)
+        matrix_B33, offset_B3 = self._map(jitter_B4, mean_rgb_B3)
         weights_B3311 = (matrix_B33 / 255)[..., None, None]
-        red, green, blue = pixels.unbind(dim=3)
         planes = [
             weights_B3311[:, c, 0] * red
             + weights_B3311[:, c, 1] * green
@@ -86,7 +111,7 @@ class Normalise(nn.Module):
         return torch.stack(planes, dim=1)
 
     def _map(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """The colours' map with the normalisation behind it."""
+        """Return the colour map followed by the normalisation."""
         matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
         return matrix_B33 / self.std[:, None], (offset_B3 - self.mean) / self.std
 
@@ -94,8 +119,8 @@ class Normalise(nn.Module):
 class ColourMap(nn.Module):
     """The jitter as an affine map of RGB in 0 to 1: (B, 3, 3) matrices and (B, 3) offsets.
 
-    In order: brightness scales; contrast blends with the picture's mean gray; saturation blends
-    with each pixel's gray; hue turns the chroma plane of YIQ.
+    In order: brightness scales; contrast blends with the image's mean gray; saturation blends
+    with each pixel's gray; hue rotates the chroma plane of YIQ.
     """
 
     luma: Tensor
@@ -106,7 +131,7 @@ class ColourMap(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         to_yiq = torch.tensor(RGB_TO_YIQ, dtype=torch.float64)
-        to_yiq[1:] -= to_yiq[1:].mean(dim=1, keepdim=True)  # rounded: keep gray exactly gray
+        to_yiq[1:] -= to_yiq[1:].mean(dim=1, keepdim=True)  # undo rounding: gray stays gray
         constants = {
             "luma": torch.tensor(LUMA, dtype=torch.float64),
             "identity": torch.eye(3),
@@ -117,7 +142,7 @@ class ColourMap(nn.Module):
             self.register_buffer(name, tensor.to(dtype), persistent=False)
 
     def forward(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """The maps of pictures with these mean colours."""
+        """Return the maps of images with these mean colours."""
         brightness, contrast, saturation, hue = jitter_B4[:, :, None].unbind(dim=1)  # B x 1 each
         mean_gray = brightness * (mean_rgb_B3 @ self.luma).unsqueeze(1)
         scale = (brightness * contrast).unsqueeze(-1)
@@ -130,9 +155,9 @@ class ColourMap(nn.Module):
         matrix = self._hue_rotation(hue.squeeze(1)) @ saturate * scale
         return matrix, shift.expand(-1, 3)  # gray stays gray under saturation and hue
 
-    def _hue_rotation(self, turn_B: Tensor) -> Tensor:
-        """(B,) radians -> (B, 3, 3): the chroma plane turned, luma kept."""
-        cos, sin = turn_B.cos(), turn_B.sin()
+    def _hue_rotation(self, angle_B: Tensor) -> Tensor:
+        """Return (B, 3, 3) rotations of the chroma plane by (B,) radians; luma is kept."""
+        cos, sin = angle_B.cos(), angle_B.sin()
         zero, one = torch.zeros_like(cos), torch.ones_like(cos)
         rotation = torch.stack([one, zero, zero, zero, cos, sin, zero, -sin, cos], dim=1)
         return self.from_yiq @ rotation.unflatten(1, (3, 3)) @ self.to_yiq
@@ -145,7 +170,7 @@ def normalise(
     dtype: torch.dtype = torch.float32,
     conventions: Conventions = RESNET,
 ) -> Tensor:
-    """`Normalise` on pictures, wherever they lie."""
+    """Apply `Normalise` to images on any device."""
     module = Normalise(dtype, conventions=conventions).to(images_BHW3.device)
     result: Tensor = module(images_BHW3, jitter_B4)
     return result

@@ -1,10 +1,10 @@
-"""The multibox loss (SSD paper, section 2.2), in fp32 whatever the network computes in.
+"""The multibox loss (SSD paper, section 2.2), in fp32 for every precision of the network.
 
-Per picture: smooth L1 over the positives, plus cross-entropy over the positives and the hardest
-negatives (three per positive), divided by that picture's number of positives; then the mean over
-the batch. A picture without positives counts as 0. Masks select with `where`, never by
+Per image: smooth L1 over the positives, plus cross-entropy over the positives and the hardest
+negatives (three per positive), divided by the image's number of positives; then the mean over
+the batch. An image without positives counts as 0. Masks select with `where`, never by
 multiplication, so an infinity outside the mask does not reach the loss. (The gradient of an
-infinite logit is NaN all the same: the guard in train/step.py looks at gradients too.)
+infinite logit is still NaN: the guard in train/step.py checks gradients too.)
 Shapes: B batch, C classes with background, G ground-truth boxes (padded), N default boxes.
 """
 
@@ -19,14 +19,15 @@ from torch.nn import functional as F
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, by_columns
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major
+from ssdctl.model import target
 from ssdctl.model.conventions import RESNET, Conventions
 
 NEGATIVES_PER_POSITIVE = 3
 
 
 class Losses(NamedTuple):
-    """Means over the batch; `total` is what is minimised, the others are its parts."""
+    """Means over the batch; `total` is what is minimised, the others are its terms."""
 
     total: Tensor
     box: Tensor
@@ -34,7 +35,7 @@ class Losses(NamedTuple):
 
 
 class Targets(nn.Module):
-    """What each default box should predict: matching and coding of one batch.
+    """Matching and coding of one batch: the values that each default box should predict.
 
     Args:
         dtype: Of the arithmetic.
@@ -51,18 +52,22 @@ class Targets(nn.Module):
         self._at_threshold = conventions.matches_at_threshold
         defaults = default_boxes_cxcywh(dtype)
         corners = box_cxcywh_to_ltrb(defaults)
-        self.register_buffer("defaults_cxcywh", by_columns(defaults), persistent=False)
-        self.register_buffer("defaults_ltrb", by_columns(corners), persistent=False)
+        self.register_buffer("defaults_cxcywh", column_major(defaults), persistent=False)
+        self.register_buffer("defaults_ltrb", column_major(corners), persistent=False)
 
     def forward(self, boxes_BG4: Tensor, labels_BG: Tensor) -> tuple[Tensor, Tensor]:
-        """Offsets (B, 4, N) and labels (B, N), 0 for background, from padded ground truth.
+        """Return offsets (B, 4, N) and labels (B, N), 0 for background, of padded ground truth.
 
         Args:
-            boxes_BG4: Ground truth as ltrb fractions of the picture.
+            boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding.
         """
         assigned_BN, label_BN = match(
-            boxes_BG4, labels_BG, self.defaults_ltrb, at_threshold=self._at_threshold
+            boxes_BG4,
+            labels_BG,
+            self.defaults_ltrb,
+            at_threshold=self._at_threshold,
+            fused=torch.compiler.is_compiling() and target.is_gpu(boxes_BG4),
         )
         centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
         matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
@@ -74,7 +79,7 @@ class MultiboxLoss(nn.Module):
     """Targets and loss of one batch.
 
     Args:
-        dtype: Of the arithmetic, whatever the network computed in.
+        dtype: Of the arithmetic, independent of the network's precision.
         conventions: The rules of matching and of the divisor.
     """
 
@@ -92,12 +97,12 @@ class MultiboxLoss(nn.Module):
         boxes_BG4: Tensor,
         labels_BG: Tensor,
     ) -> Losses:
-        """The loss of the network's output against padded ground truth.
+        """Return the loss of the network's output against padded ground truth.
 
         Args:
             offsets_B4N: Predicted offsets.
             logits_BCN: Predicted class logits, background first.
-            boxes_BG4: Ground truth as ltrb fractions of the picture.
+            boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding.
         """
         with torch.autocast(offsets_B4N.device.type, enabled=False):
@@ -120,7 +125,7 @@ def multibox_loss(
     *,
     divisor: Literal["image", "batch"] = "image",
 ) -> Losses:
-    """Return the loss against targets that are matched and coded already.
+    """Return the loss against targets that are already matched and coded.
 
     `divisor`: divide each image's sum by its own positives and average over the batch (image), or
     divide the batch's sum by all of its positives (batch, torchvision).
@@ -132,15 +137,17 @@ def multibox_loss(
     distance = F.smooth_l1_loss(offsets_B4N, target_B4N, reduction="none").sum(dim=1)
     box_loss = torch.where(is_positive, distance, zero).sum(dim=1)
 
-    entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
+    entropy = _cross_entropy(logits_BCN, label_BN)
     positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
-    # Only the sum of the k hardest is needed: sort once, add up the first k.
-    hardest = torch.where(is_positive, zero, entropy).sort(dim=1, descending=True).values
+    # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager mode
+    # sorts on the host unless the sort is stable; elsewhere that costs nothing.)
+    negatives = torch.where(is_positive, zero, entropy)
+    hardest = negatives.sort(dim=1, descending=True, stable=True).values
     rank = torch.arange(hardest.shape[1], device=hardest.device)
     num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
     negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
 
-    # Without positives both sums are 0 (no box, no negative), so the picture counts as 0.
+    # Without positives both sums are 0 (no box, no negative), so the image counts as 0.
     if divisor == "image":
         share = num_positives.clamp(min=1) * label_BN.shape[0]
     else:
@@ -150,11 +157,23 @@ def multibox_loss(
     return Losses(box + classification, box, classification)
 
 
+def _cross_entropy(logits_BCN: Tensor, label_BN: Tensor) -> Tensor:
+    """Return the cross-entropy of each box, (B, N).
+
+    A compiler fuses PyTorch's own into fewer passes, and can cache the result; it can do neither
+    with a custom function.
+    """
+    if torch.compiler.is_compiling():
+        return F.cross_entropy(logits_BCN, label_BN, reduction="none")
+    entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
+    return entropy
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Cross-entropy of each box: (B, C, N) logits and (B, N) labels -> (B, N).
 
-    What torch's own does, in two passes less over the logits' size, which is nearly all that the
-    loss costs: its backward writes a table of zeros and reads it back.
+    Equal to PyTorch's own in two passes less over a table of the logits' size, nearly the whole
+    cost of the loss: its backward writes a table of zeros and reads it again.
     """
 
     @staticmethod

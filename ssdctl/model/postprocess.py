@@ -1,9 +1,9 @@
-"""From the network's output to detections, as every replaced system does it.
+"""Convert the network's output to detections, as every replaced system does.
 
-Softmax; per class the 200 best above the score threshold, hard NMS; the 200 best of the picture.
-On the CPU the few candidates are picked out first; elsewhere every shape is static, so that nothing
-waits for a count or is compiled anew.
-Shapes: B batch, C classes with background, N default boxes, K detections of a picture.
+Softmax; per class the 200 best above the score threshold and hard NMS; the 200 best of the image.
+On the CPU the few candidates are selected first. On other devices every shape is static: nothing
+synchronizes to read a count and nothing is recompiled.
+Shapes: B batch, C classes with background, N default boxes, K detections of an image.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ DETECTIONS_PER_IMAGE = 200
 
 
 class ImageDetections(NamedTuple):
-    """The detections of one picture, the best first."""
+    """The detections of one image, best first."""
 
-    boxes: Tensor  # K x 4, ltrb as fractions of the picture; they may leave it
+    boxes: Tensor  # K x 4, ltrb as fractions of the image; they may exceed it
     scores: Tensor  # K
     labels: Tensor  # K, 1 and up
 
@@ -43,16 +43,16 @@ def detect(
     candidates: int = CANDIDATES_PER_CLASS,
     clips_boxes: bool = False,
 ) -> list[ImageDetections]:
-    """Decode a batch, in fp32; the detections of an accelerator's output land on the CPU.
+    """Decode a batch in fp32 and return the detections of each image, on the CPU.
 
     Args:
         offsets_B4N: Predicted offsets.
         logits_BCN: Predicted class logits, background first.
         defaults_cxcywh: (N, 4) default boxes.
-        score_threshold: Candidates score more than this.
-        nms_iou: A box that overlaps a better one of its class by more is dropped.
+        score_threshold: Candidates have a higher score.
+        nms_iou: A box with a higher IoU with a better box of its class is dropped.
         candidates: The best of each class before NMS.
-        clips_boxes: Clip boxes to the picture before NMS.
+        clips_boxes: Clip boxes to the image before NMS.
     """
     with torch.autocast(offsets_B4N.device.type, enabled=False):
         boxes, scores = boxes_and_scores(
@@ -80,7 +80,7 @@ def boxes_and_scores(
     *,
     clips_boxes: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """What the network means: (B, N, 4) ltrb boxes, (B, C - 1, N) scores without background."""
+    """Decode to (B, N, 4) ltrb boxes and (B, C - 1, N) scores without background."""
     boxes = box_cxcywh_to_ltrb(decode(offsets_B4N.float().transpose(1, 2), defaults_cxcywh))
     if clips_boxes:
         boxes = boxes.clamp(0, 1)
@@ -94,7 +94,7 @@ def detect_static(
     nms_iou: float,
     candidates_per_class: int = CANDIDATES_PER_CLASS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same detections in static shapes, the best first, padded with label 0.
+    """Return the same detections in static shapes, best first, padded with label 0.
 
     Returns:
         (B, K, 4) boxes, (B, K) scores, (B, K) labels, where K = 200.
@@ -103,10 +103,10 @@ def detect_static(
     scores, index = scores_BCN.topk(min(candidates_per_class, scores_BCN.shape[2]), dim=2)
     candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
-    # One picture's overlaps at a time: in fp32 those of a batch would fill gigabytes.
-    over = torch.stack([_overlaps(picture, nms_iou) for picture in candidates])
+    # The overlaps of one image at a time: those of a batch would take gigabytes.
+    over = torch.stack([_overlaps(boxes_CK4, nms_iou) for boxes_CK4 in candidates])
     keep = scores > threshold
-    for i in range(scores.shape[2]):  # greedy: a box counts only if no better one removed it
+    for i in range(scores.shape[2]):  # greedy: a removed box removes no other
         keep = keep & ~(over[:, :, i] & keep[:, :, i : i + 1])
     flat = torch.where(keep, scores, 0).flatten(1)
     best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
@@ -116,7 +116,7 @@ def detect_static(
 
 
 def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
-    """(C, K, K): whether box i overlaps a worse box j of its class by more than `nms_iou`."""
+    """Return (C, K, K) flags: box i has an IoU over `nms_iou` with a worse box j of its class."""
     a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
     size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
     overlap = size.clamp(min=0).prod(dim=-1)
@@ -133,7 +133,7 @@ def _detect_one(
     if len(scores) > candidates:
         best = _best_per_class(scores, labels, candidates)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
-    keep = _nms()(_apart(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = _nms()(_offset_by_class(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
     return ImageDetections(boxes[keep], scores[keep], labels[keep])
 
 
@@ -159,22 +159,22 @@ def _nms() -> Callable[[Tensor, Tensor, float], Tensor]:
 def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
     """Return the indices of the candidates among the `count` best of their class."""
     order = scores_K.argsort(descending=True, stable=True)
-    order = order[labels_K[order].argsort(stable=True)]  # by class, the best first
+    order = order[labels_K[order].argsort(stable=True)]  # by class, best first
     ranked = labels_K[order]
     first_of_class = torch.searchsorted(ranked, ranked)
     rank = torch.arange(len(order), device=order.device) - first_of_class
     return order[rank < count]
 
 
-def _apart(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
-    """The boxes with each class moved to a place of its own, so that one NMS serves all classes.
+def _offset_by_class(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
+    """Shift the boxes of each class so that classes never overlap and one NMS serves all.
 
-    In fp64 and from the leftmost box on: torchvision's batched_nms does it in fp32 from 0 on, where
-    a box left of the picture meets another class, and a huge one rounds the others' digits away.
+    In fp64 and relative to the leftmost box. torchvision's batched_nms shifts in fp32 relative to
+    0: boxes left of the image overlap another class, and a huge box rounds the others away.
     """
     boxes = boxes_K4.double()
     if not len(boxes):
         return boxes
     low = boxes.min()
-    room = boxes.max() - low + 1
-    return boxes - low + (labels_K * room).unsqueeze(1)
+    extent = boxes.max() - low + 1
+    return boxes - low + (labels_K * extent).unsqueeze(1)

@@ -11,6 +11,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ssdctl.model import target
 
 CLASSES = 1000  # of ImageNet
 
@@ -19,6 +22,24 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
     return nn.Conv2d(
         in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
     )
+
+
+class StemConv(nn.Conv2d):
+    """The first convolution, of images with three planes."""
+
+    def forward(self, images_B3HW: Tensor) -> Tensor:
+        """(B, 3, H, W) -> (B, 64, H / 2, W / 2)."""
+        if torch.compiler.is_compiling() and target.is_gpu(images_B3HW):
+            return self.with_fourth_plane(images_B3HW)
+        return super().forward(images_B3HW)
+
+    def with_fourth_plane(self, images_B3HW: Tensor) -> Tensor:
+        """Return the same from four planes, the last of zeros.
+
+        Tensor cores need aligned pixels; the compiler writes the plane with the colors.
+        """
+        plane = (0, 0, 0, 0, 0, 1)
+        return self._conv_forward(F.pad(images_B3HW, plane), F.pad(self.weight, plane), self.bias)
 
 
 class BasicBlock(nn.Module):
@@ -84,7 +105,7 @@ class ResNet(nn.Module):
 
     def __init__(self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...]) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.conv1 = StemConv(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)

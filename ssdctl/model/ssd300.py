@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.model import vgg
+from ssdctl.model import target, vgg
 from ssdctl.model.backbone import OUT_CHANNELS, build_backbone, freeze_stem
 from ssdctl.model.conventions import conventions_of
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
+ALIGNMENT = 64  # tensor cores need a multiple of 8 channels, cuDNN's fastest kernels of 64
 
 
 def feature_channels(backbone: str) -> tuple[int, ...]:
-    """Channels of the six feature maps."""
+    """Return the channels of the six feature maps."""
     if backbone == "vgg16":
         return vgg.CHANNELS
-    last = 128 if backbone == "resnet18" else 256
-    return (OUT_CHANNELS[backbone], 512, 512, 256, 256, last)
+    last_channels = 128 if backbone == "resnet18" else 256
+    return (OUT_CHANNELS[backbone], 512, 512, 256, 256, last_channels)
 
 
 class SSD300(nn.Module):
@@ -30,7 +32,7 @@ class SSD300(nn.Module):
     Args:
         backbone: A name of `ssdctl.model.backbone.BUILDERS`.
         num_classes: Classes with background; 81 on COCO.
-        extra_norm: `none` (MLPerf: biased convolutions) or `batch` (NVIDIA: batch norm instead).
+        extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str) -> None:
@@ -67,7 +69,7 @@ class SSD300(nn.Module):
             freeze_stem(self.backbone)
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalised (B, 3, 300, 300) pictures -> (B, 4, N) offsets and (B, C, N) logits."""
+        """Return (B, 4, N) offsets and (B, C, N) logits of normalised (B, 3, 300, 300) images."""
         features = [self.backbone(images_B3HW)]
         for block in self.extra:
             features.append(block(features[-1]))
@@ -76,10 +78,35 @@ class SSD300(nn.Module):
         for feature, box_head, class_head in zip(
             features, self.box_heads, self.class_heads, strict=True
         ):
+            assert isinstance(box_head, nn.Conv2d)
+            assert isinstance(class_head, nn.Conv2d)
+            if target.is_gpu(feature):
+                offset_map, logit_map = joined_heads(feature, box_head, class_head)
+            else:
+                offset_map, logit_map = box_head(feature), class_head(feature)
             # Channels are coordinate-major (class-major): (4, shapes) x rows x columns.
-            offsets.append(box_head(feature).flatten(1).unflatten(1, (4, -1)))
-            logits.append(class_head(feature).flatten(1).unflatten(1, (self.num_classes, -1)))
+            offsets.append(offset_map.flatten(1).unflatten(1, (4, -1)))
+            logits.append(logit_map.flatten(1).unflatten(1, (self.num_classes, -1)))
         return torch.cat(offsets, dim=2), torch.cat(logits, dim=2)
+
+
+def joined_heads(
+    feature: Tensor, box_head: nn.Conv2d, class_head: nn.Conv2d
+) -> tuple[Tensor, Tensor]:
+    """Return what two heads compute from a feature map, as one convolution of aligned width.
+
+    The weights are concatenated at every call, with rows of zeros up to a multiple of `ALIGNMENT`,
+    so that parameters and checkpoints are those of separate heads.
+    """
+    assert box_head.bias is not None
+    assert class_head.bias is not None
+    widths = [class_head.out_channels, box_head.out_channels]
+    padding = -sum(widths) % ALIGNMENT
+    weight = F.pad(torch.cat([class_head.weight, box_head.weight]), (0, 0, 0, 0, 0, 0, 0, padding))
+    bias = F.pad(torch.cat([class_head.bias, box_head.bias]), (0, padding))
+    joined = F.conv2d(feature, weight, bias, padding=1)
+    logits, offsets, _ = joined.split([*widths, padding], dim=1)
+    return offsets, logits
 
 
 def _extra_block(

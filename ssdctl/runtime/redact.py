@@ -11,30 +11,29 @@ import re
 HIDDEN = "***"
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _PARTS = re.compile(
-    r"(?P<scheme>[^:/]+://)(?P<authority>[^/?#]*)(?P<path>[^?#]*)(?P<query>\?[^#]*)?(?P<rest>#.*)?",
-    re.DOTALL,
+    r"(?P<scheme>[^:/]+://)(?P<address>[^?#]*)(?P<query>\?[^#]*)?(?P<fragment>#.*)?", re.DOTALL
 )
+_HOST = re.compile(r"([^:/\[\]]*|\[[^\]/]*\])(:[0-9]+)?(/|$)")
 # A request's path in the messages of urllib3: "with url: /a.zip?sig=x".
 _TARGET = re.compile(r"(\burl: /[^\s?]*)\?[^\s)]*")
 
 
 def redact_url(url: str) -> str:
-    """Replace user name, password, query and fragment of a URL by `***`."""
+    """Replace user name, password, query and fragment of a URL by `***`.
+
+    Passwords with unescaped characters are hidden, too: everything up to the last @ of the path.
+    """
     parts = _PARTS.fullmatch(url)
     if parts is None:
         return url
-    authority, path = parts["authority"], parts["path"]
-    _, at, host = authority.rpartition("@")
-    has_port = re.fullmatch(r"([^:\[\]]*|\[[^\]]*\])(:[0-9]*)?", host)
-    if not has_port and "@" in url:
-        # A password with an unescaped slash, question mark or hash: hide up to the last @.
-        return redact_url(f"{parts['scheme']}{HIDDEN}@{url.rpartition('@')[2]}")
-    shown = f"{parts['scheme']}{HIDDEN if at else ''}{at}{host}{path}"
-    if parts["query"]:
-        shown += f"?{HIDDEN}"
-    if parts["rest"]:
-        shown += f"#{HIDDEN}"
-    return shown
+    scheme, address = parts["scheme"], parts["address"]
+    _, at, shown = address.rpartition("@")
+    is_valid = _HOST.match(shown) is not None
+    if not is_valid and "@" in url[len(scheme) + len(address) :]:  # a password with ? or #
+        return redact_url(f"{scheme}{HIDDEN}@{url.rpartition('@')[2]}")
+    query = f"?{HIDDEN}" if parts["query"] else ""
+    fragment = f"#{HIDDEN}" if parts["fragment"] else ""
+    return f"{scheme}{HIDDEN if at else ''}{at}{shown}{query}{fragment}"
 
 
 def redact_urls(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 OLDEST = (2, 6)  # the last that first-generation Gaudi cards have
+NEWEST_CUDA = 13
 NUMA_BINDING = (2, 9)  # torchrun has --numa-binding from here on
 
 
@@ -23,6 +24,25 @@ def installed_version() -> tuple[int, int]:
     except metadata.PackageNotFoundError:
         match = None
     return (int(match[1]), int(match[2])) if match else OLDEST
+
+
+def cuda_major() -> int:
+    """Return the major version of the CUDA that the installed PyTorch was built with: 12 or 13.
+
+    Read from the package's version (`2.6.0+cu124`), else from the CUDA packages that it requires.
+    """
+    try:
+        version, requirements = metadata.version("torch"), metadata.requires("torch") or []
+    except metadata.PackageNotFoundError:
+        return NEWEST_CUDA
+    if match := re.search(r"\+cu(\d\d)", version):
+        return int(match[1])
+    return 12 if any(re.match(r"nvidia-.*-cu12\b", text) for text in requirements) else NEWEST_CUDA
+
+
+def dali_extra() -> str:
+    """Return the extra of ssdctl whose nvidia-dali fits the installed PyTorch's CUDA."""
+    return f"dali-cuda{min(max(cuda_major(), 12), NEWEST_CUDA)}"
 
 
 def no_buffer_sync(ddp: type) -> dict[str, bool]:

@@ -44,7 +44,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Progress, Setup, prepare_run
+from ssdctl.train.setup import Progress, Setup, prepare_run, with_usable_precision
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -81,7 +81,8 @@ def run_training(
     with signals.ending_at_once():
         device = open_device(config.device, ranks.local_rank, config.execution)
     with process_group(ranks, device, config.rank_timeout):
-        for notice in device.notices:
+        resolved, precision_notice = with_usable_precision(resolved, device)
+        for notice in (*device.notices, *filter(None, [precision_notice])):
             log.warning("%s", notice)
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():

@@ -1,8 +1,8 @@
-"""Estimate the device memory of a training step: for `--bs auto`, and after an out-of-memory error.
+"""The device memory that a training step needs: for `--bs auto`, and for out-of-memory errors.
 
-The activations that backward needs are counted on fake tensors, which have shapes but no memory, on
-any machine. If the device reports its memory, `--bs auto` takes real steps and measures their peaks
-after their kernels are chosen.
+Activations kept for backward are counted on fake tensors, which have shapes but no memory, on any
+machine. If the device reports its memory, `--bs auto` measures real steps once their kernels are
+chosen.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.step import TrainStep
 
-USED_FRACTION = 0.9  # the rest is for fragmentation and kernels' workspaces
-LARGE_PROBE = 48  # most images of the larger measured batch; the smaller one has a third
-WORKSPACE = 1.15  # gradients of activations and kernels' workspaces, relative to activations
+USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces
+LARGE_PROBE = 48  # images at most; a second probe with a third as many gives the need of one
+WORKSPACE = 1.15  # gradients of activations and workspaces, relative to saved activations
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes of the network, its gradients and its optimizer state; and of each image of a batch."""
+    """Bytes of the network with its gradients and optimizer, and of each image of a batch."""
 
     fixed: int
     per_image: int
 
     def fits(self, memory_bytes: int) -> int:
-        """Return the largest batch that fits, 0 if none; a multiple of 8 if larger than 8."""
-        most = max(int((USED_FRACTION * memory_bytes - self.fixed) / self.per_image), 0)
+        """Return the largest batch for that much memory; a multiple of 8 if it is larger than 8."""
+        most = max(int((USED_SHARE * memory_bytes - self.fixed) / self.per_image), 0)
         return most if most < 8 else most - most % 8
 
 
 def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
-    """Estimate the memory of a step by counting tensors."""
+    """Count what a step needs."""
     with FakeTensorMode():
         model = architecture.build()
     parameters = sum(p.numel() for p in model.parameters())
@@ -59,9 +59,9 @@ def estimate(architecture: Architecture, config: TrainConfig, precision: str) ->
 
 
 def activation_bytes(architecture: Architecture, precision: str) -> int:
-    """Return the bytes that one image's forward pass saves for backward."""
-    two, three = (_saved_bytes(architecture, precision, size) for size in (2, 3))
-    return three - two
+    """Return the bytes that forward keeps for the backward of one image."""
+    two_images, three_images = (_saved_bytes(architecture, precision, size) for size in (2, 3))
+    return three_images - two_images
 
 
 def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) -> int:
@@ -78,15 +78,15 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
         batch = random_batch(batch_size, architecture.num_classes)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
-        own = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
+        parameters = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
         del loss
-        return sum(size for ref, size in seen.items() if ref not in own)
+        return sum(size for ref, size in seen.items() if ref not in parameters)
 
 
 def random_batch(
     batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
 ) -> Batch:
-    """Return random images with as many boxes as COCO has: costs as much as a real batch."""
+    """Return noise with as many boxes as an image of COCO has: as costly as a real batch."""
     generator = torch.Generator().manual_seed(0)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
@@ -103,7 +103,7 @@ def random_batch(
 def with_batch_size(
     config: Config, architecture: Architecture, device: Device, ranks: Ranks, precision: str
 ) -> Config:
-    """Return the config with `--bs auto` resolved, to the same number on every rank.
+    """Return the config with `--bs auto` replaced by a number, the same on every rank.
 
     Raises:
         UsageError: The device does not report its memory, or not even one image fits.
@@ -121,33 +121,33 @@ def with_batch_size(
             f"--bs auto: device {device.name} does not report its memory",
             hint="give a number, as in --bs 32",
         )
-    fits = _measured_batch_size(config.train, architecture, device, precision, memory)
+    fits = _measure_largest_batch(config.train, architecture, device, precision, memory)
     fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)
     if fits < 1:
         raise UsageError(
-            f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB at all",
+            f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB",
             hint="choose a smaller --backbone, or give a number, as in --bs 2",
         )
     train = msgspec.structs.replace(config.train, batch_size=fits)
     return msgspec.structs.replace(config, train=train)
 
 
-def _measured_batch_size(
+def _measure_largest_batch(
     config: TrainConfig, architecture: Architecture, device: Device, precision: str, memory: int
 ) -> int:
-    """Return the largest batch by the peaks of two small ones; 0 if those do not fit."""
+    """Extrapolate the largest batch from the peaks of two small ones; 0 if these do not fit."""
     likely = estimate(architecture, config, precision).fits(memory)
-    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of 6 is 2, which batch norm needs
+    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of it is 2: batch norm needs two
     peaks = {}
     try:
         for size in (large // 3, large):
-            _free_unused(device)
+            _free_memory(device)
             peaks[size] = _peak(size, config, architecture, device, precision)
     except (RuntimeError, MemoryError) as error:
         if not device.is_out_of_memory(error):
             raise
         return 0
-    _free_unused(device)
+    _free_memory(device)
     (less, low), (more, high) = peaks.items()
     per_image = max((high - low) / (more - less), 1)
     return MemoryEstimate(int(low - less * per_image), int(per_image)).fits(memory)
@@ -156,22 +156,22 @@ def _measured_batch_size(
 def _peak(
     size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
 ) -> int:
-    """Return the peak memory of a step on `size` images, with a temporary network."""
+    """Return the peak memory of a step on that many images, with a temporary network."""
     model = device.place(architecture.build()).train()
     optimizer = build_optimizer(model, config, device)
     scale = loss_scale(precision, device, optimizer)
     step = TrainStep(model, optimizer, device, config, precision, scale=scale)
     batch = random_batch(size, architecture.num_classes)
-    step([batch], 0.0)  # compiles, and tries kernels that may need more memory than the chosen ones
+    step([batch], 0.0)  # compiles, and tries kernels that may need more than the chosen ones
     device.synchronize()
     device.release_memory()
-    step([batch], 0.0)  # recorded by CUDA graphs, so it includes their memory
+    step([batch], 0.0)  # CUDA graphs record this one, so it includes their memory
     device.synchronize()
     return device.peak_memory_bytes()
 
 
-def _free_unused(device: Device) -> None:
-    """Free networks that are no longer used: compiled ones keep references to themselves."""
+def _free_memory(device: Device) -> None:
+    """Free unused networks: compiled ones keep themselves and their graphs alive."""
     if device.execution == "compile":
         torch.compiler.reset()
     gc.collect()
@@ -182,10 +182,10 @@ def _free_unused(device: Device) -> None:
 def out_of_memory_hints(
     architecture: Architecture, config: TrainConfig, device: Device, precision: str
 ) -> Iterator[None]:
-    """Turn an allocator's error into one that names a `--bs` that fits.
+    """Replace an out-of-memory error by one that proposes a `--bs` that fits.
 
     Raises:
-        UsageError: The device is out of memory; replaces the device's own error.
+        UsageError: Instead of the out-of-memory error of the device.
     """
     try:
         yield
@@ -195,17 +195,17 @@ def out_of_memory_hints(
         memory = device.memory_bytes()
         raise UsageError(
             f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_batch_size_hint(estimate(architecture, config, precision), memory, config),
+            hint=_proposal(estimate(architecture, config, precision), memory, config),
         ) from error
 
 
-def _batch_size_hint(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
+def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
     tried = config.batch_size
     assert isinstance(tried, int)
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
     fits = min(need.fits(memory) if memory else tried // 2, tried - 1)
-    # On a shared device less memory may be free than the estimate assumes.
+    # The free memory of a shared device can be too little for the estimate.
     fits = max(fits, 1)
     more = -(-tried * config.accumulate // fits)
     return f"--bs {fits} would fit; with --accumulate {more} the global batch stays about the same"

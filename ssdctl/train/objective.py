@@ -1,4 +1,4 @@
-"""Compute the loss of uint8 images and their boxes: the part of a step compiled as one graph."""
+"""The loss of uint8 images and their boxes: the part of a step that is compiled as one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Objective(nn.Module):
 
     Args:
         model: The network, on the device.
-        device: The device of all tensors.
-        precision: Of the network; everything else is computed in the weights' dtype.
+        device: Holds all of it.
+        precision: Of the network; the rest computes in the precision of the weights.
     """
 
     def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
@@ -33,7 +33,7 @@ class Objective(nn.Module):
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
     ) -> Tensor:
-        """Return the fields of `Losses` as a tensor of shape (3,)."""
+        """Return the fields of `Losses` as one tensor of three values."""
         pixels = self.normalise(images_BHW3, jitter_B4)
         with self._device.autocast(self._precision):
             offsets, logits = self.model(pixels)

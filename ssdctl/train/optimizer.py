@@ -1,4 +1,4 @@
-"""Build the device's fastest SGD or AdamW; update weights unless the step must be skipped."""
+"""SGD or AdamW as the device has them fastest, and how one is told to leave a step out."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ SMALLEST_LR = 1e-30
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer. `set_lr` sets its learning rate at every step."""
+    """The recipe's optimizer. Its learning rate is set at every step."""
     light_optimizer.avoid_dynamo_import()
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if _is_decayed(p, config)]
-    others = [p for p in trained if not _is_decayed(p, config)]
+    exempt = _exempt_from_decay(model, config)
+    decayed = [p for p in trained if id(p) not in exempt]
+    others = [p for p in trained if id(p) in exempt]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # Optimizers create their state at the first step, some in uninitialised memory that the kernel
-    # fills; if that step is skipped it stays uninitialised. Zeros give the same first step.
+    # An optimizer makes its state at the first step, some of uninitialised memory that the kernel
+    # fills; a first step that is left out would leave it so. Zeros give the same first step.
     if config.optimizer == "adamw":
         optimizer = device.adamw(groups, config.lr, (config.momentum, 0.999))
         for parameter in trained:
@@ -43,15 +44,26 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
     return optimizer
 
 
-def _is_decayed(parameter: Tensor, config: TrainConfig) -> bool:
-    """Return whether weight decay applies. Biases and batch norm's scales are vectors."""
-    return config.decay_bias_and_norm or parameter.dim() > 1
+def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
+    """Return the ids of the parameters without weight decay.
+
+    The vectors among the parameters are biases of convolutions, or scales and biases of a
+    normalisation.
+    """
+    exempt = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_bias = name == "bias" and isinstance(module, (nn.Conv2d, nn.Linear))
+            is_decayed = config.decay_bias if is_bias else config.decay_norm
+            if parameter.dim() == 1 and not is_decayed:
+                exempt.add(id(parameter))
+    return exempt
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
+    """The learning rate of the next step."""
     for group in optimizer.param_groups:
-        # AdamW on lazy devices divides by the rate, which is 0 at the start of a warm-up.
+        # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
         rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -60,20 +72,20 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, device: Device, is_skipped: Tensor, scale: Tensor | None
+    optimizer: torch.optim.Optimizer, device: Device, is_left_out: Tensor, scale: Tensor | None
 ) -> None:
-    """Take a step unless the flag on the device is set. Does not wait for the device.
+    """Step, unless the flag on the device says to leave this one out. Never waits.
 
     Args:
         optimizer: From `build_optimizer`.
-        device: The optimizer's device.
-        is_skipped: A scalar on the device: 1.0 leaves weights and state unchanged.
-        scale: The factor of the gradients.
+        device: Where it is.
+        is_left_out: A scalar: 1.0 leaves weights and state as they are.
+        scale: What the gradients were multiplied by.
     """
     if device.supports_found_inf:
-        # The fused kernels read these on the device, as with GradScaler; torch's stubs lack the
-        # attributes.
-        optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
+        # The fused kernels read these on the device (as GradScaler has them do); torch's stubs do
+        # not know the attributes.
+        optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
         optimizer.grad_scale = scale  # type: ignore[attr-defined]
         light_optimizer.step(optimizer)
         return
@@ -84,23 +96,23 @@ def update(
         before = [t.detach().clone() for t in (*parameters, *states)]
         light_optimizer.step(optimizer)
         for tensor, old in zip((*parameters, *states), before, strict=True):
-            tensor.copy_(torch.where(is_skipped > 0, old, tensor))
+            tensor.copy_(torch.where(is_left_out > 0, old, tensor))
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is AdamW, judged by its state: a vendor's class differs from PyTorch's."""
+    """By its state: a vendor's AdamW need not be PyTorch's."""
     return any("exp_avg" in state for state in optimizer.state.values())
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a `state_dict` of any device and memory layout.
+    """Load what `state_dict` gave, on whatever device and in whatever memory layout.
 
-    The settings stay this optimizer's: the saved ones belong to another device's kernels (`fused`,
-    `capturable`) and to its schedule. The fused kernels need a weight and its momentum in the same
-    memory layout.
+    The settings stay this optimizer's own: the other's belong to another device's kernels (`fused`,
+    `capturable`) and to its schedule. The fused kernels walk through a weight and its momentum side
+    by side, as they lie in memory.
     """
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
+    groups = [{**own, "params": theirs["params"]} for own, theirs in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
 from ssdctl.config.render import values
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.data.class_match import class_differences
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.distributed import collectives
@@ -132,12 +132,13 @@ def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
 def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
     """List the settings that affect results and differ from the checkpoint's; empty if none do."""
     now = values(setup.config)
+    before = with_current_keys(checkpoint.config)
     differing = [
-        f"{path} was {before!r}, is {now[path]!r}"
+        f"{path} was {known!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
-        and _plain(before := checkpoint.config.get(path, setting.default)) != _plain(now[path])
+        and _plain(known := before.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan
     if checkpoint.global_batch != plan.global_batch_size:

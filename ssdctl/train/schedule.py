@@ -60,7 +60,8 @@ class TrainSchedule(NamedTuple):
         The warm-up is linear from 0, so the first step of a warm-up changes no weight.
         """
         if step < self.warmup_steps:
-            return self.peak_lr * step / self.warmup_steps
+            plateau = self.peak_lr * (1 + COSINE_FLOOR * self.is_cosine)
+            return plateau * step / self.warmup_steps
         if self.is_cosine:
             start, end = self.decay_steps
             progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)

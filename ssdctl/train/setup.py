@@ -26,6 +26,7 @@ from ssdctl.checkpoint.reader import (
     with_counters,
 )
 from ssdctl.config import Config
+from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
@@ -70,13 +71,29 @@ def choose_precision(wanted: str, device: Device) -> str:
         UsageError: The device cannot compute in it.
     """
     if wanted == "auto":
-        return "bf16" if device.has_native_bf16 else "fp32"
+        return device.auto_precision
     if wanted not in device.precisions:
         flags = " or ".join(f"--{p}" for p in device.precisions)
         raise UsageError(
             f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}"
         )
     return wanted
+
+
+def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved, str | None]:
+    """Replace a preset's precision that the device lacks by the device's best.
+
+    What the user asked for stays, and is refused later.
+
+    Returns:
+        The settings, and what to tell the user if one was replaced.
+    """
+    wanted, source = resolved.config.train.precision, resolved.sources["train.precision"]
+    if wanted in ("auto", *device.precisions) or not source.startswith("preset "):
+        return resolved, None
+    notice = f"{source} trains in {wanted}, which device {device.name} lacks: {{}} is used instead"
+    precision = device.auto_precision
+    return resolved.with_value("train.precision", precision), notice.format(precision)
 
 
 def prepare_run(config: Config, device: Device, ranks: Ranks, progress: Progress) -> Setup:
@@ -156,7 +173,7 @@ def make_deterministic() -> None:
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
     """Return the splits to train and to validate on; with fake data, only their sizes."""
     root, folder = dataset_folders(config.data)
-    if config.train.fake_data and not root.is_dir():
+    if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
     if ranks.is_main:  # prepares it for the other ranks

@@ -1,7 +1,7 @@
-"""Take one optimizer step: colour, network, targets, loss, backward, non-finite check, update.
+"""One optimizer step: colour, network, targets, loss, backward, guard, update.
 
-Nothing here waits for the device: flags stay on it and are read at a log point. Shapes are constant
-if steps are compiled, so that they are compiled once.
+Nothing here synchronizes with the device: failures are counted there and read at a log point.
+If steps are compiled, shapes never change, so that compilation happens once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ssdctl.train.optimizer import set_lr, update
 
 
 class StepResult:
-    """The result of a step: scalars on the device, not waited for."""
+    """Results of a step: scalars on the device, which may not be computed yet."""
 
     def __init__(self, losses: Losses, grad_norm: Tensor, is_bad: Tensor) -> None:
         self.losses = losses
         self.grad_norm = grad_norm
-        self.is_bad = is_bad  # 1.0 if the step was skipped, other than to find the loss scale
+        self.is_bad = is_bad  # 1.0 if the step was skipped, other than to find a loss scale
 
     def read(self, ranks: Ranks) -> dict[str, float]:
-        """Wait for the device once; return the metrics. The losses are means over the ranks."""
+        """Synchronize once and return the values; the losses are means over the ranks."""
         losses = collectives.average(torch.stack(list(self.losses)), ranks)
         values = torch.cat([losses, torch.stack([self.grad_norm, self.is_bad])]).tolist()
         names = ("loss", "loss_box", "loss_class", "grad_norm", "is_bad")
@@ -40,16 +40,16 @@ class StepResult:
 
 
 class TrainStep:
-    """Takes optimizer steps of a network.
+    """The network, its loss and its optimizer, ready to step.
 
     Args:
         model: The network on the device.
-        optimizer: Of `build_optimizer`.
-        device: The device of all tensors.
-        config: The run.
+        optimizer: From `build_optimizer`.
+        device: Holds all of it.
+        config: Of the run.
         precision: Of the network.
-        ranks: The ranks that average gradients.
-        scale: The loss scale, for fp16.
+        ranks: Average the gradients.
+        scale: Loss scale for fp16.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class TrainStep:
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
 
-        If the loss or a gradient is not finite on any rank, all ranks skip the step: weights,
-        momentum and batch norm's statistics stay unchanged.
+        A step with a non-finite loss or gradient on any rank is skipped: weights, momentum and the
+        statistics of batch norm stay unchanged. All ranks make the same decision.
         """
         set_lr(self._optimizer, lr)
-        self._clear_gradients(accumulates=len(batches) > 1)
-        statistics = _joined(self._statistics)
+        self._clear_gradients(accumulate=len(batches) > 1)
+        statistics = _flattened(self._statistics)
         parts = []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -92,7 +92,7 @@ class TrainStep:
             parts.append(losses.detach().clone())
             self._device.mark_step()
         mean = torch.stack(parts).mean(dim=0)
-        norm, is_skipped = self._clip_gradients(mean[0])
+        norm, is_skipped = self._check_gradients(mean[0])
         is_bad = is_skipped
         if self._scale is not None:
             is_bad = is_skipped * (~self._scale.explains(mean[0])).float()
@@ -104,12 +104,12 @@ class TrainStep:
         self._device.mark_step()
         return StepResult(Losses(*mean), norm, is_bad)
 
-    def _clear_gradients(self, *, accumulates: bool) -> None:
-        """Clear the last step's gradients.
+    def _clear_gradients(self, *, accumulate: bool) -> None:
+        """Clear the gradients of the previous step.
 
-        Accumulated gradients need memory of their own: a CUDA graph always writes to the same.
+        Accumulated gradients need separate memory: a CUDA graph always writes to the same.
         """
-        if not accumulates:
+        if not accumulate:
             self._optimizer.zero_grad(set_to_none=True)
             return
         for parameter in self._parameters:
@@ -124,12 +124,8 @@ class TrainStep:
         scaled = loss if self._scale is None else loss * self._scale.scale
         scaled.backward()
 
-    def _clip_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """Average the gradients over ranks and clip them.
-
-        Returns:
-            The norm before clipping, and 1.0 if the step must be skipped.
-        """
+    def _check_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the gradients; return their norm before, and 1.0 if the step must be skipped."""
         gradients = self._gradients()
         if self._ranks.world_size > 1 and not self._device.averages_in_backward:
             for gradient in gradients:
@@ -142,15 +138,15 @@ class TrainStep:
         if self._ranks.world_size > 1:
             torch.distributed.all_reduce(is_skipped, torch.distributed.ReduceOp.MAX)
         if self._clip:
-            # nan_to_num keeps a NaN norm out of the gradients; such a step is skipped anyway.
+            # nan_to_num: a non-finite norm must not spread; the optimizer skips that step anyway.
             factor = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
             torch._foreach_mul_(gradients, factor)
         return norm, is_skipped
 
     def _restore(self, before: Tensor, is_skipped: Tensor) -> None:
-        """Restore batch norm's statistics if the step is skipped."""
+        """Restore the statistics of batch norm if the step was skipped."""
         if self._statistics:
-            kept = torch.where(is_skipped > 0, before, _joined(self._statistics))
+            kept = torch.where(is_skipped > 0, before, _flattened(self._statistics))
             parts = kept.split([b.numel() for b in self._statistics])
             torch._foreach_copy_(
                 self._statistics,
@@ -158,20 +154,20 @@ class TrainStep:
             )
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Average gradients over the ranks only with the last micro-batch of a step."""
+        """Return a context without averaging: it happens once a step, with the last micro-batch."""
         if isinstance(self._objective, nn.parallel.DistributedDataParallel):
             return self._objective.no_sync()
         return contextlib.nullcontext()
 
 
 def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
-    """Yield batches on the device, each copied while the device works on the previous one."""
+    """Copy batches to the device, each while the device works on the previous one."""
     if device.is_host:
         yield from map(trim_padding, batches) if device.execution == "eager" else batches
         return
-    copied_before: Batch | None = None
+    waiting: Batch | None = None
     for batch in batches:
-        device.wait_for_copies()  # of the previous batch, not of this one
+        device.wait_for_copies()  # of the waiting batch, not of the next one
         is_on_device = batch.images.device.type != "cpu"  # decoded there
         copied = batch._replace(
             images=batch.images if is_on_device else device.copy(batch.images),
@@ -179,16 +175,16 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
             labels=device.copy(batch.labels),
             jitter=None if batch.jitter is None else device.copy(batch.jitter),
         )
-        if copied_before is not None:
-            yield copied_before
-        copied_before = copied
-    if copied_before is not None:
+        if waiting is not None:
+            yield waiting
+        waiting = copied
+    if waiting is not None:
         device.wait_for_copies()
-        yield copied_before
+        yield waiting
 
 
 def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return the inputs of the objective on the device; those already there are not copied."""
+    """Return the arguments of the objective on the device, without copying what is there."""
     jitter = None if batch.jitter is None else batch.jitter.to(device, non_blocking=True)
     return (
         batch.images.to(device, non_blocking=True),
@@ -198,6 +194,6 @@ def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
     )
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """Return a flat copy of many small tensors: one kernel instead of one for each."""
+def _flattened(tensors: list[Tensor]) -> Tensor:
+    """Return a flat copy of many small tensors, in one kernel."""
     return torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)

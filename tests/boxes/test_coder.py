@@ -68,9 +68,9 @@ def test_the_floor_of_sizes_is_below_any_real_box() -> None:
 @given(st.tuples(ANY_FLOAT, ANY_FLOAT, ANY_FLOAT, ANY_FLOAT))
 def test_sizes_decode_finite_from_any_finite_offset(offset: tuple[float, ...]) -> None:
     defaults = torch.tensor(DEFAULTS)[::500]
-    found = decode(torch.tensor([offset]).expand(len(defaults), 4), defaults)
-    assert found.isfinite().all()
-    assert found[:, 2:].ge(0).all()
+    actual = decode(torch.tensor([offset]).expand(len(defaults), 4), defaults)
+    assert actual.isfinite().all()
+    assert actual[:, 2:].ge(0).all()
 
 
 def test_gradients_are_finite_at_the_clamps() -> None:

@@ -50,8 +50,8 @@ def check(pictures: list[list[Truth]], defaults: list[reference.Box], padding: i
         expected = reference.match([t[0] for t in truths], [t[1] for t in truths], defaults)
         assert label[i].tolist() == expected[1]
         is_positive = label[i] > 0
-        found = index[i].where(is_positive, torch.full_like(index[i], -1)).tolist()
-        assert found == expected[0]
+        actual = index[i].where(is_positive, torch.full_like(index[i], -1)).tolist()
+        assert actual == expected[0]
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +109,7 @@ def test_an_iou_of_exactly_one_half_is_no_match() -> None:
 
 
 def test_padding_never_matches() -> None:
-    """Not even where a default box lies where padding lies, and no picture has a real box."""
+    """Not even if a default box equals the padding and no image has a real box."""
     defaults = torch.tensor([[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
     boxes = torch.zeros(2, 3, 4)
     boxes[1, 1] = torch.tensor([0.0, 0.0, 1.0, 1.0])  # garbage in the padding is padding still

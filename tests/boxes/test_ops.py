@@ -41,21 +41,23 @@ def test_formats_round_trip(boxes: list[reference.Box]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=5), st.lists(boxes_ltrb(), min_size=1))
 def test_iou_equals_the_loop(a: list[reference.Box], b: list[reference.Box]) -> None:
-    found = pairwise_iou(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64))
+    actual = pairwise_iou(
+        torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
+    )
     expected = [[reference.iou(x, y) for y in b] for x in a]
-    assert found.shape == (len(a), len(b))
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-14, atol=0)
+    assert actual.shape == (len(a), len(b))
+    np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-14, atol=0)
 
 
 def test_iou_of_a_batch_is_each_pictures() -> None:
     generator = np.random.default_rng(0)
     corner, size = generator.uniform(0, 0.7, (3, 5, 2)), generator.uniform(0.01, 0.5, (3, 5, 2))
     batch = torch.from_numpy(np.concatenate([corner, corner + size], -1))
-    found = pairwise_iou(batch, batch[0])
-    assert found.shape == (3, 5, 5)
+    actual = pairwise_iou(batch, batch[0])
+    assert actual.shape == (3, 5, 5)
     for i in range(3):
-        assert torch.equal(found[i], pairwise_iou(batch[i], batch[0]))
-    assert torch.allclose(found[0].diagonal(), torch.ones(5, dtype=torch.float64))
+        assert torch.equal(actual[i], pairwise_iou(batch[i], batch[0]))
+    assert torch.allclose(actual[0].diagonal(), torch.ones(5, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

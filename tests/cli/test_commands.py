@@ -100,7 +100,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
     ("arguments", "code", "words"),
     [
         (["train", "--data", "none", "--device", "cpu"], 3, "no such dataset folder"),
-        (["train", "--data", ".", "--device", "cpu"], 3, "holds no dataset"),
+        (["train", "--data", ".", "--device", "cpu"], 3, "no dataset found"),
         (["train", "--set", "train.lrr=1"], 2, "did you mean 'train.lr'?"),
         (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
         (["train", "--lr", "fast"], 2, "--lr: 'fast'"),
@@ -109,7 +109,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["train", "--device", "xla"], 2, "xla"),
         (["evaluate", "none.pt"], 2, "no such file"),
         (["evaluate", "text.pt"], 5, "no checkpoint"),
-        (["evaluate", "text.json", "--data", "."], 3, "holds no dataset"),
+        (["evaluate", "text.json", "--data", "."], 3, "no dataset found"),
         (["predict", "text.pt", "text.pt"], 5, "no checkpoint"),
         (["predict", "none.pt", "none.jpg"], 2, "none.jpg"),
         (["prepare", "--data", "none"], 3, "no such dataset folder"),
@@ -172,6 +172,16 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
+def test_a_plan_without_a_dataset_is_one_for_coco(cli: Cli) -> None:
+    for options in (["--data", "none"], []):
+        result = cli("train", "--dry-run", "--json", "--bs", 32, *options)
+        assert result.code == 0, result.err
+        plan = json.loads(result.out)
+        assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
+        assert "117,266" in result.err
+        assert "no such dataset folder" in result.err
+
+
 @pytest.mark.parametrize(("batch", "is_said"), [(20, False), (1000, True)])
 def test_plan_says_where_a_step_takes_more_than_there_is(
     cli: Cli, shapes: Path, batch: int, is_said: bool
@@ -196,7 +206,8 @@ def test_config_commands(cli: Cli) -> None:
     assert "did you mean 'slurm'?" in cli("config", "show", "slrum").err
     assert json.loads(cli("config", "schema").out)["$defs"]
     assert set(json.loads(cli("config", "presets", "--json").out)) == {
-        "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "torchvision-vgg16",
+        "mlperf-r34", "nvidia-r50", "habana-tf-r34", "stable-r34", "dali-r34",
+        "torchvision-vgg16",
     }  # fmt: skip
     assert "mlperf-r34" in cli("config", "presets").out
 

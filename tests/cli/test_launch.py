@@ -205,3 +205,50 @@ def test_absent_torch_is_a_usage_error(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert launch("--cpus", "2") == 2
     assert "pip install torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "subject"),
+    [
+        (["--hpus", "8", "--fp16"], "fp16"),
+        (["--tpus", "4", "--fp16"], "fp16"),
+        (["--hpus", "8", "--sync-bn"], "--sync-bn"),
+    ],
+)
+def test_what_the_ranks_would_refuse_is_refused(
+    arguments: list[str], subject: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(*arguments, "--dry-run") == 2
+    captured = capsys.readouterr()
+    assert subject in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])
+def test_a_presets_precision_falls_back_with_a_notice(
+    device: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(device, "8", "--preset", "nvidia-r50", "--dry-run") == 0
+    assert ("fp16" in capsys.readouterr().err) == is_noted
+
+
+@pytest.mark.parametrize(
+    ("options", "subject"),
+    [
+        (["--data", "/home/me/coco"], "--data"),
+        ([], "--data"),
+        (["--data", "/work/coco", "--backbone-weights", "/home/me/r34.pth"], "--backbone-weights"),
+        (["--data", "/work/coco"], None),
+        (["--fake-data"], None),
+    ],
+)
+def test_pods_need_their_files_on_a_volume(
+    options: list[str], subject: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("ssdctl.toml").write_text(
+        '[launch]\ncluster = "voyager"\n[kubernetes]\nvolumes = ["/ceph/me:/work"]\n'
+        'install = "/work/ssdctl.whl"\n[train]\nout = "/work/run"\n'
+    )
+    code = launch("--hpus", "8", *options, "--dry-run")
+    assert code == (0 if subject is None else 2)
+    assert subject is None or subject in capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ssdctl.config.render import json_schema, to_started_toml, to_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
-from ssdctl.config.settings import all_settings
+from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
 
 PRESETS = all_settings()["train.preset"].choices
@@ -231,3 +231,22 @@ def test_every_option_of_a_command_is_unique() -> None:
         for f in s.flags
     ]
     assert len(flags) == len(set(flags))
+
+
+def test_the_key_that_two_settings_replaced_is_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("[train]\ndecay_bias_and_norm = true\n")
+    train = resolved(file=file).config.train
+    assert (train.decay_bias, train.decay_norm) == (True, True)
+    old = with_current_keys({"train.decay_bias_and_norm": True, "train.lr": 1.0})
+    assert old == {"train.decay_bias": True, "train.decay_norm": True, "train.lr": 1.0}
+
+
+def test_recipes_are_those_of_their_sources() -> None:
+    habana_tf = resolved(("train.preset", "habana-tf-r34")).config.train
+    assert (habana_tf.decay_bias, habana_tf.decay_norm) == (True, False)
+    assert resolved(("train.preset", "nvidia-r50")).config.model.weights == "imagenet-v2"
+    dali = resolved(("train.preset", "dali-r34")).config
+    assert (dali.model.backbone, dali.model.extra_norm) == ("resnet34", "none")
+    assert (dali.train.seed, dali.train.precision) == (1, "fp32")
+    assert dali.train.decay_epochs == (42, 53)

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from ssdctl.config import DataConfig
+from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store_folder import default_store
+from ssdctl.errors import UsageError
 
 # Root is stopped by mode bits only without these capabilities.
 AS_ORDINARY_USER = (
@@ -99,3 +102,18 @@ def test_a_store_that_its_owner_prepared_is_used(read_only: Path, tmp_path: Path
 def test_a_writable_dataset_keeps_its_store(tmp_path: Path) -> None:
     assert default_store(tmp_path) == tmp_path / "prepared"
     assert default_store(tmp_path / "missing") == tmp_path / "missing/prepared"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/data", "https://bob:hunter2@host/data?sig=x", "gs://b"]
+)
+def test_urls_are_refused_with_a_way_that_works(url: str) -> None:
+    for config in (DataConfig(root=url), DataConfig(root="here", store=url)):
+        with pytest.raises(UsageError) as error:
+            dataset_folders(config)
+        option = "--store" if config.store else "--data"
+        assert option in str(error.value)
+        assert url.partition("?")[0].replace("bob:hunter2", "***") in str(error.value)
+        assert "hunter2" not in str(error.value)
+        assert "mount" in (error.value.hint or "")
+    assert dataset_folders(DataConfig(root="a:b/c"))[0] == Path("a:b/c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,15 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import batch, losses, made
 
+from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
 from ssdctl.distributed import rendezvous
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
+from ssdctl.runtime import local_cache
 from ssdctl.train.optimizer import is_adamw, load_optimizer
+from ssdctl.train.setup import choose_precision, with_usable_precision
 
 Cli = Callable[..., Result]
 STANDIN = Path(__file__).parent.parent / "standin"
@@ -28,7 +32,12 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     """What the bridge was asked, in order."""
     monkeypatch.syspath_prepend(str(STANDIN))
     monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what "hpu" supports.
+    for name in ("adam", "adamw"):
+        module = sys.modules[f"torch.optim.{name}"]
+        supported = "_get_capturable_supported_devices"
+        monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
     for name in (hpu.MODE, hpu.RECIPES):  # set by the device: undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -58,7 +67,7 @@ def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
         losses(made(d, optimizer=optimizer)[2]) for d in (open_device("hpu"), open_device("cpu"))
     )
     assert ours == pytest.approx(theirs, rel=1e-5)
-    assert f"Fused{'SGD' if optimizer == 'sgd' else 'AdamW'}.step" in calls
+    assert ("FusedSGD.step" in calls) == (optimizer == "sgd")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -83,18 +92,19 @@ def test_an_optimizers_state_goes_on_on_another_device(
     }
 
 
-def test_a_bad_step_moves_nothing_though_the_vendors_optimizer_cannot_leave_it_out(
-    calls: list[str],
-) -> None:
-    model, optimizer, step = made(open_device("hpu"))
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_bad_step_changes_nothing(calls: list[str], kind: str) -> None:
+    """Neither weights nor momentum nor AdamW's count, though its optimizers always step."""
+    model, optimizer, step = made(open_device("hpu"), optimizer=kind)
     step([batch()], 1e-3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    momenta = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+    states = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
     assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
     for name, tensor in model.state_dict().items():
         assert "num_batches" in name or torch.equal(tensor, before[name]), name
-    for state, momentum in zip(optimizer.state.values(), momenta, strict=True):
-        assert torch.equal(state["momentum_buffer"], momentum)
+    for state, old in zip(optimizer.state.values(), states, strict=True):
+        assert all(torch.equal(state[name], value) for name, value in old.items())
+        assert kind == "sgd" or state["step"] == 1
 
 
 def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
@@ -105,8 +115,65 @@ def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
 
     assert environment[hpu.MODE] == "0"
     folder, delete, _ = environment[hpu.RECIPES].split(",")
-    assert folder.startswith(str(tmp_path / "cache"))
-    assert delete == "false"  # what a resumed run finds there
+    assert Path(folder) == tmp_path / f"ssdctl-{os.getuid()}" / "hpu"  # on this machine's disk
+    assert delete == "false"  # a resumed run finds its graphs there
+    assert Path(folder).parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("trap", ["link", "open to others", "file"])
+def test_a_cache_folder_that_others_control_is_not_used(
+    calls: list[str], tmp_path: Path, trap: str
+) -> None:
+    root = tmp_path / f"ssdctl-{os.getuid()}"
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        root.symlink_to(tmp_path / "elsewhere")
+    elif trap == "file":
+        root.touch()
+    else:
+        root.mkdir()
+        root.chmod(0o777)
+    device = open_device("hpu")
+    assert hpu.RECIPES not in os.environ
+    assert any(hpu.RECIPES in notice for notice in device.notices)
+
+
+def test_a_recipe_cache_of_the_users_own_on_a_network_disk_is_reported(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path}/shared nfs4 rw 0 0\n")
+    monkeypatch.setattr(local_cache, "MOUNTS", mounts)
+    for folder, fields, num_notices in (
+        ("shared/a", "false,1024", 1),
+        ("shared/a", "false,1024,true", 0),
+        ("local", "false,1024", 0),
+    ):
+        value = f"{tmp_path}/{folder},{fields}"
+        monkeypatch.setenv(hpu.RECIPES, value)
+        assert len(open_device("hpu").notices) == num_notices
+        assert os.environ[hpu.RECIPES] == value
+
+
+@pytest.mark.parametrize(
+    ("release", "execution"), [("1.21.0.555", "lazy"), ("1.22.1.6", "compile"), (None, "lazy")]
+)
+def test_the_release_decides_how_steps_run(
+    calls: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    release: str | None,
+    execution: str,
+) -> None:
+    if release is not None:
+        folder = tmp_path / f"habana_torch_plugin-{release}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: {release}\n"
+        (folder / "METADATA").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+    assert open_device("hpu").execution == execution
+    monkeypatch.setenv(hpu.MODE, "1")
+    assert open_device("hpu").execution == "lazy"  # the user's own choice
 
 
 def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +241,21 @@ def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
     assert result.code == 2
     assert "habana_frameworks" in result.err
     assert "vendor's PyTorch image" in result.err
+
+
+def test_a_presets_precision_falls_back_but_the_users_own_does_not(calls: list[str]) -> None:
+    """fp16, which the card lacks."""
+    device = open_device("hpu")
+    resolved, notice = with_usable_precision(
+        resolve(environment={"SSDCTL_TRAIN__PRESET": "nvidia-r50"}), device
+    )
+    assert resolved.config.train.precision == "bf16"
+    assert "fp16" in (notice or "")
+    own = resolve(environment={"SSDCTL_TRAIN__PRECISION": "fp16"})
+    resolved, notice = with_usable_precision(own, device)
+    assert (resolved.config.train.precision, notice) == ("fp16", None)
+    with pytest.raises(UsageError, match="fp16"):
+        choose_precision("fp16", device)
 
 
 def test_a_whole_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:

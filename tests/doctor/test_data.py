@@ -54,7 +54,9 @@ def test_a_read_only_data_folder(machine: Machine, shapes: Path, tmp_path: Path)
     data = tmp_path / "data"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     data.chmod(0o555)
+    # A store inside it; without --store the index would go to the user's cache folder.
     doctor = [sys.executable, "-m", "ssdctl", "doctor", "--json", "--data", str(data)]
+    doctor += ["--store", str(data / "prepared")]
     write = [sys.executable, "-m", "ssdctl.doctor.disk_probe", str(data)]
     prefix: list[str] = []
     if os.geteuid() == 0:  # whom permissions do not stop: a mount does

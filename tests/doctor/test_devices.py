@@ -89,12 +89,12 @@ def gaudi(machine: Machine, monkeypatch: pytest.MonkeyPatch, *, name: str, drive
 
 def test_gaudi_cards(ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     gaudi(machine, monkeypatch, name="HL-225", driver="1.22.0-ab12")
-    machine.put(machine.proc / "meminfo", "HugePages_Total: 153600\nHugepagesize: 2048 kB")
+    machine.put(machine.proc / "meminfo", "HugePages_Total: 11874\nHugepagesize: 2048 kB")
     code, checks = ask("--set", "train.batch_size=48")
     assert code == 0
     expected = "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6"
     assert state(checks["hpu"]) == ("ok", expected)
-    assert state(checks["huge pages"]) == ("ok", "153,600 of 2048 kB")
+    assert state(checks["huge pages"]) == ("ok", "11,874 of 2048 kB")
     assert "bf16 native" in checks["hpu precision"]["detail"]
     assert "hpu batch" not in checks
     assert checks["mpirun"]["state"] == "warn", "launch --hpus needs it"
@@ -113,7 +113,7 @@ def test_gaudi_releases_that_do_not_match(
     assert "to 1.22" in checks["hpu"]["remedy"]
     assert "hpu batch" not in checks, "the first Gaudi does not care"
     assert checks["huge pages"]["state"] == "warn"
-    for part in ("sysctl.conf.bak", "vm.nr_hugepages = 153600", "sysctl -p", "mapping memory"):
+    for part in ("sysctl.conf.bak", "vm.nr_hugepages = 11874", "sysctl -p", "mapping memory"):
         assert part in checks["huge pages"]["remedy"]
 
 

@@ -1,4 +1,4 @@
-"""The error analysis says what was wrong with detections that were made wrong on purpose."""
+"""The error analysis finds errors that were made on purpose, by type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
 
 
 def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
-    """Of images that hold one object of category 2 each."""
+    """Evaluate detections on images with one object of category 2 each."""
     path = tmp_path / "annotations.json"
     listed = [
         {"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(NUM_IMAGES)
@@ -60,11 +60,11 @@ def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row])
     assert errors[kind].count == 1
     others = sum(e.count for k, e in errors.items() if k not in (kind, "Miss"))
     assert others == 0
-    if kind not in ("Both", "Dupe"):  # those cost nothing here
+    if kind not in ("Both", "Dupe"):  # those do not change the AP here
         assert errors[kind].delta_ap > 0.01
 
 
-def test_perfect_detections_leave_nothing_to_mend(tmp_path: Path) -> None:
+def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
     result = evaluation(tmp_path, RIGHT)
     assert all(e.count == 0 and e.delta_ap == 0 for e in result.errors)
     cat, dog = result.per_class
@@ -74,7 +74,7 @@ def test_perfect_detections_leave_nothing_to_mend(tmp_path: Path) -> None:
     assert result.curves["0.50"] == pytest.approx([1.0] * 101)
 
 
-def test_calibration_counts_what_is_right(tmp_path: Path) -> None:
+def test_calibration_counts_true_positives(tmp_path: Path) -> None:
     far = [200.0, 200.0, 50.0, 50.0]
     rows: list[Row] = [(0, 2, BOX, 0.75), (1, 2, far, 0.75), (2, 2, far, 0.75), (3, 2, far, 0.75)]
     result = evaluation(tmp_path, rows)

@@ -45,7 +45,7 @@ def detections(rows: list[tuple[int, list[float], float, int]]) -> Detections:
 def cases(
     draw: st.DrawFn,
 ) -> tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]:
-    """Few places and few scores, so that overlaps and ties are common."""
+    """Use few places and few scores, so that overlaps and ties are common."""
     place = st.integers(0, 6).map(lambda n: n * 12.0)
     side = st.sampled_from([5.0, 20.0, 40.0, 100.0])
     box = st.tuples(place, place, side, side).map(list)
@@ -58,8 +58,8 @@ def cases(
             "iscrowd": st.sampled_from([0, 0, 0, 1]),
         }
     )
-    found = st.tuples(image, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]), category)
-    return draw(st.lists(truth, max_size=20)), draw(st.lists(found, max_size=40))
+    detection = st.tuples(image, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]), category)
+    return draw(st.lists(truth, max_size=20)), draw(st.lists(detection, max_size=40))
 
 
 @settings(max_examples=200, deadline=None)
@@ -70,7 +70,7 @@ def test_equal_to_pycocotools(
 ) -> None:
     truth, found = case
     path = annotations(tmp_path_factory.mktemp("case"), truth)
-    run_scoring(read_ground_truth(path), detections(found), verify=True)  # raises where they differ
+    run_scoring(read_ground_truth(path), detections(found), verify=True)  # raises if they differ
     run_scoring(read_ground_truth(path), detections(found), image_ids=np.array([0, 2]), verify=True)
 
 
@@ -93,10 +93,19 @@ def test_no_detections_score_zero(tmp_path: Path) -> None:
     assert result.figures["AR100"] == 0
 
 
-def test_strangers_are_refused(tmp_path: Path) -> None:
+def test_detections_on_unlisted_images_are_refused(tmp_path: Path) -> None:
     path = annotations(tmp_path, [])
     with pytest.raises(DataError, match="1 images with detections are not in"):
         run_scoring(read_ground_truth(path), detections([(99, [1.0, 1, 1, 1], 0.5, 2)]))
+
+
+def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
+    listed = [(0, [1.0, 1, 5, 5], 0.5, 2)]
+    unlisted = [(0, [1.0, 1, 5, 5], 0.9, 99), (1, [1.0, 1, 5, 5], 0.9, -1)]
+    truth = read_ground_truth(path)
+    scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True).scores
+    assert scores == run_scoring(truth, detections(listed)).scores
 
 
 def test_results_file_round_trip(tmp_path: Path) -> None:
@@ -119,7 +128,7 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
         '[{"\xe9": 1}]',  # Latin-1
     ],
 )
-def test_no_results_file(tmp_path: Path, text: str) -> None:
+def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "detections.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match="results format"):

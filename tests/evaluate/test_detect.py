@@ -33,7 +33,7 @@ def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -
     model = device.place(load_network(read_checkpoint(checkpoint)))
     options = DetectOptions(batch_size, "fp32", threads=2, score_threshold=0.02)
     found = detect_split(model, split, np.array(rows, np.int64), device, options)
-    assert model.training  # as it came
+    assert model.training  # its mode is restored
     return found
 
 
@@ -44,14 +44,14 @@ def table(found: Detections) -> np.ndarray:
 def test_batches_do_not_matter(
     checkpoint: Path, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = detected(checkpoint, split, list(range(9)), 9)
-    assert len(whole.scores)
-    monkeypatch.setattr(detect, "FEW_CORES", 0)  # from here on a thread decodes
+    at_once = detected(checkpoint, split, list(range(9)), 9)
+    assert len(at_once.scores)
+    monkeypatch.setattr(detect, "FEW_CORES", 0)  # use the decoding thread
     parts = detected(checkpoint, split, list(range(9)), 4)  # the last batch holds one image
-    assert np.array_equal(table(parts), table(whole))
+    assert np.array_equal(table(parts), table(at_once))
     shares = [detected(checkpoint, split, list(range(9))[rank::2], 4) for rank in (0, 1)]
     rows = np.concatenate([table(s) for s in shares])
-    assert np.array_equal(rows[np.argsort(rows[:, 0], kind="stable")], table(whole))
+    assert np.array_equal(rows[np.argsort(rows[:, 0], kind="stable")], table(at_once))
 
 
 def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:

@@ -117,7 +117,7 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
 
-def test_label_font_of_other_languages_are_drawn() -> None:
+def test_letters_of_other_languages_are_drawn() -> None:
     """Not the empty box that stands for a letter which the font lacks."""
     font = label_font(16)
     missing = bytes(font.getmask("\U0010ffff"))

@@ -84,7 +84,7 @@ def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
 
 
 def test_a_replacement_is_the_next_good_sample_of_the_stream(damaged: Split) -> None:
-    places = PLAN.places(0, 12)
+    places = PLAN.positions(0, 12)
     rows = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100).row
     bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
     for start, batch in zip(places, taken(damaged, PLAN, 0, 12), strict=True):
@@ -150,7 +150,7 @@ def test_any_world_size_sees_every_image_once_an_epoch(
     order = SampleStream(np.arange(images), seed)
     seen: dict[int, int] = {}
     for rank in range(world):
-        for start in plan._replace(rank=rank).places(0, steps):
+        for start in plan._replace(rank=rank).positions(0, steps):
             rows = order.samples(start, batch).row
             seen.update((start + i, int(row)) for i, row in enumerate(rows))
     assert sorted(seen) == list(range(steps * plan.global_batch))

@@ -15,7 +15,7 @@ import pytest
 
 from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch import batch
-from ssdctl.launch.plan import Plan
+from ssdctl.launch.request import LaunchPlan
 
 # Says, call after call, what `answers.json` lists as [exit code, stdout, stderr], the last one again.
 CLIENT = """#!{python}
@@ -33,8 +33,8 @@ sys.stdout.write(out)
 sys.stderr.write(err)
 sys.exit(code)
 """
-SLURM = Plan(("sbatch", "--parsable"), {}, "slurm", 2, text="#!/bin/sh\n")
-KUBERNETES = Plan(
+SLURM = LaunchPlan(("sbatch", "--parsable"), {}, "slurm", 2, text="#!/bin/sh\n")
+KUBERNETES = LaunchPlan(
     ("kubectl", "create", "-o", "name", "-f", "-"),
     {},
     "kubernetes",
@@ -133,10 +133,10 @@ def test_a_controller_may_be_away_for_a_while(says: Say, tmp_path: Path) -> None
     ],
 )
 def test_a_job_that_the_engine_has_forgotten(
-    plan: Plan, job_id: str, words: str, says: Say, tmp_path: Path
+    plan: LaunchPlan, job_id: str, words: str, says: Say, tmp_path: Path
 ) -> None:
     says([(1, "", words)])
-    with pytest.raises(DistributedError, match="knows the job no more"):
+    with pytest.raises(DistributedError, match="no longer lists the job"):
         batch.follow(job_id, plan, print)
     assert len(asked(tmp_path)) == 1
 

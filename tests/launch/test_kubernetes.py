@@ -30,8 +30,9 @@ from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch import pod_install
 from ssdctl.launch.node import Node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
 from ssdctl.launch.pod_spec import PLAIN
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 Cli = Callable[..., Result]
 CRD = Path(__file__).parent.parent / "golden" / "mpijob-v2beta1.json"
@@ -43,6 +44,8 @@ cluster = "voyager"
 namespace = "me"
 volumes = ["/ceph/me:/work", "coco:/data/coco:ro"]
 install = "/work/ssdctl-0.1.0-py3-none-any.whl"
+[data]
+root = "/data/coco"
 [train]
 out = "/work/runs/first"
 decay_epochs = [40, 50]
@@ -84,9 +87,9 @@ def check(manifest: Any, crd: Any) -> None:
 
 def plan_for(
     device: str, count: int, *command: str, nodes: int = 1, restarts: int = 0, **settings: Any
-) -> Plan:
+) -> LaunchPlan:
     settings = {"image": "image:1", "install": "image", "volumes": ("runs:/runs",), **settings}
-    request = Request(
+    request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),

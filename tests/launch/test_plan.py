@@ -17,7 +17,8 @@ from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.node import Node, read_node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 GAUDI = Node(cores=48, sockets=2)
 # What can stand in an argument vector: any text without NUL and lone surrogates.
@@ -34,9 +35,12 @@ def plan_for(
     hosts: tuple[str, ...] = (),
     own_names: tuple[str, ...] = (),
     open_mpi: int | None = 4,
+    local_address: str | None = None,
+    torch_version: tuple[int, int] = (2, 6),
+    is_written: bool = False,
     **settings: Any,
-) -> Plan:
-    request = Request(
+) -> LaunchPlan:
+    request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),
@@ -47,6 +51,9 @@ def plan_for(
         own_names=own_names,
         free_port=40000,
         open_mpi=open_mpi,
+        local_address=local_address,
+        torch_version=torch_version,
+        is_written=is_written,
     )
     return make_plan(request, node)
 
@@ -165,9 +172,56 @@ def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> 
 
 def test_a_plan_without_a_local_mpirun_names_the_host_to_start_it_on() -> None:
     settings: dict[str, Any] = {"nodes": 2, "hostfile": "hosts", "hosts": ("a", "b")}
+    settings["cores_per_node"] = 48
     (warning,) = plan_for("hpu", 16, open_mpi=None, **settings).warnings
     assert "start this on a" in warning
     assert plan_for("hpu", 16, open_mpi=5, **settings).warnings == ()
+
+
+def test_the_address_that_leads_to_the_first_node_is_given_to_torchrun() -> None:
+    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500", local_address="10.0.0.7")
+    assert "--local-addr=10.0.0.7" in plan.argv
+    plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500")
+    assert not any(word.startswith("--local-addr") for word in plan.argv)
+
+
+@pytest.mark.parametrize(
+    ("device", "node", "torch_version", "settings", "is_bound"),
+    [
+        ("cuda", Node(48, 2, has_numactl=True), (2, 9), {}, True),
+        ("cuda", Node(48, 2, has_numactl=True), (2, 8), {}, False),  # no such option
+        ("cuda", Node(48, 2), (2, 9), {}, False),  # torchrun needs numactl
+        ("cuda", Node(48, 1, has_numactl=True), (2, 9), {}, False),
+        ("cuda", Node(48, 2, has_numactl=True), (2, 9), {"bind_to": "none"}, False),
+        ("cpu", Node(48, 2, has_numactl=True), (2, 9), {}, False),
+    ],
+)
+def test_ranks_are_bound_next_to_their_gpu(
+    device: str,
+    node: Node,
+    torch_version: tuple[int, int],
+    settings: dict[str, Any],
+    is_bound: bool,
+) -> None:
+    plan = plan_for(device, 4, node=node, torch_version=torch_version, **settings)
+    assert ("--numa-binding=node" in plan.argv) == is_bound
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"is_written": True}, True),
+        ({"open_mpi": None}, True),
+        ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2}, True),
+        ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2, "own_names": ("a",)}, False),
+        ({}, False),
+        ({"is_written": True, "cores_per_node": 48}, False),
+        ({"is_written": True, "bind_to": "none"}, False),
+    ],
+)
+def test_cores_of_other_machines_are_asked_for(settings: dict[str, Any], is_warned: bool) -> None:
+    warnings = plan_for("hpu", 16, **settings).warnings
+    assert any("--cores-per-node" in warning for warning in warnings) == is_warned
 
 
 def test_tpus_are_started_by_torchrun() -> None:
@@ -283,7 +337,7 @@ def test_host_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`"])
 def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
-    with pytest.raises(UsageError, match=r"hosts:2: .*no host name"):
+    with pytest.raises(UsageError, match=r"hosts:2: .*host name"):
         read_hosts(tmp_path / "hosts")
 
 

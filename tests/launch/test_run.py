@@ -26,18 +26,19 @@ from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.launch.exit_codes import EXITS_VARIABLE, described, job_exit_code
 from ssdctl.launch.logs import last_lines, start_rank_log
 from ssdctl.launch.node import read_node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 from ssdctl.launch.run import free_port
 
 # Reads a plan from its argument and runs it, as `ssdctl launch` does.
 DRIVER = """
 import json, os, signal, sys
 import ssdctl.launch.run as module
-from ssdctl.launch.plan import Plan
+from ssdctl.launch.request import LaunchPlan
 module.HANG_S = float(os.environ.get("HANG_S", module.HANG_S))
 given = json.loads(sys.argv[1])
 given["stop_signal"] = signal.Signals(given["stop_signal"])
-sys.exit(module.run(Plan(**given)).code)
+sys.exit(module.run(LaunchPlan(**given)).code)
 """
 
 # A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
@@ -81,13 +82,13 @@ time.sleep(60)
 ARGUMENTS = ("train", "--data=$(touch x)", "-x", "--", "$$${local_rank}", "a;b\nc", "")
 
 
-def plan_of(*argv: str, launcher: str = "torchrun", **more: Any) -> Plan:
-    return Plan(argv, {}, launcher, num_ranks=2, stop_signal=signal.SIGTERM, **more)
+def plan_of(*argv: str, launcher: str = "torchrun", **more: Any) -> LaunchPlan:
+    return LaunchPlan(argv, {}, launcher, num_ranks=2, stop_signal=signal.SIGTERM, **more)
 
 
-def probe_plan(device: str) -> Plan:
+def probe_plan(device: str) -> LaunchPlan:
     """What `launch` would run, with the module `probe` in the place of `ssdctl`."""
-    request = Request(
+    request = LaunchRequest(
         device=device,
         count=2,
         command=ARGUMENTS,
@@ -101,7 +102,7 @@ def probe_plan(device: str) -> Plan:
 
 
 @contextlib.contextmanager
-def started(plan: Plan, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
+def started(plan: LaunchPlan, folder: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`ssdctl launch`, running the plan in `folder`."""
     folder.mkdir(exist_ok=True)
     (folder / "probe.py").write_text(RANK)

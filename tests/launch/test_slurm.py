@@ -32,7 +32,8 @@ from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
 from ssdctl.launch.batch import follow, submit
 from ssdctl.launch.node import Node
-from ssdctl.launch.plan import Plan, Request, make_plan
+from ssdctl.launch.plan import make_plan
+from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -67,8 +68,8 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 def plan_for(
     device: str, count: int, *command: str, slurm: dict[str, Any] | None = None, **launch: Any
-) -> Plan:
-    request = Request(
+) -> LaunchPlan:
+    request = LaunchRequest(
         device=device,
         count=count,
         command=command or ("train",),
@@ -79,7 +80,7 @@ def plan_for(
     return make_plan(request, Node(2, 1))
 
 
-def directives(plan: Plan) -> list[str]:
+def directives(plan: LaunchPlan) -> list[str]:
     """The options as sbatch reads them: up to the first line that is no comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
@@ -91,7 +92,13 @@ def test_what_is_asked_of_slurm() -> None:
     plan = plan_for("hpu", 16, nodes=2, cores_per_node=48, slurm=wanted)
     assert directives(plan) == [
         *("--job-name=ssdctl", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8"),
-        *("--cpus-per-task=6", "--gres=hpu:8", "--partition=gaudi", "--time=1-00:00:00"),
+        *(
+            "--cpus-per-task=6",
+            "--hint=nomultithread",
+            "--gres=hpu:8",
+            "--partition=gaudi",
+            "--time=1-00:00:00",
+        ),
         *("--signal=USR1@300", "--open-mode=append", "--requeue", "--exclusive"),
     ]
     assert "--gres=gpu:4" in directives(plan_for("cuda", 4))
@@ -142,7 +149,7 @@ def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
         assert done.returncode == 0, done.stderr
         asked = (folder / "srun.asked").read_bytes().decode().split("\0")[:-1]
         assert asked[asked.index("evaluate") + 1 :] == arguments
-    assert len(directives(plan)) == 8
+    assert len(directives(plan)) == 9
 
 
 def free_ports() -> tuple[int, int]:

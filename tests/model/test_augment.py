@@ -37,8 +37,8 @@ def natural_picture(rng: np.random.Generator, size: int = 24) -> np.ndarray:
     frequency[0, 0] = np.inf
 
     def field() -> np.ndarray:
-        found = np.fft.ifft2(np.fft.fft2(rng.normal(size=(size, size))) / frequency).real
-        return found / found.std()
+        actual = np.fft.ifft2(np.fft.fft2(rng.normal(size=(size, size))) / frequency).real
+        return actual / actual.std()
 
     common = field()
     colour = np.stack([0.9 * common + 0.44 * field() for _ in range(3)], axis=-1)
@@ -59,44 +59,44 @@ def hue_difference(after: np.ndarray, before: np.ndarray) -> float:
 
 def test_plain_normalisation() -> None:
     images = random_pixels(2, 300, 300, 3)
-    found = normalise(images)
-    assert found.shape == (2, 3, 300, 300)
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    actual = normalise(images)
+    assert actual.shape == (2, 3, 300, 300)
+    assert actual.is_contiguous(memory_format=torch.channels_last)
     for c in range(3):
         expected = (images[..., c].double() / 255 - MEAN[c]) / STD[c]
-        np.testing.assert_allclose(found[:, c].numpy(), expected.numpy(), atol=1e-6)
+        np.testing.assert_allclose(actual[:, c].numpy(), expected.numpy(), atol=1e-6)
 
 
 def test_no_jitter_is_plain_normalisation() -> None:
     images = random_pixels(2, 20, 30, 3)
-    found = normalise(images, torch.tensor([IDENTITY, IDENTITY]))
-    assert found.shape == (2, 3, 20, 30)
-    np.testing.assert_allclose(found.numpy(), normalise(images).numpy(), atol=5e-6)
+    actual = normalise(images, torch.tensor([IDENTITY, IDENTITY]))
+    assert actual.shape == (2, 3, 20, 30)
+    np.testing.assert_allclose(actual.numpy(), normalise(images).numpy(), atol=5e-6)
 
 
 def test_each_picture_has_its_own_jitter() -> None:
     images = random_pixels(3, 20, 20, 3)
     jitter = torch.tensor([[1.1, 0.5, 1.5, 0.3], IDENTITY, [0.9, 1.5, 0.5, -0.3]])
-    found = normalise(images, jitter)
+    actual = normalise(images, jitter)
     for i in range(3):
-        alone = normalise(images[i : i + 1], jitter[i : i + 1])[0]
-        np.testing.assert_allclose(found[i].numpy(), alone.numpy(), atol=5e-6)
+        single = normalise(images[i : i + 1], jitter[i : i + 1])[0]
+        np.testing.assert_allclose(actual[i].numpy(), single.numpy(), atol=5e-6)
         picture = images[i].numpy() / 255
         expected = (jittered(picture, *jitter[i].tolist()) - MEAN) / STD
-        np.testing.assert_allclose(found[i].permute(1, 2, 0).numpy(), expected, atol=2e-5)
+        np.testing.assert_allclose(actual[i].permute(1, 2, 0).numpy(), expected, atol=2e-5)
 
 
 @settings(max_examples=50, deadline=None)
 @given(gray=st.floats(0, 1), saturation=FACTORS, turn=TURNS)
 def test_gray_stays_gray(gray: float, saturation: float, turn: float) -> None:
     picture = np.full((2, 2, 3), gray)
-    found = jittered(picture, 1.0, 1.0, saturation, turn)
-    np.testing.assert_allclose(found, picture, atol=1e-12)
+    actual = jittered(picture, 1.0, 1.0, saturation, turn)
+    np.testing.assert_allclose(actual, picture, atol=1e-12)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 @pytest.mark.parametrize("factor", [0.5, 0.875, 1.125, 1.5])
-def test_one_factor_alone_is_the_sequential_definition(index: int, factor: float) -> None:
+def test_a_single_factor_equals_the_sequential_definition(index: int, factor: float) -> None:
     jitter = [*IDENTITY]
     jitter[index] = factor
     picture = muted_picture()
@@ -112,8 +112,8 @@ def test_all_but_hue_is_the_sequential_definition(
 ) -> None:
     picture = muted_picture(1)
     expected = reference.jitter_colours(picture, brightness, contrast, saturation, 0.0)
-    found = jittered(picture, brightness, contrast, saturation, 0.0)
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    actual = jittered(picture, brightness, contrast, saturation, 0.0)
+    np.testing.assert_allclose(actual, expected, atol=1e-12)
 
 
 def test_hue_keeps_luma_and_undoes_itself() -> None:
@@ -132,9 +132,9 @@ def test_hue_keeps_luma_and_undoes_itself() -> None:
 def test_hue_turns_the_way_of_hsv(colour: np.ndarray, degrees: float) -> None:
     """Red goes towards yellow, green towards cyan, blue towards magenta where positive."""
     picture = colour.reshape(1, 1, 3)
-    found = jittered(picture, 1.0, 1.0, 1.0, math.radians(degrees))
+    actual = jittered(picture, 1.0, 1.0, 1.0, math.radians(degrees))
     expected = reference.jitter_colours(picture, 1.0, 1.0, 1.0, degrees / 360)
-    turns = [hue_difference(after, colour) for after in (found.ravel(), expected.ravel())]
+    turns = [hue_difference(after, colour) for after in (actual.ravel(), expected.ravel())]
     assert turns[1] == pytest.approx(degrees / 360)
     assert 0.5 < turns[0] / turns[1] < 2.2  # YIQ's angles are not HSV's
 
@@ -155,8 +155,8 @@ def test_distance_from_the_sequential_definition(
         picture, draw = natural_picture(rng), rng.uniform(-1, 1, 4)
         turn = hue_degrees * draw[3]
         factors = (1 + 0.125 * draw[0], 1 + 0.5 * draw[1], 1 + 0.5 * draw[2])
-        found = jittered(picture, *factors, math.radians(turn))
+        actual = jittered(picture, *factors, math.radians(turn))
         expected = reference.jitter_colours(picture, *factors, turn / 360)
-        errors.append(np.abs(found - expected).mean())
+        errors.append(np.abs(actual - expected).mean())
     assert np.mean(errors) < mean_error
     assert max(errors) < worst_picture

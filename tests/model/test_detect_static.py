@@ -31,12 +31,12 @@ def test_equal_to_the_ragged_way(
     ragged = detect(offsets, logits, defaults, score_threshold=threshold, nms_iou=nms_iou)
     decoded = boxes_and_scores(offsets, logits, defaults)
     boxes, scores, labels = detect_static(*decoded, threshold, nms_iou)
-    for i, found in enumerate(ragged):
+    for i, actual in enumerate(ragged):
         count = int((labels[i] > 0).sum())
         assert (labels[i, count:] == 0).all()
-        assert torch.equal(scores[i, :count], found.scores)
-        assert torch.equal(labels[i, :count], found.labels)
-        assert torch.equal(boxes[i, :count], found.boxes)
+        assert torch.equal(scores[i, :count], actual.scores)
+        assert torch.equal(labels[i, :count], actual.labels)
+        assert torch.equal(boxes[i, :count], actual.boxes)
 
 
 def test_nothing_found() -> None:

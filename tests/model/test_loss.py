@@ -90,18 +90,18 @@ def one_picture(
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.02, 0.1, 0.24]))
 def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: float) -> None:
     case = random_case(seed, share, dtype)
-    found = [float(v) for v in case.loss()]
-    np.testing.assert_allclose(found, case.expected(), rtol=rtol)
+    actual = [float(v) for v in case.loss()]
+    np.testing.assert_allclose(actual, case.expected(), rtol=rtol)
     if (3 * (case.labels > 0).sum(1) <= (case.labels == 0).sum(1)).all():
-        np.testing.assert_allclose(found, case.expected("mlperf"), rtol=rtol)
+        np.testing.assert_allclose(actual, case.expected("mlperf"), rtol=rtol)
 
 
 def test_more_negatives_asked_for_than_there_are() -> None:
     """Positives that are counted as negatives too: NVIDIA's ORed masks, not MLPerf's sum."""
     case = random_case(0, 0.6, torch.float64)
     assert (3 * (case.labels > 0).sum(1) > (case.labels == 0).sum(1)).any()
-    found = [float(v) for v in case.loss()]
-    np.testing.assert_allclose(found, case.expected("nvidia"), rtol=1e-10)
+    actual = [float(v) for v in case.loss()]
+    np.testing.assert_allclose(actual, case.expected("nvidia"), rtol=1e-10)
     assert case.expected("mlperf").classification > 1.05 * case.expected("nvidia").classification
 
 
@@ -109,10 +109,10 @@ def test_more_negatives_asked_for_than_there_are() -> None:
 def test_the_whole_loss_is_the_golden_one(dtype: torch.dtype, rtol: float) -> None:
     """Matching, coding and loss of 8732 boxes and 81 classes; one picture has no object."""
     loss = exact_loss() if dtype is torch.float64 else MultiboxLoss()
-    found = loss(*whole_loss_inputs(dtype))
+    actual = loss(*whole_loss_inputs(dtype))
     for golden in reference.read_golden("loss").values():
         for name, value in golden.items():
-            assert float(getattr(found, name)) == pytest.approx(value, rel=rtol), name
+            assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
 def test_the_whole_loss_equals_the_loop_on_random_boxes() -> None:
@@ -123,7 +123,7 @@ def test_the_whole_loss_equals_the_loop_on_random_boxes() -> None:
     offsets, logits = rng.normal(0, 2, (2, 4, 8732)), rng.normal(0, 2, (2, 7, 8732))
     boxes, labels = np.zeros((2, 6, 4)), np.zeros((2, 6), np.int64)
     boxes[0, :3], labels[0, :3] = truths, names
-    found = exact_loss()(*(torch.from_numpy(a) for a in (offsets, logits, boxes, labels)))
+    actual = exact_loss()(*(torch.from_numpy(a) for a in (offsets, logits, boxes, labels)))
     expected = reference.multibox_loss(
         offsets,
         logits,
@@ -132,14 +132,14 @@ def test_the_whole_loss_equals_the_loop_on_random_boxes() -> None:
         reference.default_boxes(),
         "mlperf",
     )
-    np.testing.assert_allclose([float(v) for v in found], expected, rtol=1e-10)
+    np.testing.assert_allclose([float(v) for v in actual], expected, rtol=1e-10)
 
 
 def test_each_picture_is_divided_by_its_own_positives() -> None:
     case = random_case(5, 0.1, torch.float64)
-    alone = [Case(*(t[i : i + 1] for t in case)).loss().total for i in range(3)]
-    assert case.loss().total == pytest.approx(float(sum(alone)) / 3, rel=1e-12)
-    assert alone[2] == 0  # without positives: 0, but in the mean
+    single = [Case(*(t[i : i + 1] for t in case)).loss().total for i in range(3)]
+    assert case.loss().total == pytest.approx(float(sum(single)) / 3, rel=1e-12)
+    assert single[2] == 0  # without positives: 0, but in the mean
 
 
 def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
@@ -229,9 +229,9 @@ def test_bf16_predictions_are_summed_in_fp32(inside_autocast: bool) -> None:
     loss = MultiboxLoss()
     rounded = (offsets.detach().bfloat16(), logits.detach().bfloat16())
     with torch.autocast("cpu", torch.bfloat16, enabled=inside_autocast):
-        found = loss(*rounded, boxes, labels)
+        actual = loss(*rounded, boxes, labels)
     expected = loss(rounded[0].float(), rounded[1].float(), boxes, labels)
-    for value, true_value in zip(found, expected, strict=True):
+    for value, true_value in zip(actual, expected, strict=True):
         assert value.dtype == torch.float32
         assert torch.equal(value, true_value)
 

@@ -11,7 +11,7 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.model.postprocess import (
     CANDIDATES_PER_CLASS,
     DETECTIONS_PER_IMAGE,
-    Detections,
+    ImageDetections,
     detect,
 )
 
@@ -35,20 +35,20 @@ def run(
     defaults: torch.Tensor,
     score_threshold: float = 0.05,
     nms_iou: float = 0.5,
-) -> list[Detections]:
+) -> list[ImageDetections]:
     return detect(offsets, logits, defaults, score_threshold=score_threshold, nms_iou=nms_iou)
 
 
-def check_equal(found: Detections, expected: list[reference.Detection]) -> None:
+def check_equal(actual: ImageDetections, expected: list[reference.Detection]) -> None:
     """Compare class by class: between classes, fp32 may order equal scores otherwise."""
-    assert found.scores.diff().le(0).all()
-    order = found.labels.argsort(stable=True)
+    assert actual.scores.diff().le(0).all()
+    order = actual.labels.argsort(stable=True)
     expected = sorted(expected, key=lambda d: d.label)
-    assert found.labels[order].tolist() == [d.label for d in expected]
+    assert actual.labels[order].tolist() == [d.label for d in expected]
     scores, boxes = [d.score for d in expected], [d.box for d in expected]
-    np.testing.assert_allclose(found.scores[order].numpy(), scores, rtol=2e-6)
+    np.testing.assert_allclose(actual.scores[order].numpy(), scores, rtol=2e-6)
     np.testing.assert_allclose(
-        found.boxes[order].numpy(), np.reshape(boxes, (-1, 4)), rtol=2e-6, atol=2e-6
+        actual.boxes[order].numpy(), np.reshape(boxes, (-1, 4)), rtol=2e-6, atol=2e-6
     )
 
 
@@ -58,21 +58,21 @@ def check_equal(found: Detections, expected: list[reference.Detection]) -> None:
 )
 def test_equal_to_the_loop(seed: int, num_classes: int, num_boxes: int, spread: float) -> None:
     offsets, logits, defaults = predictions(seed, num_classes, num_boxes, spread)
-    [found] = run(offsets, logits, defaults)
+    [actual] = run(offsets, logits, defaults)
     expected = reference.detect(
         offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist()
     )
     assert expected
-    check_equal(found, expected)
+    check_equal(actual, expected)
 
 
 @pytest.mark.parametrize(("score_threshold", "nms_iou"), [(0.3, 0.5), (0.01, 0.3), (0.2, 0.7)])
 def test_thresholds(score_threshold: float, nms_iou: float) -> None:
     offsets, logits, defaults = predictions(5, 4, 500, 1.5)
-    [found] = run(offsets, logits, defaults, score_threshold, nms_iou)
+    [actual] = run(offsets, logits, defaults, score_threshold, nms_iou)
     arrays = (offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist())
-    check_equal(found, reference.detect(*arrays, score_threshold, nms_iou))
-    assert found.scores.min() > score_threshold
+    check_equal(actual, reference.detect(*arrays, score_threshold, nms_iou))
+    assert actual.scores.min() > score_threshold
 
 
 def test_whole_network_output() -> None:
@@ -81,11 +81,11 @@ def test_whole_network_output() -> None:
     logits[:, 0] += 6
     sure = torch.arange(0, 8732, 20)
     logits[0, 1 + sure % 80, sure] += 8
-    [found] = run(offsets, logits, defaults)
+    [actual] = run(offsets, logits, defaults)
     arrays = (offsets[0].double().numpy(), logits[0].double().numpy(), defaults.tolist())
     expected = reference.detect(*arrays)
     assert len(expected) == DETECTIONS_PER_IMAGE
-    check_equal(found, expected)
+    check_equal(actual, expected)
 
 
 def test_limits_are_those_of_the_replaced_systems() -> None:
@@ -98,73 +98,73 @@ def test_candidates_are_cut_before_suppression() -> None:
     defaults[300] = DEFAULTS[-1]
     logits = torch.zeros(1, 2, 301)
     logits[0, 1] = torch.linspace(3, 2, 301)
-    [found] = run(torch.zeros(1, 4, 301), logits, defaults)
-    assert len(found.boxes) == 1
-    [found] = run(torch.zeros(1, 4, 301), logits.flip(2), defaults)
-    assert len(found.boxes) == 2
+    [actual] = run(torch.zeros(1, 4, 301), logits, defaults)
+    assert len(actual.boxes) == 1
+    [actual] = run(torch.zeros(1, 4, 301), logits.flip(2), defaults)
+    assert len(actual.boxes) == 2
 
 
 def test_nothing_over_the_threshold_is_an_empty_result() -> None:
     offsets, logits, defaults = predictions(7, 81, 500, 0.0)
     logits[0, 0] = 20
-    [found] = run(offsets, logits, defaults)
-    assert found.boxes.shape == (0, 4)
-    assert found.scores.shape == (0,)
-    assert found.labels.shape == (0,)
+    [actual] = run(offsets, logits, defaults)
+    assert actual.boxes.shape == (0, 4)
+    assert actual.scores.shape == (0,)
+    assert actual.labels.shape == (0,)
 
 
-def test_an_empty_picture_leaves_its_batch_alone() -> None:
-    """Habana's port throws the whole batch away."""
+def test_an_empty_image_does_not_affect_its_batch() -> None:
+    """Habana's port discards the batch."""
     offsets, logits, defaults = predictions(8, 5, 400, 2.0)
     empty = torch.zeros_like(logits)
     empty[0, 0] = 20
     batch = run(offsets.expand(3, -1, -1), torch.cat([logits, empty, logits]), defaults)
-    [alone] = run(offsets, logits, defaults)
-    assert len(alone.boxes) > 0
+    [single] = run(offsets, logits, defaults)
+    assert len(single.boxes) > 0
     assert len(batch[1].boxes) == 0
     for picture in (batch[0], batch[2]):
-        assert all(torch.equal(a, b) for a, b in zip(picture, alone, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(picture, single, strict=True))
 
 
 def test_the_background_is_never_a_detection() -> None:
     offsets, logits, defaults = predictions(9, 4, 400, 1.0)
     logits[0, 0, ::2] += 5
-    [found] = run(offsets, logits, defaults)
-    assert found.labels.min() == 1
-    assert found.labels.max() == 3
-    assert found.scores.diff().le(0).all()
+    [actual] = run(offsets, logits, defaults)
+    assert actual.labels.min() == 1
+    assert actual.labels.max() == 3
+    assert actual.scores.diff().le(0).all()
 
 
-def test_a_box_suppresses_its_own_class_alone() -> None:
+def test_a_box_suppresses_only_its_own_class() -> None:
     defaults = DEFAULTS[:200]
     offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 3, 200)
     logits[0, 0] = 10
     logits[0, 0, :2], logits[0, 1, 0], logits[0, 2, 1] = 0, 9, 8
     offsets[0, 0, 1] = -8 / 300 / defaults[1, 2] / 0.1  # the second box back onto the first
-    [found] = run(offsets, logits, defaults)
-    assert found.labels.tolist() == [1, 2]
-    assert torch.allclose(found.boxes[0], found.boxes[1], atol=1e-6)
+    [actual] = run(offsets, logits, defaults)
+    assert actual.labels.tolist() == [1, 2]
+    assert torch.allclose(actual.boxes[0], actual.boxes[1], atol=1e-6)
 
 
 def test_bf16_predictions_are_decoded_in_fp32() -> None:
     offsets, logits, defaults = predictions(10, 5, 400, 2.0)
     rounded = (offsets.bfloat16(), logits.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
-        [found] = run(*rounded, defaults)
+        [actual] = run(*rounded, defaults)
     [expected] = run(rounded[0].float(), rounded[1].float(), defaults)
-    assert found.boxes.dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert actual.boxes.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_boxes_left_of_the_picture_do_not_meet_another_class() -> None:
+def test_boxes_left_of_the_image_do_not_overlap_another_class() -> None:
     defaults = torch.tensor([[0.5, 0.5, 0.4, 0.4]]).repeat(200, 1)
     offsets, logits = torch.zeros(1, 4, 200), torch.zeros(1, 3, 200)
     logits[0, 0] = 10
     logits[0, 0, :2], logits[0, 1, 0], logits[0, 2, 1] = 0, 9, 8
     # Its right end is at .7, so class 2 goes 1.7 further than class 1: back onto the first box.
     offsets[0, :2, 1] = -1.7 / 0.4 / 0.1
-    [found] = run(offsets, logits, defaults)
-    assert found.labels.tolist() == [1, 2]
+    [actual] = run(offsets, logits, defaults)
+    assert actual.labels.tolist() == [1, 2]
 
 
 def test_one_exploded_box_does_not_touch_the_others() -> None:
@@ -175,5 +175,5 @@ def test_one_exploded_box_does_not_touch_the_others() -> None:
     offsets[0, 2:, 199] = 50.0  # exp(10) times its default box
     logits[0, 1, 199] = 30
     defaults = torch.cat([DEFAULTS[:199], DEFAULTS[-1:]])
-    [found] = run(offsets, logits, defaults)
-    assert found.labels.tolist() == [1, *[80] * 38]
+    [actual] = run(offsets, logits, defaults)
+    assert actual.labels.tolist() == [1, *[80] * 38]

@@ -125,9 +125,9 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
     model = with_lively_weights(backbone, NORM[peer])
     image = torch.randn(1, 3, 300, 300, dtype=torch.float64)
     with torch.inference_mode():
-        found = model(image)
+        actual = model(image)
         expected = reference.Network(to_peer(model.state_dict(), peer), peer)(image)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert ours.std() > 1e-3  # not a dead network
         assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
 
@@ -138,9 +138,9 @@ def test_equal_to_the_functional_network_in_training() -> None:
     images = torch.randn(2, 3, 300, 300, dtype=torch.float64)
     state = {k: v.clone() for k, v in to_peer(model.state_dict(), "nvidia").items()}
     with torch.inference_mode():
-        found = model(images)
+        actual = model(images)
         expected = reference.Network(state, "nvidia", training=True)(images)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""The report page stands alone and tells what the run folder holds."""
+"""The report page is self-contained and shows the run folder."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_page_needs_nothing_else(page: str) -> None:
     assert "@import" not in page
 
 
-def test_page_tells_the_run(page: str, tiny_run: Path) -> None:
+def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     for words in (
         "best AP", "<td>ring</td>", "loss_class", "resnet18", "finished", "preset stable-r34",
         "Missed", "Errors by type (TIDE)", "Expected calibration error",
@@ -81,7 +81,9 @@ def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     assert page.count("<td>train.") == 1
 
 
-def test_runs_of_one_name_go_by_their_paths(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+def test_runs_with_equal_names_are_shown_by_their_paths(
+    tiny_run: Path, tmp_path: Path, cli: Cli
+) -> None:
     other = tmp_path / "later" / tiny_run.name
     shutil.copytree(tiny_run, other)
     assert cli("report", tiny_run, other, "--out", "both.html").code == 0
@@ -114,7 +116,7 @@ def test_run_without_checkpoint_or_evaluation(tiny_run: Path, tmp_path: Path, cl
     assert "not evaluated yet" in (run / "report.html").read_text()
 
 
-def test_report_of_an_evaluation_alone(
+def test_report_of_an_evaluation_without_a_run(
     tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """From a file of detections: neither torch nor a run is needed, and the pictures are found."""
@@ -153,7 +155,7 @@ def test_a_broken_evaluation_is_named(tiny_run: Path, tmp_path: Path, cli: Cli, 
     assert "evaluation.json" in result.err
 
 
-def test_pictures_that_are_gone(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+def test_missing_dataset(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
     text = (run / "evaluation.json").read_text()

@@ -33,7 +33,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
 
     split = open_dataset(root, root / "prepared", say=lambda _: None)["train"]
     rows = split.trainable[:number]
-    begin = loop.begin
+    begin = loop.load_or_initialize
 
     def spoiled(*given: Any) -> Any:
         for row in rows:
@@ -41,7 +41,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
             path.write_bytes(path.read_bytes()[:2000])
         return begin(*given)
 
-    monkeypatch.setattr(loop, "begin", spoiled)
+    monkeypatch.setattr(loop, "load_or_initialize", spoiled)
     return [int(split.image_ids[row]) for row in rows]
 
 

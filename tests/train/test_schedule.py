@@ -60,6 +60,9 @@ def test_habana_tf_is_a_cosine() -> None:
     plan = make_plan(config(preset="habana-tf-r34"), COCO, world_size=1)
     per_epoch = COCO / 128
     base = 3e-3 * 4
+    assert plan.lr(plan.warmup_steps // 2) == pytest.approx(1.01 * base / 2, rel=1e-3)
+    last = (plan.warmup_steps - 1) / plan.warmup_steps
+    assert plan.lr(plan.warmup_steps - 1) == pytest.approx(1.01 * base * last)
     assert plan.lr(int(7 * per_epoch) + 1) == pytest.approx(1.01 * base)
     assert plan.lr(int(15 * per_epoch)) == pytest.approx(1.01 * base)
     assert plan.lr(int(35 * per_epoch)) == pytest.approx(0.51 * base, rel=1e-3)

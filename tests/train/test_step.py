@@ -107,8 +107,25 @@ def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
     assert others["weight_decay"] == 0
     assert all(p.dim() > 1 for p in decayed["params"])
     assert all(p.dim() == 1 for p in others["params"])
-    (everything,) = build_optimizer(model, config(decay_bias_and_norm=True), CPU).param_groups
+    (everything,) = build_optimizer(
+        model, config(decay_bias=True, decay_norm=True), CPU
+    ).param_groups
     assert len(everything["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True)])
+def test_decay_of_biases_and_of_batch_norm_are_two_switches(bias: bool, norm: bool) -> None:
+    model, _, _ = made()
+    groups = build_optimizer(model, config(decay_bias=bias, decay_norm=norm), CPU).param_groups
+    decayed = {id(p) for p in groups[0]["params"]}
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+    convolutions = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+    assert norms
+    for layer in norms:
+        assert (id(layer.weight) in decayed) is (id(layer.bias) in decayed) is norm
+    for layer in convolutions:
+        assert id(layer.weight) in decayed
+        assert layer.bias is None or (id(layer.bias) in decayed) is bias
 
 
 def flags(guard: NonFiniteGuard, *bad: bool) -> list[int]:

@@ -6,7 +6,7 @@ from ssdctl.config.fields import ClusterName, Count, NonNegativeInt, Section, se
 
 
 class LaunchConfig(Section, frozen=True):
-    """How many devices, and what starts them."""
+    """Settings of `ssdctl launch`: the launcher and how ranks share nodes."""
 
     launcher: Annotated[
         Literal["auto", "torchrun", "mpirun", "slurm", "kubernetes"],
@@ -40,7 +40,7 @@ class LaunchConfig(Section, frozen=True):
     rdzv_endpoint: Annotated[
         str | None,
         setting(
-            "Where torchrun's nodes meet [default: the first host of --hostfile]",
+            "Rendezvous address of torchrun's nodes [default: the first host of --hostfile]",
             metavar="HOST:PORT",
             panel="Launch",
         ),
@@ -76,7 +76,7 @@ class LaunchConfig(Section, frozen=True):
     devices_per_node: Annotated[
         Count | None,
         setting(
-            "Cards a node has, for sharing its cores [default: those used]",
+            "Cards of a node, among which its cores are divided [default: those used]",
             metavar="N",
             panel="Launch",
         ),
@@ -84,7 +84,7 @@ class LaunchConfig(Section, frozen=True):
 
 
 class SlurmConfig(Section, frozen=True):
-    """What `launch --launcher slurm` asks Slurm for."""
+    """What `launch --launcher slurm` requests from Slurm."""
 
     job_name: Annotated[str, setting("Name of the job", metavar="NAME")] = "ssdctl"
     partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
@@ -106,7 +106,7 @@ class SlurmConfig(Section, frozen=True):
         Count, setting("Seconds before the time limit at which the job saves", metavar="S")
     ] = 300
     requeue: Annotated[
-        bool, setting("Queue the job again where the time limit stopped it; it resumes")
+        bool, setting("Queue the job again if the time limit stopped it; it resumes")
     ] = True
     options: Annotated[
         tuple[str, ...], setting("More options of sbatch (--exclusive)", metavar="--OPTION,...")
@@ -131,14 +131,14 @@ class KubernetesConfig(Section, frozen=True):
         Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
     ] = "IfNotPresent"
     pull_secret: Annotated[
-        str | None, setting("Secret that opens the image's registry", metavar="NAME")
+        str | None, setting("Secret for the image's registry", metavar="NAME")
     ] = None
     service_account: Annotated[str | None, setting("Service account", metavar="NAME")] = None
     install: Annotated[
         str | None,
         setting(
-            "How ssdctl gets into the pods: image = it is in the image; else what pip installs "
-            "there (a wheel or folder on a volume, a requirement), beside the image's own torch",
+            "Source of ssdctl in the pods: image = it is in the image; else what pip installs "
+            "there (a wheel or folder on a volume, a requirement), next to the image's own torch",
             metavar="image|SOURCE",
         ),
     ] = None
@@ -146,21 +146,21 @@ class KubernetesConfig(Section, frozen=True):
     volumes: Annotated[
         tuple[str, ...],
         setting(
-            "Folders that outlive the pods: a path of the nodes, or a claim's name, then where to "
-            "mount it, then ro where nothing may be written",
+            "Persistent folders: a path of the nodes, or a claim's name, then where to "
+            "mount it, then ro to mount it read-only",
             metavar="SOURCE:PATH[:ro],...",
         ),
     ] = ()
     resources: Annotated[
         tuple[str, ...],
         setting(
-            "What a pod with devices gets besides them (cpu=95, memory=409Gi)",
+            "Resources of a pod besides its devices (cpu=95, memory=409Gi)",
             metavar="NAME=AMOUNT,...",
         ),
     ] = ()
     launcher_resources: Annotated[
         tuple[str, ...],
-        setting("What the pod that runs mpirun gets", metavar="NAME=AMOUNT,..."),
+        setting("Resources of the pod that runs mpirun", metavar="NAME=AMOUNT,..."),
     ] = ("cpu=2", "memory=4Gi")
     node_selector: Annotated[
         tuple[str, ...], setting("Labels of the nodes to run on", metavar="KEY=VALUE,...")

@@ -136,10 +136,18 @@ class TrainConfig(Section, frozen=True):
             affects_results=True,
         ),
     ]
-    decay_bias_and_norm: Annotated[
+    decay_bias: Annotated[
         bool,
         setting(
-            "Apply weight decay to biases and batch norm too", panel="Recipe", affects_results=True
+            "Apply weight decay to the biases of convolutions", panel="Recipe", affects_results=True
+        ),
+    ]
+    decay_norm: Annotated[
+        bool,
+        setting(
+            "Apply weight decay to batch norm's scale and bias",
+            panel="Recipe",
+            affects_results=True,
         ),
     ]
     optimizer: Annotated[

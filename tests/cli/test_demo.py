@@ -1,0 +1,37 @@
+"""How many steps the demo takes on machines of different speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ssdctl.cli import demo
+from ssdctl.config import resolve
+
+
+@pytest.mark.parametrize(
+    ("pace_s", "left_s", "steps"),
+    [
+        (0.1, 240.0, demo.FULL_STEPS),  # a fast machine makes one pass over the images
+        (1.0, 260.0, 230),  # 250 s for 230 steps and two evaluations
+        (2.5, 230.0, demo.USEFUL_STEPS),  # a slow one takes longer than 5 minutes
+        (1.0, -20.0, demo.USEFUL_STEPS),
+    ],
+)
+def test_steps_follow_from_the_rate(pace_s: float, left_s: float, steps: int) -> None:
+    assert demo.affordable_steps(pace_s, left_s) == steps
+
+
+def test_the_rate_is_measured_on_this_machine() -> None:
+    config = resolve(environment={"HOME": "/"}).config.train
+    assert 1e-3 <= demo.seconds_per_step(config) < 60
+
+
+def test_an_interrupted_tour_keeps_its_steps(tmp_path: Path) -> None:
+    assert demo.steps_of_run(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "environment.json").write_text("{}")
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 230\n")
+    assert demo.steps_of_run(tmp_path) == 230

@@ -1,0 +1,46 @@
+"""What is read from the installed PyTorch's metadata, and what differs between its versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ssdctl.runtime import torch_compat
+
+
+@pytest.mark.parametrize(
+    ("version", "requires", "release", "extra"),
+    [
+        ("2.6.0", "nvidia-cuda-runtime-cu12==12.4.127", (2, 6), "dali-cuda12"),
+        ("2.6.0a0+git51b4c8b", "sympy", (2, 6), "dali-cuda13"),
+        ("2.9.1+cu128", "sympy", (2, 9), "dali-cuda12"),
+        ("2.15.0", "cuda-toolkit==13.2.2", (2, 15), "dali-cuda13"),
+    ],
+)
+def test_the_installed_release_and_its_cuda(
+    version: str,
+    requires: str,
+    release: tuple[int, int],
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / f"torch-{version}.dist-info"
+    folder.mkdir()
+    text = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\nRequires-Dist: {requires}\n"
+    (folder / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert torch_compat.installed_version() == release
+    assert torch_compat.dali_extra() == extra
+
+
+def test_buffers_are_not_copied_under_either_name_of_the_option() -> None:
+    class Old:
+        def __init__(self, broadcast_buffers: bool = True) -> None: ...
+
+    class New:
+        def __init__(self, forward_sync_buffers: bool = True) -> None: ...
+
+    assert torch_compat.no_buffer_sync(Old) == {"broadcast_buffers": False}
+    assert torch_compat.no_buffer_sync(New) == {"forward_sync_buffers": False}
