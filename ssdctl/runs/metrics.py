@@ -15,6 +15,7 @@ import msgspec
 
 from ssdctl.errors import DataError
 from ssdctl.files import disk_errors, no_follow, write_text
+from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def environment(device_label: str, world_size: int) -> Record:
         "device": device_label,
         "world_size": world_size,
         "packages": {name: _version(name) for name in PACKAGES},
-        "command": sys.argv,
+        "command": redact_arguments(sys.argv),
     }
 
 
