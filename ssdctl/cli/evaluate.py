@@ -14,6 +14,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
@@ -65,10 +66,7 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
-        raise UsageError(
-            f"{path}: no such file or run folder",
-            hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
-        )
+        path = locate_checkpoint(what, mirror=call.config.download.mirror)
     if path.suffix == ".json":
         if find_ranks().is_main:  # one process is enough
             _score_file(call, path, report)

@@ -54,8 +54,7 @@ def train(
     ranks, run = find_ranks(), run_dir(call.config.train)
     is_main = ranks.is_main
     if not ranks.is_single_process:
-        config = call.config.train
-        start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
+        start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay

@@ -15,6 +15,7 @@ from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.class_match import class_differences, match_classes
+from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.dataset import dataset_folders, require_split
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
@@ -101,7 +102,10 @@ def evaluate_checkpoint(
         return None
     found = merge(parts)
     if not len(found.scores):
-        log.warning("no detection scores over %g: AP is 0", wishes.score_threshold)
+        limit = model.conventions.score_threshold
+        if wishes.score_threshold is not None:
+            limit = wishes.score_threshold
+        log.warning("no detection scores over %g: AP is 0", limit)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
         log.info("%d detections written to %s", len(found.scores), detections_file)
@@ -162,6 +166,8 @@ def dataset_category_ids(
 ) -> NDArray[np.int64]:
     """Return the dataset's category id of each class of a checkpoint, matched by name.
 
+    Outputs that torchvision keeps for ids that COCO left out have -1.
+
     Args:
         checkpoint: Its classes may have other ids, or another order.
         classes: The dataset's.
@@ -177,10 +183,12 @@ def dataset_category_ids(
             return ids
         difference = f"it has {count} classes without names, the dataset has {len(classes)}"
     else:
-        order = match_classes(checkpoint.classes, classes)
+        used = [c for c in checkpoint.classes if c.name != UNUSED]
+        order = match_classes(used, classes)
         if order is not None:
-            return ids[order]
-        difference = class_differences(checkpoint.classes, classes)
+            matched = iter(ids[order])
+            return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
+        difference = class_differences(used, classes)
     raise IntegrityError(
         f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
         hint="name the dataset that it was trained on: --data DIR",

@@ -40,8 +40,8 @@ class DetectOptions(NamedTuple):
     batch_size: int
     precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float = 0.05
-    nms_iou: float = 0.5
+    score_threshold: float | None = None  # None: the network's convention
+    nms_iou: float | None = None
 
 
 def detect_split(
@@ -162,13 +162,18 @@ def _in_pixels(
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
 ) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
-    ltrb = found.boxes.numpy().astype(np.float64) * np.tile(size, 2)
+    """Convert to COCO's format: left, top, width, height in pixels, not clipped.
+
+    Detections of classes without a category id (-1) are left out.
+    """
+    ids = category_ids[found.labels.numpy() - 1]
+    used = ids >= 0
+    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy().astype(np.float64),
-        category_ids[found.labels.numpy() - 1],
+        found.scores.numpy()[used].astype(np.float64),
+        ids[used],
     )
 
 

@@ -219,7 +219,7 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
             return None
         edges = samples.crops.rect[slot] * (width, height, width, height)
         left, top, right, bottom = (int(edge) for edge in np.rint(edges))
-        pixels = split.decode(row, rows=bottom)
+        pixels = split.decode(row, rows=min(bottom, height))
         resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
     except (DataError, ImageError) as error:
         return str(error)

@@ -35,10 +35,11 @@ from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.layout import find_checkpoint, run_dir
+from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
@@ -209,7 +210,9 @@ def load_first_weights(setup: Setup) -> None:
     """
     config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = read_checkpoint(find_checkpoint(Path(config.train.init)))
+        checkpoint = read_checkpoint(
+            locate_checkpoint(config.train.init, mirror=config.download.mirror)
+        )
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
