@@ -15,6 +15,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, write_text
 from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Prediction
@@ -102,7 +103,7 @@ def _record(result: Prediction) -> dict[str, Any]:
 
 def _line(result: Prediction) -> str:
     items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
-    return f"{result.path}: {items or 'no objects'}"
+    return printable_line(f"{result.path}: {items or 'no objects'}")
 
 
 def _draw(result: Prediction, target: Path) -> None:
