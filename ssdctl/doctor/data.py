@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ssdctl.config import Config
 from ssdctl.data import store
-from ssdctl.data.dataset import TOML, SplitFiles, dataset_folders, find_splits
+from ssdctl.data.dataset import TOML, SplitFiles, find_splits
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
 from ssdctl.download.sources import COCO2017, weights_named

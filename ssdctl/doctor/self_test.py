@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.data import nearest_folder
 from ssdctl.doctor.subprocess_probe import ProbeOutput, ProbeRunner

@@ -21,8 +21,8 @@ from PIL import Image
 
 from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
-from ssdctl.data.store import Split, open_split, read_metadata
+from ssdctl.data.prepare import NO_BOXES, count_trainable, open_dataset, prepare
+from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import lock
 
