@@ -475,7 +475,7 @@ class TestKills:
             both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
             for process in both:
                 assert process.stdout is not None
-                assert "waiting for it" in process.stdout.readline()
+                assert "waiting for another" in process.stdout.readline()
         said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
         assert [process.returncode for process in both] == [0, 0]
         assert said == ["unchanged", "written"]
@@ -496,7 +496,7 @@ class TestKills:
         assert holder.stdout.readline() == "held\n"
         waiting = start(dataset, store, pack=False)
         assert waiting.stdout is not None
-        assert "waiting for it" in waiting.stdout.readline()
+        assert "waiting for another" in waiting.stdout.readline()
         holder.kill()
         holder.wait()
         holder.stdout.close()
