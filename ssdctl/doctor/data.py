@@ -98,7 +98,7 @@ def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> Ch
 def _weights(config: Config) -> CheckResult:
     name = weights_of(config.model)
     if config.train.init is not None or name is None:
-        return CheckResult("weights", OK, "not needed: the config trains without")
+        return CheckResult("weights", OK, "not needed: the config trains without them")
     if Path(name).is_file():
         return CheckResult("weights", OK, f"{name}, {Path(name).stat().st_size:,} bytes")
     try:
