@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FENCE = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
+    r"^(?P<indent> *)(?:<!-- (?P<mark>run|file: \S+|store: \S+) -->\n *)?```(?P<kind>\w*)\n(?P<text>.*?)^ *```$",
     re.M | re.S,
 )
 PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
@@ -18,7 +18,7 @@ PLACEHOLDERS = {"N": "2", "NAME": "nvidia-r50"}
 class Block(NamedTuple):
     """A fenced block."""
 
-    mark: str  # "run", "file: NAME" or ""
+    mark: str  # "run", "file: NAME", "store: PROGRAM" or ""
     kind: str  # bash, toml, ...
     text: str
 

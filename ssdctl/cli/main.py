@@ -10,6 +10,7 @@ import typer
 from ssdctl.cli import (
     benchmark,
     config,
+    dataset,
     demo,
     doctor,
     download,
@@ -31,6 +32,7 @@ MODULES = (
     demo,
     download,
     prepare,
+    dataset,
     fetch_weights,
     train,
     launch,

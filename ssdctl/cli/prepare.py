@@ -28,29 +28,30 @@ SHOWN = 5  # examples of each kind of finding in the table
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # index only, images stay where they are",
         "ssdctl prepare --data /readonly/coco --store /scratch/coco-store --shrink 480",
-        "ssdctl prepare --data VOCdevkit/VOC2012 --from voc --preview boxes.png",
-        "ssdctl prepare --data photos --from yolo --split 0.9 --classes cat,dog",
+        "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the layout is recognised",
+        "ssdctl prepare --data export/data.yaml --split 0.9 --classes cat,dog",
     ],
 )
 def prepare(
     call: Call,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the store anew even if nothing changed")
+        bool, typer.Option("--force", help="Write the store again even if nothing changed")
     ] = False,
     preview: Annotated[
         Path | None,
         typer.Option(
             "--preview",
             metavar="FILE",
-            help="Draw some training images with their boxes, whole and augmented (.png, .jpg)",
+            help="Draw some training images with their boxes, complete and augmented (.png, .jpg)",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Check every annotation and every image's header, and write the store that training reads.
 
-    What cannot be trained on is dropped or mended, counted here and listed in the store's
-    report.json. A killed prepare goes on where it was when it is run again.
+    The layout of the dataset is recognised. What cannot be trained on is dropped or repaired,
+    counted here and listed in the store's report.json. A killed prepare continues when it is run
+    again.
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.dataset import dataset_folders
@@ -60,25 +61,28 @@ def prepare(
         from ssdctl.report.preview import check_target
 
         check_target(preview)
-    wishes = call.config.prepare
+    options = call.config.prepare
     root, folder = dataset_folders(call.config.data)
     with stoppable("the finished parts are kept"):
-        _convert(call, root)
+        _convert(call, root, folder)
         outcome = write_store(
             root,
             folder,
-            pack=wishes.pack,
-            shrink=wishes.shrink,
-            verify_images=wishes.verify_images,
-            jobs=wishes.jobs,
+            pack=options.pack,
+            shrink=options.shrink,
+            verify_images=options.verify_images,
+            jobs=options.jobs,
             force=force,
+            allow_dropped=options.allow_dropped,
             say=call.console.say,
             progress=call.console.progress,
         )
     call.console.say(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
-        call.console.say("nothing changed since it was written (--force writes it anew)")
+        call.console.say("nothing changed since it was written (--force writes it again)")
     for report in outcome.splits:
+        for note in report.notes:
+            call.console.say(f"{report.split}: {note}")
         for warning in report.warnings:
             call.console.warn(f"{report.split}: {warning}; --preview FILE shows the boxes")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
@@ -88,15 +92,22 @@ def prepare(
     call.console.result(data, lambda: _tables(outcome))
 
 
-def _convert(call: Call, root: Path) -> None:
-    from ssdctl.data.convert import Conversion, convert, describe_made
+def _convert(call: Call, root: Path, folder: Path) -> None:
+    """Convert layouts other than COCO's: into the dataset folder if asked to, else the store."""
+    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_made
+    from ssdctl.data.dataset import CONVERTED
 
-    wishes = call.config.prepare
-    conversion = Conversion(wishes.source, wishes.split, wishes.classes)
-    if conversion:
+    options = call.config.prepare
+    source = None if options.source == AUTO else options.source
+    conversion = Conversion(source, options.split, options.classes)
+    if conversion and root.is_file():
+        convert(root, conversion, call.console.say, folder / CONVERTED)
+    elif conversion:
         convert(root, conversion, call.console.say)
     elif made := describe_made(root):
         call.console.say(made)
+    else:
+        convert_again(root, folder, call.console.say)
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
@@ -104,10 +115,10 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     from ssdctl.data.store import open_split
     from ssdctl.report.preview import preview
 
-    splits = find_splits(root)
+    splits = find_splits(root, folder)
     split = "train" if "train" in splits else "val"
-    shown = preview(open_split(folder, split, splits[split]), call.config, path)
-    call.console.say(f"{path}: {shown} images of {split} with their boxes")
+    num_shown = preview(open_split(folder, split, splits[split]), call.config, path)
+    call.console.say(f"{path}: {num_shown} images of {split} with their boxes")
 
 
 def _tables(outcome: Outcome) -> Group:
@@ -117,9 +128,9 @@ def _tables(outcome: Outcome) -> Group:
     table = Table("split", "images", "boxes", "classes", "to train on")
     for column in table.columns[1:]:
         column.justify = "right"
-    found = Table("split", "number", "dropped or mended", "image", "annotation", "for example")
-    found.columns[1].justify = "right"
-    found.columns[-1].overflow = "fold"
+    findings = Table("split", "number", "dropped or repaired", "image", "annotation", "for example")
+    findings.columns[1].justify = "right"
+    findings.columns[-1].overflow = "fold"
     for report in outcome.splits:
         row = [f"{n:,}" for n in (report.images, report.boxes, report.classes, report.trainable)]
         table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
@@ -127,8 +138,8 @@ def _tables(outcome: Outcome) -> Group:
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:SHOWN]:
                 place = (str(item.image_id), str(item.annotation_id or ""))
-                found.add_row(*first, *place, item.detail)
+                findings.add_row(*first, *place, item.detail)
                 first = ("", "", "")
-    if not found.rows:
-        return Group(table, "nothing was dropped or mended")
-    return Group(table, found, f"all of them: {Path(outcome.store) / 'report.json'}")
+    if not findings.rows:
+        return Group(table, "nothing was dropped or repaired")
+    return Group(table, findings, f"all of them: {Path(outcome.store) / 'report.json'}")

@@ -101,7 +101,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
-    if not root.is_dir():
+    if not root.exists():
         images, classes = COCO_IMAGES, COCO_CLASSES
         if not call.config.train.fake_data:
             call.console.warn(

@@ -1,11 +1,12 @@
-"""Make other people's data a COCO dataset, and cut one to size: `prepare --from`, `--split`,
-`--classes`.
+"""Convert other layouts to COCO's format, divide a dataset and choose classes: `prepare --from`,
+`--split`, `--classes`, and datasets that are recognised as VOC, YOLO, Open Images or CVAT XML.
 
-Images stay where they are, and no file of the user's is changed: what is written are annotation
-files (`annotations/ssdctl_train-5be1c0de.json`, `ssdctl_val-...`) and the `dataset.toml` that names
-them. Its [made] table says from what; the same command again starts from the originals again.
-Annotations carry a hash of their content in their names, so that dataset.toml, replaced last, is
-the one moment at which a conversion takes another's place.
+Images stay where they are, and no file of the user is changed. The result is a folder with
+annotation files (`annotations/ssdctl_train-5be1c0de.json`, `ssdctl_val-...`) and a `dataset.toml`
+that names them: the dataset folder if the user gave one of the options, else `converted` in the
+store. The [made] table describes the conversion; the same command again starts from the originals.
+Annotations have a hash of their content in their names, so that replacing dataset.toml, which is
+written last, replaces a conversion by another one atomically.
 """
 
 from __future__ import annotations
@@ -17,77 +18,154 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data.dataset import MADE, TOML, SplitFiles, coco_layout, read_dataset_toml
+from ssdctl.data.dataset import (
+    CONVERTED,
+    MADE,
+    TOML,
+    SplitFiles,
+    read_dataset_toml,
+    require_root,
+    root_folder,
+)
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco_writer import divided, document, num_images, with_classes
+from ssdctl.data.formats.coco_writer import (
+    LabeledImage,
+    divided,
+    document,
+    num_images,
+    with_classes,
+)
+from ssdctl.data.formats.cvat_xml import read_cvat_xml
+from ssdctl.data.formats.detect import Layout, find_layout
+from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import lock, make_dir, write_bytes, write_text
 
-ORIGINAL = "dataset.original.toml"  # the user's own, where --split or --classes took its place
-Say = Callable[[str], None]
+ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
+AUTO = "auto"
+Report = Callable[[str], None]
 
 
 class Conversion(NamedTuple):
-    """What is wished for."""
+    """The options of a conversion."""
 
-    source: str | None  # voc, yolo; None: the dataset as it is
-    split: float | None  # share of the images to train on
-    classes: tuple[str, ...]  # to keep; none: all
+    source: str | None = None  # voc, yolo, ...; None: recognise it
+    split: float | None = None  # share of the images to train on
+    classes: tuple[str, ...] = ()  # to keep; none: all
 
     def __bool__(self) -> bool:
         return bool(self.source or self.split or self.classes)
 
 
 class _Part(NamedTuple):
-    """A split: its image folder below the dataset folder, and its annotations."""
+    """A split: its image folder, and its annotations in COCO's format."""
 
-    images: str
+    images: Path
     content: bytes
     origin: Path  # for messages
+    is_original: bool = False  # the content is that of `origin`, a COCO file
 
 
-def convert(root: Path, wish: Conversion, say: Say) -> None:
-    """Write the annotation files and the dataset.toml that `wish` asks for.
+def convert(
+    root: Path, options: Conversion, report: Report, folder: Path | None = None
+) -> dict[str, SplitFiles]:
+    """Write the annotation files and the dataset.toml that `options` ask for.
+
+    Args:
+        root: The dataset folder, or its file.
+        options: What to do.
+        report: Called with messages for the user.
+        folder: Where to write; None is the dataset folder itself.
 
     Raises:
-        UsageError: It makes no sense here: a validation split is there already, no such class.
+        UsageError: The options do not apply: a validation split exists already, no such class.
         DataError: The originals cannot be read.
-        DiskError: The dataset folder cannot be written.
+        DiskError: The folder cannot be written.
     """
-    if not root.is_dir():
-        raise DataError(f"{root}: no such dataset folder")
-    source = _source(root, wish.source)
-    parts = _read(root, source, say)
-    if wish.classes:
+    require_root(root)
+    source = _source(root, options.source)
+    parts = _parts(root, source, report)
+    if options.classes:
         parts = {
-            split: part._replace(content=with_classes(part.content, wish.classes, part.origin))
+            split: part._replace(
+                content=with_classes(part.content, options.classes, part.origin), is_original=False
+            )
             for split, part in parts.items()
         }
-    if wish.split is not None:
+    if options.split is not None:
         if "val" in parts:
-            raise UsageError(
-                f"--split: {root} has validation images already", hint="leave --split out"
-            )
-        train, val = divided(parts["train"].content, wish.split, parts["train"].origin)
+            raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
+        train, val = divided(parts["train"].content, options.split, parts["train"].origin)
         parts = {
-            "train": parts["train"]._replace(content=train),
-            "val": parts["train"]._replace(content=val),
+            **parts,
+            "train": parts["train"]._replace(content=train, is_original=False),
+            "val": parts["train"]._replace(content=val, is_original=False),
         }
-    _write(root, source, wish, parts, say)
+    target = folder or root
+    splits = _write(root, target, source, options, parts, report)
     counts = ", ".join(f"{s} {num_images(p.content, p.origin):,}" for s, p in parts.items())
-    say(f"{root / TOML} names the splits: {counts} images (made from {source})")
+    report(f"{target / TOML} names the splits: {counts} images (made from {source})")
+    return splits
+
+
+def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
+    """Convert a dataset of a layout other than COCO's into its store, if that was not done yet.
+
+    Raises:
+        DataError: No dataset, or several; the originals cannot be read.
+        DiskError: The store cannot be written.
+    """
+    if not (root / TOML).is_file() and not (folder / CONVERTED / TOML).is_file():
+        convert_again(root, folder, report)
+
+
+def convert_again(root: Path, folder: Path, report: Report) -> None:
+    """Convert a dataset of a layout other than COCO's into its store from the originals.
+
+    Raises:
+        See `convert_if_needed`.
+    """
+    require_root(root)
+    if (root / TOML).is_file():
+        return
+    record = folder / CONVERTED / TOML
+    made = _made(record) or {}
+    if "split" in made or "classes" in made:
+        report(str(_describe(record)))
+        return
+    layout = find_layout(root)
+    if layout.source == "coco":
+        if record.is_file():
+            record.unlink()  # the folder had another layout before
+        return
+    report(f"{root}: recognised as {layout.describe()}")
+    convert(root, Conversion(), report, folder / CONVERTED)
+
+
+def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
+    """Return the annotations of a dataset that was not converted; nothing is written.
+
+    Raises:
+        DataError: No dataset, or several; the originals cannot be read.
+    """
+    parts = _parts(root, find_layout(root).source, lambda _: None)
+    return {s: (SplitFiles(part.images, part.origin), part.content) for s, part in parts.items()}
 
 
 def describe_made(root: Path) -> str | None:
-    """How the dataset.toml of `root` was made; None where it is the user's own, or none."""
-    made = _made(root / TOML)
+    """Describe how the dataset.toml of `root` was made; None if it is the user's own, or absent."""
+    return _describe(root / TOML)
+
+
+def _describe(path: Path) -> str | None:
+    made = _made(path)
     if made is None:
         return None
-    given = ", ".join(f"{key} {value}" for key, value in made.items())
+    options = ", ".join(f"{key} {value}" for key, value in made.items())
     return (
-        f"{root / TOML} was made by ssdctl prepare ({given}): after a change of the originals, "
+        f"{path} was made by ssdctl prepare ({options}): if the originals change, "
         "give the same options again"
     )
 
@@ -99,86 +177,117 @@ def _made(path: Path) -> dict[str, object] | None:
         values = read_toml(path)
     except UsageError as error:
         raise DataError(str(error)) from None
-    found = {key.partition(".")[2]: value for key, value, _ in values if key.startswith(MADE + ".")}
-    return found or None
+    made = {key.partition(".")[2]: value for key, value, _ in values if key.startswith(MADE + ".")}
+    return made or None
 
 
-def _source(root: Path, wished: str | None) -> str:
-    """What to read: voc, yolo, coco or the user's own dataset.toml (by its name now)."""
+def _source(root: Path, given: str | None) -> str:
+    """What to read: a format, `auto`, or the user's own dataset.toml (by its name now)."""
     made = _made(root / TOML)
     is_own = made is None and (root / TOML).is_file()
-    if wished is not None:
+    if given is not None:
         if is_own:
             raise UsageError(
-                f"--from {wished}: {root / TOML} is there already and is not ssdctl's",
-                hint="leave --from out to prepare what it names, or move it away",
+                f"--from {given}: {root / TOML} exists and was not written by ssdctl",
+                hint="omit --from to prepare what it names, or move it away",
             )
-        return wished
+        return given
     if made is not None:
         return str(made.get("source", ""))
-    return ORIGINAL if is_own else "coco"
+    return ORIGINAL if is_own else find_layout(root).source
 
 
-def _read(root: Path, source: str, say: Say) -> dict[str, _Part]:
+def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     """The splits of the originals."""
-    if source == "voc":
-        found = read_voc(root, say)
-        classes = sorted({box.name for images in found.values() for i in images for box in i.boxes})
-    elif source == "yolo":
-        found, classes = read_yolo(root, say)
-    else:
-        return _read_coco(root, source)
+    if source == ORIGINAL:
+        own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
+        return _coco_parts(root, read_dataset_toml(own))
+    if source not in ("coco", "voc", "yolo", "openimages", "cvat-xml"):
+        raise DataError(f"{root / TOML}: [made] names an unknown source {source!r}")
+    layout = find_layout(root, source)
+    if layout.splits:
+        return _coco_parts(root, layout.splits)
+    splits, classes = _read_labels(layout, root.is_file(), report)
     if not classes:
         raise DataError(f"{root}: no object is labelled in it")
-    if "train" not in found:
+    if "train" not in splits:
         raise DataError(f"{root}: no images to train on")
-    return {split: _Part(".", document(images, classes), root) for split, images in found.items()}
+    return {
+        split: _Part(layout.root, document(images, classes), layout.file)
+        for split, images in splits.items()
+    }
 
 
-def _read_coco(root: Path, source: str) -> dict[str, _Part]:
-    if source == "coco":
-        splits = coco_layout(root)
-    elif source == ORIGINAL:
-        own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
-        splits = read_dataset_toml(own)
-    else:
-        raise DataError(f"{root / TOML}: [made] names an unknown source {source!r}")
+def _read_labels(
+    layout: Layout, is_file: bool, report: Report
+) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+    file = layout.file if layout.file.is_file() else None
+    if layout.source == "yolo":
+        is_yaml = file is not None and file.suffix in (".yaml", ".yml")
+        return read_yolo(layout.root, report, file if is_yaml else None)
+    if layout.source == "cvat-xml":
+        return read_cvat_xml(layout.file, layout.root, report)
+    if layout.source == "openimages":
+        return read_open_images(layout.root, report, [layout.file] if is_file else None)
+    splits = read_voc(layout.root, report)
+    names = {box.name for images in splits.values() for image in images for box in image.boxes}
+    return splits, sorted(names)
+
+
+def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:
     if "train" not in splits:
         raise DataError(
             f"{root}: no training split in COCO's format to start from",
-            hint="for another layout say --from voc or --from yolo",
+            hint="for another layout give its name, as in --from voc",
         )
-    return {split: _part(root, files) for split, files in splits.items()}
+    return {
+        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations, True)
+        for split, files in splits.items()
+    }
 
 
-def _part(root: Path, files: SplitFiles) -> _Part:
-    content = coco.read_bytes(files.annotations)
-    return _Part(files.images.relative_to(root).as_posix(), content, files.annotations)
-
-
-def _write(root: Path, source: str, wish: Conversion, parts: dict[str, _Part], say: Say) -> None:
-    """Write what differs, so that nothing looks changed where nothing is."""
-    folder = root / "annotations"
+def _write(
+    root: Path,
+    target: Path,
+    source: str,
+    options: Conversion,
+    parts: dict[str, _Part],
+    report: Report,
+) -> dict[str, SplitFiles]:
+    """Write only what differs, so that an unchanged conversion changes no file."""
+    folder = target / "annotations"
     make_dir(folder)
-    made = {"source": source, "split": wish.split, "classes": list(wish.classes) or None}
-    lines = ["# Written by `ssdctl prepare`; the originals are as they were.", f"[{MADE}]"]
+    made = {"source": source, "split": options.split, "classes": list(options.classes) or None}
+    lines = ["# Written by `ssdctl prepare`; the originals are unchanged.", f"[{MADE}]"]
     lines += [f"{key} = {_toml(value)}" for key, value in made.items() if value is not None]
-    paths = {split: folder / _file_name(split, part.content) for split, part in parts.items()}
+    paths = {
+        split: part.origin if part.is_original else folder / _file_name(split, part.content)
+        for split, part in parts.items()
+    }
     for split, path in paths.items():
-        images, annotations = _toml(parts[split].images), _toml(f"annotations/{path.name}")
-        lines += ["", f"[{split}]", f"images = {images}", f"annotations = {annotations}"]
+        images = _relative(parts[split].images, root_folder(root))
+        lines += ["", f"[{split}]", f"images = {_toml(images)}"]
+        lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
-    with lock(folder / ".ssdctl.lock", lambda: say(f"another ssdctl works on {root}: waiting")):
+    with lock(folder / ".ssdctl.lock", lambda: report(f"waiting for another ssdctl in {target}")):
         for split, path in paths.items():
             if not path.is_file():
                 write_bytes(path, parts[split].content)
-        if source == ORIGINAL and not (root / ORIGINAL).is_file():
-            write_bytes(root / ORIGINAL, (root / TOML).read_bytes())
-        if not (root / TOML).is_file() or (root / TOML).read_text(encoding="utf-8") != text:
-            write_text(root / TOML, text)
+        if source == ORIGINAL and not (target / ORIGINAL).is_file():
+            write_bytes(target / ORIGINAL, (root / TOML).read_bytes())
+        if not (target / TOML).is_file() or (target / TOML).read_text(encoding="utf-8") != text:
+            write_text(target / TOML, text)
         for path in folder.glob("ssdctl_*.json"):
             if path not in paths.values():
                 path.unlink(missing_ok=True)  # of an earlier conversion
+    return {split: SplitFiles(parts[split].images, path) for split, path in paths.items()}
+
+
+def _relative(path: Path, base: Path) -> str:
+    """A path as dataset.toml has it: relative if it is below `base`, else absolute."""
+    if path.is_relative_to(base):
+        return path.relative_to(base).as_posix()
+    return path.absolute().as_posix()
 
 
 def _file_name(split: str, content: bytes) -> str:
@@ -186,4 +295,4 @@ def _file_name(split: str, content: bytes) -> str:
 
 
 def _toml(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers and lists of both agree
+    return json.dumps(value, ensure_ascii=False)  # strings, numbers and lists are equal in both

@@ -1,10 +1,10 @@
-"""Where the parts of a dataset lie: COCO's own layout, or what a `dataset.toml` beside them says.
+"""Find the splits of a dataset: named by a `dataset.toml`, or recognised by their layout.
 
 [train]
-images = "photos"                     # folder of the images, below the dataset folder
+images = "photos"                     # folder of the images: below the dataset folder, or absolute
 annotations = "labels/train.json"     # COCO format
 
-A [made] table says how `ssdctl prepare --from`, `--split` or `--classes` wrote the file
+`[val]` and `[test]` are the same. A [made] table describes how `ssdctl prepare` wrote the file
 (convert.py).
 """
 
@@ -12,103 +12,117 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
+from ssdctl.data.formats.detect import Layout, find_layout
+from ssdctl.data.split_files import SPLITS
+from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
 from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import refuse_url, safe_join
 
-SPLITS = ("train", "val")
 MADE = "made"
 TOML = "dataset.toml"
+CONVERTED = "converted"  # folder in the store: annotations of layouts other than COCO's
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
-WHAT_IS_DROPPED = "`ssdctl prepare` says what was dropped, and why, in the store's report.json"
+WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 S = TypeVar("S")
 
 COCO_IMAGES = 117_266  # training images of COCO 2017 with boxes
 COCO_CLASSES = 80
 
 
-class SplitFiles(NamedTuple):
-    """The files of one split."""
-
-    images: Path
-    annotations: Path
+class NotConvertedError(DataError):
+    """Raised for a dataset of a layout that must be converted before it can be used."""
 
 
 def default_root() -> Path:
-    """The dataset folder where the config names none: data/coco if it exists, else /data/coco."""
+    """Return the dataset folder if the config names none: data/coco if present, else /data/coco."""
     near, far = DEFAULT_ROOTS
     return near if near.is_dir() else far
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """The dataset folder and the folder of its store, by the config."""
+    """Return the dataset folder (or file) and its store's folder.
+
+    Raises:
+        UsageError: One of them is a URL.
+    """
     for value, option in ((config.root, "--data"), (config.store, "--store")):
         if value:
             refuse_url(value, option)
     root = Path(config.root) if config.root else default_root()
-    return root, Path(config.store) if config.store else default_store(root)
+    if config.store:
+        return root, Path(config.store)
+    return root, default_store(root)
 
 
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
-    """The split of that name.
+    """Return the split with that name.
 
     Raises:
-        DataError: The dataset has none.
+        DataError: The dataset does not have it.
     """
     if name in splits:
         return splits[name]
     remedy = "name its images and annotations in dataset.toml"
     if name == "val":
-        remedy += ", or let `ssdctl prepare --split 0.9` make one"
-    raise DataError(f"{root}: has no split {name}, but {', '.join(splits) or 'none'}", hint=remedy)
+        remedy += ", or create one with `ssdctl prepare --split 0.9`"
+    raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
 
 
-def find_splits(root: Path) -> dict[str, SplitFiles]:
-    """The splits of the dataset in `root`; `train` or `val` may be absent, not both.
+def find_splits(root: Path, folder: Path | None = None) -> dict[str, SplitFiles]:
+    """Return the splits of the dataset in `root`: train or val, and perhaps test.
+
+    Args:
+        root: The dataset folder, or a file such as data.yaml or instances_default.json.
+        folder: The store's folder, which has the annotations of converted layouts.
 
     Raises:
-        DataError: No folder, no annotations, a broken dataset.toml.
+        DataError: No folder, no annotations, a broken dataset.toml, a layout that must be
+            converted first.
     """
-    if not root.is_dir():
+    require_root(root)
+    splits = read_dataset_toml(root / TOML) if (root / TOML).is_file() else {}
+    if not splits and folder is not None and (folder / CONVERTED / TOML).is_file():
+        splits = read_dataset_toml(folder / CONVERTED / TOML, images_root=root_folder(root))
+    if not splits:
+        splits = _splits_of(find_layout(root), root)
+    for split, files in splits.items():
+        if not files.annotations.is_file():
+            raise DataError(f"{files.annotations}: no such annotation file (split {split})")
+    return splits
+
+
+def _splits_of(layout: Layout, root: Path) -> dict[str, SplitFiles]:
+    if not layout.splits:
+        raise NotConvertedError(
+            f"{root}: recognised as {layout.describe()}, but not prepared",
+            hint=f"ssdctl prepare --data {root}",
+        )
+    return layout.splits
+
+
+def require_root(root: Path) -> None:
+    """Check that the dataset folder or file exists.
+
+    Raises:
+        DataError: It does not.
+    """
+    if not root.exists():
         raise DataError(
             f"{root}: no such dataset folder",
             hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
         )
-    named = read_dataset_toml(root / TOML) if (root / TOML).is_file() else {}
-    named = named or coco_layout(root)
-    if not named:
-        raise DataError(
-            f"{root}: holds no dataset: neither annotations/instances_train2017.json nor "
-            "instances_val2017.json, nor a dataset.toml",
-            hint=_where_it_may_be(root),
-        )
-    for split, files in named.items():
-        if not files.annotations.is_file():
-            raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-    return named
-
-
-def _where_it_may_be(root: Path) -> str:
-    """What to do about a folder that is no dataset."""
-    above = root.resolve().parent
-    if (above / TOML).is_file() or coco_layout(above):
-        return f"the folder above it is one: --data {above}"
-    return (
-        "lay it out as COCO does (train2017/, val2017/, annotations/), or name its folders in "
-        "dataset.toml (README, Your own data); from Pascal VOC's or YOLO's layout, make one: "
-        "ssdctl prepare --from voc, --from yolo"
-    )
 
 
 def require_images(split: str, files: SplitFiles) -> None:
-    """A packed store needs no image folder; everything else does.
+    """Check that the image folder exists, which everything but a packed store needs.
 
     Raises:
-        DataError: There is none.
+        DataError: It does not.
     """
     if not files.images.is_dir():
         raise DataError(
@@ -117,30 +131,29 @@ def require_images(split: str, files: SplitFiles) -> None:
         )
 
 
-def coco_layout(root: Path) -> dict[str, SplitFiles]:
-    """The splits that COCO's own layout has in `root`."""
-    annotations = {s: root / "annotations" / f"instances_{s}2017.json" for s in SPLITS}
-    return {
-        split: SplitFiles(root / f"{split}2017", path)
-        for split, path in annotations.items()
-        if path.is_file()
-    }
+def root_folder(root: Path) -> Path:
+    """Return the dataset folder, or the folder of the dataset's file."""
+    return root.parent if root.is_file() else root
 
 
-def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
-    """The splits that a `dataset.toml` names.
+def read_dataset_toml(path: Path, images_root: Path | None = None) -> dict[str, SplitFiles]:
+    """Return the splits that a `dataset.toml` names.
+
+    Args:
+        path: The file.
+        images_root: The folder that image folders are relative to; None is the file's own.
 
     Raises:
-        DataError: It is broken, names nothing, or names a path that leaves its folder.
+        DataError: It is broken, names nothing, or names a path outside of its folder.
     """
     try:
-        return _from_toml(path)
+        return _from_toml(path, images_root or path.parent)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
         raise DataError(f"{path}: {error}", hint=error.hint) from None
 
 
-def _from_toml(path: Path) -> dict[str, SplitFiles]:
-    found: dict[str, dict[str, Path]] = {}
+def _from_toml(path: Path, images_root: Path) -> dict[str, SplitFiles]:
+    paths: dict[str, dict[str, Path]] = {}
     for key, value, place in read_toml(path):
         split, _, name = key.partition(".")
         if split == MADE:
@@ -148,13 +161,16 @@ def _from_toml(path: Path) -> dict[str, SplitFiles]:
         if split not in SPLITS or name not in ("images", "annotations"):
             raise DataError(
                 f"{place}: unknown key {key!r}",
-                hint="a dataset.toml has the tables [train] and [val] with images and annotations",
+                hint="a dataset.toml has the tables [train], [val] and [test] with images and "
+                "annotations",
             )
         if not isinstance(value, str):
-            raise DataError(f"{place}: {key} must be a path below {path.parent}")
-        found.setdefault(split, {})[name] = safe_join(path.parent, value)
-    for split, parts in found.items():
+            raise DataError(f"{place}: {key} must be a path below {path.parent}, or absolute")
+        base = images_root if name == "images" else path.parent
+        is_absolute = value.startswith("/") and "\0" not in value
+        paths.setdefault(split, {})[name] = Path(value) if is_absolute else safe_join(base, value)
+    for split, parts in paths.items():
         for name in ("images", "annotations"):
             if name not in parts:
                 raise DataError(f"{path}: [{split}] lacks {name}")
-    return {split: SplitFiles(**parts) for split, parts in found.items()}
+    return {split: SplitFiles(**paths[split]) for split in SPLITS if split in paths}

@@ -2,16 +2,17 @@
 
     outcome = prepare(root, store, pack=True)
 
-Every annotation and every image's header is looked at; what cannot be trained on is dropped, and
-all of it is listed in the store's report.json. A split's index is written after all that it needs,
-so a killed run leaves the old store or none; the next start goes on with the parts that are done
-(parts.py). A second `prepare` of the same folder waits for the first.
+Every annotation and every image's header is checked; what cannot be trained on is dropped and
+listed in the store's report.json. A split's index is written last, so a killed run leaves the old
+store or none; the next start continues with the parts that are finished (image_check_jobs.py).
+A second `prepare` of the same folder waits for the first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,11 +25,25 @@ import numpy as np
 import pyarrow as pa
 
 from ssdctl.data import store
-from ssdctl.data.dataset import SplitFiles, find_splits, require_images, require_split
+from ssdctl.data.convert import convert_if_needed, read_unconverted
+from ssdctl.data.dataset import (
+    NotConvertedError,
+    SplitFiles,
+    find_splits,
+    require_images,
+    require_split,
+)
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
-from ssdctl.data.formats.coco_check import Boxes, Finding, check, format_warnings
-from ssdctl.data.image_check import PackOptions, changed_images, file_sizes
+from ssdctl.data.formats.coco_check import (
+    DROPPED_BOXES,
+    Boxes,
+    Finding,
+    check,
+    format_warnings,
+)
+from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.image_check import PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -36,6 +51,7 @@ from ssdctl.files import (
     atomic_write,
     disk_errors,
     free_bytes,
+    is_plain_name,
     lock,
     make_dir,
     remove_stale_temporaries,
@@ -44,11 +60,13 @@ from ssdctl.files import (
 
 Say = Callable[[str], None]
 NO_BOXES = "image without boxes, not trained on"
-NOTHING_TO_FIND = "image without boxes"  # where nothing is trained on
+NOTHING_TO_FIND = "image without boxes"  # of a split that is not trained on
+DROPPED_IMAGE = "image dropped"
+MAX_DROPPED = 0.05  # of the images or boxes of a split
 
 
 class SplitReport(msgspec.Struct, frozen=True):
-    """What prepare found in one split."""
+    """The result of checking one split."""
 
     split: str
     images: int
@@ -58,14 +76,15 @@ class SplitReport(msgspec.Struct, frozen=True):
     findings: list[Finding]
     key: str  # of the job that the index belongs to
     warnings: list[str] = []  # what the user should look at
+    notes: list[str] = []  # what was done to read the files
 
     def counts(self) -> dict[str, int]:
-        """How often each kind of finding occurred."""
+        """Return the number of findings of each kind."""
         return dict(Counter(f.kind for f in self.findings).most_common())
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What `prepare` did."""
+    """The result of `prepare`."""
 
     root: str
     store: str
@@ -75,10 +94,11 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _How(NamedTuple):
-    """How to go about it, and whom to tell."""
+    """Options of `prepare` that do not change the store, and where to report."""
 
     jobs: int
     force: bool
+    allow_dropped: bool
     say: Say
     progress: Progress | None
 
@@ -92,40 +112,42 @@ def prepare(
     verify_images: bool = False,
     jobs: int = 0,
     force: bool = False,
+    allow_dropped: bool = False,
     say: Say = lambda _: None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Write the store of the dataset in `root` to `folder`, unless it is there and still true.
+    """Write the store of the dataset in `root` to `folder`, unless it is up to date.
 
     Args:
         root: The dataset folder.
         folder: The store's folder.
-        pack: Copy the images into the store; else the index alone is written.
+        pack: Copy the images into the store; else only the index is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
-        verify_images: Decode every image, not only those that look cut.
+        verify_images: Decode every image, not only those that look truncated.
         jobs: Threads; 0 = one per core.
-        force: Write it anew in any case.
-        say: Hears of a wait.
+        force: Write it again even if nothing changed.
+        allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
+        say: Called with messages, such as that another process is waited for.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
-        DataError: The dataset cannot be trusted; the message names the place.
+        DataError: The dataset is invalid; the message names the place.
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
         say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
         if pack:
-            say("only the index is written there: --store DIR packs the images, too")
+            say("only the index is written there: --store DIR packs the images as well")
             pack = False
     wish = PackOptions(pack, shrink if pack else None, verify_images)
-    how = _How(jobs, force, say, progress)
-    splits = find_splits(root)
+    how = _How(jobs, force, allow_dropped, say, progress)
+    splits = find_splits(root, folder)
     if not how.force and (known := _still_true(folder, splits, wish)):
         return known  # without the lock: the folder may be read-only
     _make_store_dir(folder)
 
     def waits() -> None:
-        how.say(f"another ssdctl works on {folder}: waiting for it")
+        how.say(f"waiting for another ssdctl that prepares {folder}")
 
     with lock(folder / ".lock", waits):
         if not how.force and (known := _still_true(folder, splits, wish)):
@@ -150,16 +172,16 @@ def _make_store_dir(folder: Path) -> None:
 
 
 def is_prepared(root: Path, folder: Path) -> bool:
-    """Whether the store holds every split of the dataset, by its annotations as they are now."""
+    """Return whether the store has every split of the dataset, with its current annotations."""
     return all(
         (known := store.read_metadata(folder, split)) is not None
         and store.is_same(known.fingerprint, files.annotations)
-        for split, files in find_splits(root).items()
+        for split, files in find_splits(root, folder).items()
     )
 
 
 def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:
-    """The last outcome, where it still describes the dataset and the wish."""
+    """The last outcome, if it still describes the dataset and the options."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
     except (OSError, msgspec.DecodeError):
@@ -179,7 +201,7 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) 
             return None
         if not wish.pack:
             require_images(split, files)
-        # With a packed store the images may be gone; those that are there must be the same.
+        # With a packed store the images may be gone; those that exist must be unchanged.
         if files.images.is_dir() and changed_images(
             files.images, *store.read_fingerprints(folder, split)
         ):
@@ -192,20 +214,23 @@ def _prepare_split(
 ) -> SplitReport:
     require_images(split, files)
     annotations, mark = _read(files.annotations)
+    sizes, notes = resolve_images(annotations.images, files.images)
+    notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
     warnings = format_warnings(annotations, boxes, findings)
-    annotations.annotations.clear()  # hundreds of MB that nobody needs any more
+    num_boxes = len(annotations.annotations)
+    annotations.annotations.clear()  # hundreds of MB that are not needed any more
 
-    # What a part is true for. With `force` nothing that was done before counts.
+    # What a part depends on. With `force` no earlier part is valid.
     identity = [store.FORMAT, mark.sha256, wish.shrink, wish.verify, time.time_ns() * how.force]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
     threads = how.jobs or len(os.sched_getaffinity(0))
     job = Job(split, key, annotations.images, files.images, folder, wish, threads)
-    _check_files(job, files)
+    _check_files(job, files, sizes)
     index = store.index_path(folder, split)
     known = store.read_metadata(folder, split)
     if known is not None and known.key == key:
-        index.unlink()  # its parts are about to change under it
+        index.unlink()  # its parts are about to change
     report = check_images(job, how.progress)
     findings.extend(_findings(annotations.images, report))
     usable = np.array([problem is None for problem in report.problems], np.bool_)
@@ -215,13 +240,15 @@ def _prepare_split(
         kind = NO_BOXES if split == "train" else NOTHING_TO_FIND
         findings.append(Finding(kind, image.id, None, image.file_name))
 
+    trainable = int((usable & (counts > 0)).sum())
+    if not how.allow_dropped:
+        _refuse_dropped(split, files, num_boxes, trainable, len(annotations.images), findings)
     classes = coco.class_names(annotations)
     shards = report.parts if wish.pack else []
     metadata = store.Metadata(
         store.FORMAT, classes, mark, key, wish.pack, shards, wish.shrink, wish.verify
     )
     _write_index(index, annotations.images, boxes, report, metadata)
-    trainable = int((usable & (counts > 0)).sum())
     return SplitReport(
         split=split,
         images=len(annotations.images),
@@ -231,29 +258,78 @@ def _prepare_split(
         findings=findings,
         key=key,
         warnings=warnings + report.warnings(),
+        notes=notes,
     )
 
 
+def _notes_on_classes(annotations: Annotations) -> list[str]:
+    if not annotations.supercategories:
+        return []
+    names = ", ".join(f"{c.name} (id {c.id})" for c in annotations.supercategories)
+    return [f"category {names} is the supercategory of others and has no boxes: not a class"]
+
+
+def _refuse_dropped(
+    split: str,
+    files: SplitFiles,
+    num_boxes: int,
+    trainable: int,
+    num_images: int,
+    findings: list[Finding],
+) -> None:
+    """Refuse a split that loses too much, with the reasons counted."""
+    kinds = Counter(f.kind for f in findings if f.kind in DROPPED_BOXES)
+    reasons = Counter(_reason(f.detail) for f in findings if f.kind == DROPPED_IMAGE)
+    dropped_images, dropped_boxes = sum(reasons.values()), sum(kinds.values())
+    is_empty = split == "train" and not trainable
+    if (
+        dropped_images <= MAX_DROPPED * num_images
+        and dropped_boxes <= MAX_DROPPED * num_boxes
+        and not is_empty
+    ):
+        return
+    what = "nothing is left to train on: " if is_empty else ""
+    counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
+    counts = counts or "no training image has a box to learn from"
+    raise DataError(
+        f"{files.annotations} ({split}): {what}{dropped_images:,} of {num_images:,} images and "
+        f"{dropped_boxes:,} of {num_boxes:,} boxes are dropped: {counts}",
+        hint=_example(findings) + f"over {MAX_DROPPED:.0%} is not accepted: fix the files, or "
+        "accept the loss with ssdctl prepare --allow-dropped",
+    )
+
+
+def _reason(detail: str) -> str:
+    """Why an image was dropped, without its name and numbers."""
+    reason = detail.partition(": ")[2] or detail
+    return re.sub(r"\d+", "N", reason.partition(" (")[0])
+
+
+def _example(findings: list[Finding]) -> str:
+    dropped = (f for f in findings if f.kind == DROPPED_IMAGE or f.kind in DROPPED_BOXES)
+    first = next(dropped, None)
+    return "" if first is None else f"for example image {first.image_id}, {first.detail}; "
+
+
 def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
-    """An annotation file and its fingerprint, from one reading: they cannot differ."""
+    """An annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
     content = coco.read_bytes(path)
-    with ThreadPoolExecutor(1) as pool:  # hashing leaves the interpreter to the parser
+    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
         annotations = coco.parse(content, path)
         return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())
 
 
-def _check_files(job: Job, files: SplitFiles) -> None:
-    """Half an unpacked archive is no dataset, and a full disk no place: say so beforehand."""
+def _check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
+    """Check that every image exists and that there is enough disk space."""
     names = [image.file_name for image in job.images]
-    sizes = file_sizes(files.images, names)
     missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
             f"{files.images}: {len(missing)} of {len(names)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=_where_missing(files, missing[0]),
+            hint=f"they are listed in {files.annotations}",
         )
     if job.options.pack and job.options.shrink is None:
         there = sum(
@@ -266,32 +342,25 @@ def _check_files(job: Job, files: SplitFiles) -> None:
                 f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
                 f"{free / 1e9:,.2f} GB are free",
                 hint="choose another folder with --store, smaller images with --shrink 400, or "
-                "leave the images where they are with --no-pack",
+                "keep the images where they are with --no-pack",
             )
 
 
-def _where_missing(files: SplitFiles, name: str) -> str:
-    """What to do about missing images: often the folder's name stands in file_name as well."""
-    folder, _, rest = name.partition("/")
-    hint = f"they are listed in {files.annotations}"
-    if rest and folder == files.images.name and (files.images / rest).exists():
-        hint += f"; {files.images / rest} is there: take {folder}/ out of each file_name"
-    return hint
-
-
 def _findings(images: list[ImageEntry], report: Report) -> list[Finding]:
-    found = []
+    findings = []
     for image, problem, note in zip(images, report.problems, report.notes, strict=True):
         if problem:
             detail = f"{image.file_name}: {problem}"
-            found.append(Finding("image dropped", image.id, None, detail))
+            findings.append(Finding(DROPPED_IMAGE, image.id, None, detail))
         elif note:
-            found.append(Finding("image with a note", image.id, None, f"{image.file_name}: {note}"))
-    return found
+            findings.append(
+                Finding("image with a note", image.id, None, f"{image.file_name}: {note}")
+            )
+    return findings
 
 
 def _remove_unused(folder: Path, splits: dict[str, SplitFiles]) -> None:
-    """Take away what no index names: parts of other jobs, splits that are no more."""
+    """Delete what no index names: parts of other jobs, splits that no longer exist."""
     used = {f"index-{split}.arrow" for split in splits}
     for split in splits:
         metadata = store.read_metadata(folder, split)
@@ -341,26 +410,27 @@ def open_dataset(
     progress: Progress | None = None,
     check_images: bool = True,
 ) -> dict[str, store.Split]:
-    """The dataset's splits, ready to read; a dataset that was never prepared is indexed first.
+    """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
 
     Args:
         root: The dataset folder.
         folder: The store's.
-        say: Hears of an indexing.
+        say: Called with messages for the user.
         progress: See `ssdctl.data.image_check_jobs`.
-        check_images: Look whether the images of a store that is not packed are still the same.
+        check_images: Check whether the images of a store that is not packed are unchanged.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    splits = find_splits(root)
+    convert_if_needed(root, folder, say)
+    splits = find_splits(root, folder)
     if not is_prepared(root, folder):
         say(f"{root} is not prepared yet: checking it, as `ssdctl prepare --no-pack` does")
         outcome = prepare(root, folder, pack=False, say=say, progress=progress)
         for report in outcome.splits:
             for kind, count in report.counts().items():
                 say(f"  {report.split}: {count} x {kind}")
-            for warning in report.warnings:
+            for warning in (*report.notes, *report.warnings):
                 say(f"  {report.split}: {warning}")
         return {split: store.open_split(folder, split, files) for split, files in splits.items()}
     if is_cached_store(folder):
@@ -386,16 +456,20 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
 
 
 def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
-    """How many images a run would train on, and of how many classes; nothing is written.
+    """Return how many images and classes a run would train on; nothing is written.
 
     Raises:
-        DataError: The annotations cannot be trusted, or there is no training split.
+        DataError: The annotations are invalid, or there is no training split.
     """
-    splits = find_splits(root)
-    files = require_split(splits, "train", root)
-    if is_prepared(root, folder):
-        split = store.open_split(folder, "train", files)
-        return len(split.trainable), len(split.classes)
-    annotations = coco.read(files.annotations)
+    try:
+        files = require_split(find_splits(root, folder), "train", root)
+        if is_prepared(root, folder):
+            split = store.open_split(folder, "train", files)
+            return len(split.trainable), len(split.classes)
+        content = coco.read_bytes(files.annotations)
+    except NotConvertedError:
+        files, content = require_split(read_unconverted(root), "train", root)
+    annotations = coco.parse(content, files.annotations)
+    resolve_images([i for i in annotations.images if not is_plain_name(i.file_name)], files.images)
     boxes, _ = check(annotations, files.annotations)
     return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)

@@ -18,8 +18,9 @@ ANNOTATION_PATTERNS = ("*.toml", "*.yaml", "*.json", "annotations/*.json", "*/_a
 
 def default_store(root: Path) -> Path:
     """Return the store's folder of the dataset in `root` if the user names none."""
-    folder = root / STORE_NAME
-    if not root.is_dir() or _is_writable(folder if folder.exists() else root):
+    is_file = root.is_file()  # such as data.yaml
+    folder = root.with_name(f"{root.name}.{STORE_NAME}") if is_file else root / STORE_NAME
+    if not root.exists() or _is_writable(folder if folder.exists() else folder.parent):
         return folder
     if folder.exists() and _is_prepared(root, folder):
         return folder
@@ -57,11 +58,12 @@ def _is_writable(folder: Path) -> bool:
 def _key(root: Path) -> str:
     """Hex digits that identify a dataset by its path and its annotation files."""
     digest = hashlib.sha256(os.fsencode(root.resolve()))
-    for path in sorted({path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}):
+    files = {path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}
+    for path in sorted({root} if root.is_file() else files):
         try:
             status = path.stat()
         except OSError:
             continue
-        name = os.fsencode(path.relative_to(root))
+        name = os.fsencode(path.name if path == root else path.relative_to(root))
         digest.update(b"\0%s\0%d %d" % (name, status.st_size, status.st_mtime_ns))
     return digest.hexdigest()[:16]

@@ -22,7 +22,7 @@ SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is co
 def check_data(config: Config) -> list[CheckResult]:
     """Look into the folders."""
     root, folder = dataset_folders(config.data)
-    dataset = _dataset(root)
+    dataset = _dataset(root, folder)
     found = [dataset]
     if dataset.state == OK:
         found.append(_store(root, folder))
@@ -38,9 +38,9 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _dataset(root: Path) -> CheckResult:
+def _dataset(root: Path, folder: Path) -> CheckResult:
     try:
-        splits = find_splits(root)
+        splits = find_splits(root, folder)
     except SsdctlError as error:
         is_meant = (root / TOML).is_file()  # somebody described a dataset, and it is broken
         return CheckResult("dataset", FAIL if is_meant else WARN, str(error), error.hint or "")
@@ -54,7 +54,9 @@ def _dataset(root: Path) -> CheckResult:
 def _store(root: Path, folder: Path) -> CheckResult:
     again = f"ssdctl prepare --data {shlex.quote(str(root))}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
-    states = {split: _state(folder, split, files) for split, files in find_splits(root).items()}
+    states = {
+        split: _state(folder, split, files) for split, files in find_splits(root, folder).items()
+    }
     wrong = [f"{split} {state}" for split, state in states.items() if state != "prepared"]
     if not wrong:
         packed = [m for s in states if (m := store.read_metadata(folder, s)) and m.packed]

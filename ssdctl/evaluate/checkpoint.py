@@ -198,7 +198,7 @@ def choose_data(
     if "data.store" in given:
         return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
     root, _ = data_of(checkpoint)
-    if root.is_dir():
+    if root.exists():
         return _remembered(checkpoint)
     fallback, _ = dataset_folders(data)
     say(f"the dataset that {checkpoint.path} was trained on ({root}) is gone: using {fallback}")

@@ -30,7 +30,7 @@ def evaluate_results(path: Path, config: Config) -> Evaluation:
     """
     settings = config.evaluate
     root, store = dataset_folders(config.data)
-    annotations = require_split(find_splits(root), settings.split, root).annotations
+    annotations = require_split(find_splits(root, store), settings.split, root).annotations
     truth = read_ground_truth(annotations)
     detections = read_detections(path)
     image_ids = truth.annotated_image_ids if settings.annotated_only else truth.image_ids

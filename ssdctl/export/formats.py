@@ -124,7 +124,7 @@ def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
 def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
     """Return the first images that open: the store's or, without a store, the image folder's."""
     try:
-        splits = find_splits(root)
+        splits = find_splits(root, store)
         name = "val" if "val" in splits else "train"
         files = splits[name]
         try:

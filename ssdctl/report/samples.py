@@ -53,7 +53,8 @@ def sample_pictures(evaluation: Evaluation | None) -> tuple[list[SamplePicture],
 def _reader(evaluation: Evaluation) -> Callable[[SampleImage], Pixels]:
     """Return a function that decodes an image: from the store if there is one, else its file."""
     about = evaluation.about
-    files = require_split(find_splits(Path(about.data)), about.split, Path(about.data))
+    root, store = Path(about.data), Path(about.store)
+    files = require_split(find_splits(root, store), about.split, root)
     try:
         split = open_split(Path(about.store), about.split, files)
     except DataError:

@@ -180,7 +180,7 @@ def _open_splits(
 ) -> tuple[Split, Split | None]:
     """The splits to train and to validate on; with fake data, sizes alone."""
     root, folder = dataset_folders(config.data)
-    if config.train.fake_data and not root.is_dir():
+    if config.train.fake_data and not root.exists():
         say(f"fake data: {root} is not there, so as many images and classes as COCO has")
         return fake_split(), None
     if ranks.is_main:  # the others find it prepared

@@ -100,7 +100,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
     ("arguments", "code", "words"),
     [
         (["train", "--data", "none", "--device", "cpu"], 3, "no such dataset folder"),
-        (["train", "--data", ".", "--device", "cpu"], 3, "holds no dataset"),
+        (["train", "--data", ".", "--device", "cpu"], 3, "no dataset found"),
         (["train", "--set", "train.lrr=1"], 2, "did you mean 'train.lr'?"),
         (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
         (["train", "--lr", "fast"], 2, "--lr: 'fast'"),
@@ -109,7 +109,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["train", "--device", "xla"], 2, "xla"),
         (["evaluate", "none.pt"], 2, "no such file"),
         (["evaluate", "text.pt"], 5, "no checkpoint"),
-        (["evaluate", "text.json", "--data", "."], 3, "holds no dataset"),
+        (["evaluate", "text.json", "--data", "."], 3, "no dataset found"),
         (["predict", "text.pt", "text.pt"], 5, "no checkpoint"),
         (["predict", "none.pt", "none.jpg"], 2, "none.jpg"),
         (["prepare", "--data", "none"], 3, "no such dataset folder"),

@@ -96,12 +96,12 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., R
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--from", "coco"], 2, "voc, yolo"),
+        (["--from", "kitti"], 2, "voc, yolo"),
         (["--split", "1.5"], 2, "--split"),
         (["--split", "0.9"], 2, "has validation images already"),
         (["--classes", "bal"], 2, "did you mean 'ball'"),
-        (["--from", "voc"], 3, "no Pascal VOC layout"),
-        (["--from", "yolo"], 3, "no YOLO layout"),
+        (["--from", "voc"], 3, "not Pascal VOC"),
+        (["--from", "yolo"], 3, "not YOLO"),
         (["--shrink", "100"], 2, "--shrink"),
         (["--store", "annotations.txt/x"], 6, "--store"),
     ],

@@ -208,7 +208,7 @@ def test_a_validation_image_that_does_not_open_counts_without_detections(
     root = tmp_path / "dataset"
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
     (root / "val2017/000000000002.jpg").write_bytes(b"spoiled")
-    prepare(root, root / "prepared", pack=False)
+    prepare(root, root / "prepared", pack=False, allow_dropped=True)
     options = ["--data", root, "--device", "cpu", "--score-threshold", 0.01, "--json"]
     result = cli(
         "evaluate", tiny_run / "checkpoints/last.pt", *options, "--detections", "found.json"

@@ -1,4 +1,4 @@
-"""Settings of the dataset: where it lies, how it is fetched and prepared."""
+"""Settings of the dataset: where it is, how it is fetched and prepared."""
 
 from typing import Annotated, Literal
 
@@ -8,12 +8,12 @@ from ssdctl.config.fields import Count, NonNegativeInt, Section, setting
 
 
 class DataConfig(Section, frozen=True):
-    """Where the dataset and its store lie."""
+    """Where the dataset and its store are."""
 
     root: Annotated[
         str | None,
         setting(
-            "Dataset folder in COCO's layout, or with a dataset.toml "
+            "Dataset folder or file; the layout is recognised: COCO, YOLO, VOC, CVAT, Open Images "
             "[default: data/coco if it exists, else /data/coco]",
             flag="--data",
             metavar="DIR",
@@ -41,7 +41,7 @@ class DownloadConfig(Section, frozen=True):
     ] = "coco2017"
     part: Annotated[
         Literal["train", "val", "annotations"] | None,
-        setting("Fetch this part of COCO alone [default: all]"),
+        setting("Fetch only this part of COCO [default: all]"),
     ] = None
     manifest: Annotated[
         str | None,
@@ -75,30 +75,24 @@ class PrepareConfig(Section, frozen=True):
     """How `ssdctl prepare` checks a dataset and packs it."""
 
     source: Annotated[
-        Literal["voc", "yolo"] | None,
-        setting(
-            "Convert this layout to COCO's format in the same folder, with a dataset.toml",
-            flag="--from",
-            panel="Other people's data",
-        ),
-    ] = None
+        Literal["auto", "coco", "voc", "yolo", "openimages", "cvat-xml"],
+        setting("Layout of the dataset; auto recognises it", flag="--from", panel="Conversion"),
+    ] = "auto"
     split: Annotated[
         Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
         setting(
-            "Keep this share of the images to train on, validate on the others",
+            "Train on this share of the images, validate on the others",
             metavar="SHARE",
-            panel="Other people's data",
+            panel="Conversion",
         ),
     ] = None
     classes: Annotated[
         tuple[str, ...],
-        setting(
-            "Keep these classes alone [default: all]", metavar="A,B", panel="Other people's data"
-        ),
+        setting("Keep only these classes [default: all]", metavar="A,B", panel="Conversion"),
     ] = ()
     pack: Annotated[
         bool,
-        setting("Pack the images into the store; --no-pack writes the index alone"),
+        setting("Pack the images into the store; --no-pack writes only the index"),
     ] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,
@@ -108,7 +102,10 @@ class PrepareConfig(Section, frozen=True):
         ),
     ] = None
     verify_images: Annotated[
-        bool, setting("Decode every image; else those alone that look cut")
+        bool, setting("Decode every image, not only those that look truncated")
+    ] = False
+    allow_dropped: Annotated[
+        bool, setting("Accept that over 5% of the images or boxes are dropped, or all to train on")
     ] = False
     jobs: Annotated[
         NonNegativeInt, setting("Threads that check images; 0 = one per core", metavar="N")

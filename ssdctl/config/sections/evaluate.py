@@ -11,7 +11,7 @@ from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setti
 class EvaluateConfig(Section, frozen=True):
     """How a checkpoint is scored."""
 
-    split: Annotated[Literal["train", "val"], setting("Split to score")] = "val"
+    split: Annotated[Literal["train", "val", "test"], setting("Split to score")] = "val"
     batch_size: Annotated[
         Count,
         setting(

@@ -304,7 +304,7 @@ def bboxes(entries: Sequence[Annotation]) -> NDArray[np.float64]:
 
 def crowd_flags(entries: Sequence[Annotation]) -> NDArray[np.bool_]:
     """Return which annotations are crowds."""
-    return np.fromiter((bool(entry.iscrowd) for entry in entries), np.bool_, len(entries))
+    return column(entries, "iscrowd", np.bool_)
 
 
 def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,6 +1,6 @@
-"""A COCO annotation file in the making: what the converters fill, and what may be cut out of one.
+"""Write COCO annotation files: from labelled images of another layout, or a part of a file.
 
-    document([FoundImage(...), ...], ["cat", "dog"]) -> content
+    document([LabeledImage(...), ...], ["cat", "dog"]) -> content
     with_classes(content, ["cat"], path) -> content
     divided(content, 0.9, path) -> (train, val)
 
@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ssdctl.data.formats.coco import decode, parse
+from ssdctl.data.split_files import SPLITS
 from ssdctl.errors import DataError, UsageError
 
 
-class FoundBox(NamedTuple):
+class LabeledBox(NamedTuple):
     """A box of an image, in pixels."""
 
     name: str  # of its class
@@ -31,17 +33,17 @@ class FoundBox(NamedTuple):
     is_crowd: bool = False
 
 
-class FoundImage(NamedTuple):
+class LabeledImage(NamedTuple):
     """An image of another layout, with its boxes."""
 
     file_name: str
     width: int
     height: int
-    boxes: list[FoundBox]
+    boxes: list[LabeledBox]
 
 
-def document(images: Sequence[FoundImage], classes: Sequence[str]) -> bytes:
-    """An annotation file; ids count from 1 in the given order."""
+def document(images: Sequence[LabeledImage], classes: Sequence[str]) -> bytes:
+    """Return an annotation file; ids count from 1 in the given order."""
     ids = {name: number for number, name in enumerate(classes, 1)}
     entries: list[dict[str, Any]] = []
     for number, image in enumerate(images, 1):
@@ -56,7 +58,7 @@ def document(images: Sequence[FoundImage], classes: Sequence[str]) -> bytes:
                     "iscrowd": int(box.is_crowd),
                 }
             )
-    whole = {
+    content = {
         "images": [
             {"id": n, "file_name": i.file_name, "width": i.width, "height": i.height}
             for n, i in enumerate(images, 1)
@@ -64,109 +66,93 @@ def document(images: Sequence[FoundImage], classes: Sequence[str]) -> bytes:
         "annotations": entries,
         "categories": [{"id": number, "name": name} for name, number in ids.items()],
     }
-    return msgspec.json.encode(whole)
+    return msgspec.json.encode(content)
 
 
-class _Raw(msgspec.Struct):
+class _Tables(msgspec.Struct):
     images: list[msgspec.Raw]
     annotations: list[msgspec.Raw]
     categories: list[msgspec.Raw]
 
 
-class _Image(msgspec.Struct):
-    id: int
-    file_name: str
-
-
-class _Box(msgspec.Struct):
-    image_id: int
-    category_id: int
-
-
-class _Category(msgspec.Struct):
-    id: int
-    name: str
-
-
 def num_images(content: bytes, path: Path) -> int:
-    """How many images an annotation file lists."""
-    return len(_opened(content, path).images)
+    """Return how many images an annotation file lists."""
+    return len(_tables(content, path).images)
 
 
 def with_classes(content: bytes, classes: Sequence[str], path: Path) -> bytes:
-    """The annotation file with these classes alone; images that lose all boxes stay.
+    """Return the annotation file with only these classes; images that lose all boxes stay.
 
     Raises:
         UsageError: The file has no such class.
         DataError: It is not in COCO's format.
     """
-    whole = _opened(content, path)
-    known = [_typed(raw, _Category, path) for raw in whole.categories]
-    names = [category.name for category in known]
+    tables, annotations = _tables(content, path), parse(content, path)
+    names = [category.name for category in annotations.categories]
     for name in classes:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
             raise UsageError(f"--classes: {path} has no class {name!r}", hint=hint)
-    ids = {category.id for category in known if category.name in classes}
-    pairs = zip(whole.categories, known, strict=True)
-    kept = _Raw(
-        whole.images,
-        [raw for raw in whole.annotations if _typed(raw, _Box, path).category_id in ids],
-        [raw for raw, category in pairs if category.id in ids],
-    )
-    return msgspec.json.encode(kept)
+    ids = {category.id for category in annotations.categories if category.name in classes}
+    is_kept = [entry.category_id in ids for entry in annotations.annotations]
+    tables.annotations = _chosen(tables.annotations, is_kept)
+    # The categories that `parse` left out are decoded with their id only.
+    category_ids = [_category_id(raw) for raw in tables.categories]
+    tables.categories = _chosen(tables.categories, [i in ids for i in category_ids])
+    return msgspec.json.encode(tables)
 
 
 def divided(content: bytes, share: float, path: Path) -> tuple[bytes, bytes]:
-    """The annotation file in two: `share` of the images to train on, the others to validate.
+    """Divide an annotation file: `share` of the images to train on, the others to validate.
 
-    Which image goes where hangs on its name alone: the same files are divided the same way
-    everywhere, and a few images more move few others.
+    Only an image's name decides where it goes: the same files are divided the same way everywhere,
+    and a few more images move few others.
 
     Raises:
         DataError: It is not in COCO's format, or has too few images.
     """
-    whole = _opened(content, path)
-    images = [_typed(raw, _Image, path) for raw in whole.images]
+    tables, annotations = _tables(content, path), parse(content, path)
+    images = annotations.images
     if len(images) < 2:
         raise DataError(f"{path}: {len(images)} images cannot be divided by --split")
     order = sorted(images, key=lambda i: hashlib.sha256(i.file_name.encode()).digest())
     num_train = min(max(round(share * len(images)), 1), len(images) - 1)
-    trained = {image.id for image in order[:num_train]}
-    parts: list[bytes] = []
-    for wanted in (True, False):
-        pairs = zip(whole.images, images, strict=True)
-        boxes = whole.annotations
-        part = _Raw(
-            [raw for raw, image in pairs if (image.id in trained) == wanted],
-            [raw for raw in boxes if (_typed(raw, _Box, path).image_id in trained) == wanted],
-            whole.categories,
+    train_ids = {image.id for image in order[:num_train]}
+    parts = [
+        _Tables(
+            _chosen(tables.images, [(i.id in train_ids) == is_train for i in images]),
+            _chosen(
+                tables.annotations,
+                [(a.image_id in train_ids) == is_train for a in annotations.annotations],
+            ),
+            tables.categories,
         )
-        parts.append(msgspec.json.encode(part))
-    return parts[0], parts[1]
+        for is_train in (True, False)
+    ]
+    return msgspec.json.encode(parts[0]), msgspec.json.encode(parts[1])
 
 
-def _opened(content: bytes, path: Path) -> _Raw:
+def _chosen(entries: list[msgspec.Raw], is_chosen: Sequence[bool]) -> list[msgspec.Raw]:
+    return [entry for entry, chosen in zip(entries, is_chosen, strict=True) if chosen]
+
+
+def _category_id(raw: msgspec.Raw) -> int:
+    return int(msgspec.json.decode(raw)["id"])
+
+
+def _tables(content: bytes, path: Path) -> _Tables:
     try:
-        return msgspec.json.decode(content, type=_Raw)
+        return decode(content, _Tables)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
 
 
-def _typed(raw: msgspec.Raw, kind: Any, path: Path) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
-
-
-def without_test(
-    found: dict[str, list[FoundImage]], say: Callable[[str], None]
-) -> dict[str, list[FoundImage]]:
-    """The splits train and val: test images validate where nothing else does, else stay unused."""
-    test = found.pop("test", [])
-    if test and not found.get("val"):
-        say("no validation images are named; the test images validate")
-        found["val"] = test
-    return {split: found[split] for split in ("train", "val") if found.get(split)}
+def usable_splits(
+    splits: dict[str, list[LabeledImage]], report: Callable[[str], None]
+) -> dict[str, list[LabeledImage]]:
+    """Return the splits that have images; if there is no validation split, test validates."""
+    if splits.get("test") and not splits.get("val"):
+        report("no validation images are given: the test images are used to validate")
+        splits = {**splits, "val": splits["test"], "test": []}
+    return {split: splits[split] for split in SPLITS if splits.get(split)}

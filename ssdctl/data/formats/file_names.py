@@ -18,6 +18,10 @@ from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
+IMAGE_SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+    | {".gif", ".avif", ".jp2"}
+)
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 
 
@@ -111,7 +115,7 @@ def files_below(folder: Path) -> Iterator[str]:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = [f for f in folders if f != "prepared" and not f.startswith(".")]
+        folders[:] = [f for f in folders if not f.startswith(".") and not f.endswith("prepared")]
         prefix = os.path.relpath(place, folder)
         for file in files:
             yield file if prefix == "." else f"{prefix}/{file}"

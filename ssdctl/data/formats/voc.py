@@ -1,16 +1,14 @@
-"""Read Pascal VOC's layout: an XML file an image, lists of images in ImageSets.
+"""Read Pascal VOC's layout: an XML file per image, lists of images in ImageSets.
 
-    splits = read_voc(root) -> {"train": [FoundImage, ...], "val": [...]}
+    splits = read_voc(root, report) -> {"train": [LabeledImage, ...], "val": [...]}
 
 `root` is a VOC folder, or holds several (VOCdevkit with VOC2007 and VOC2012), which are joined.
-A box of VOC counts pixels from 1 and includes its last ones: it becomes left = xmin - 1, right =
-xmax. Objects marked `difficult` become crowds: trained on, and neither hit nor miss when scored,
-as SSD's authors have it.
+Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. Objects marked
+`difficult` become crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,22 +16,22 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.coco_writer import FoundBox, FoundImage, without_test
+from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
+from ssdctl.data.formats.xml_reader import has_root, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
 IMAGES = ("JPEGImages", "images", "Images", "imgs", "img")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
+SUFFIXES = (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES))
 FOLDER_SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}
-MOST_XML_BYTES = 10_000_000
-NO_PLAIN_XML = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
-XML_THREADS = 8  # they wait for files
+XML_THREADS = 8  # they wait for the file system
 
 
 class _Folder(NamedTuple):
-    """One VOC folder: where its parts lie, all below the dataset folder."""
+    """One VOC folder and its parts, all below the dataset folder."""
 
     root: Path  # the dataset folder
     base: Path
@@ -41,53 +39,59 @@ class _Folder(NamedTuple):
     images: Path
 
     def image_of(self, stem: str, named: str) -> Path | None:
-        """The image of an XML file: of the same stem, else the one that it names."""
+        """Return the image of an XML file: the one with its stem, else the one that it names."""
         candidates = [self.images / (stem + suffix) for suffix in SUFFIXES]
         if named and is_plain_name(named):
             candidates.append(self.images / named)
         return next((path for path in candidates if path.is_file()), None)
 
 
-def read_voc(root: Path, say: Callable[[str], None]) -> dict[str, list[FoundImage]]:
-    """The images of each split, in the order of their lists.
+def read_voc(root: Path, report: Callable[[str], None]) -> dict[str, list[LabeledImage]]:
+    """Return the images of each split, in the order of their lists.
 
     Without lists, folders called train, valid and test are the splits; else all images are for
-    training. Where nothing else validates, `test` does.
+    training. Without validation images, `test` validates.
 
     Raises:
-        DataError: No VOC folder, a broken XML file, a listed image that is not there.
+        DataError: No VOC folder, a broken XML file, a listed image that does not exist.
     """
     folders = _folders(root)
-    found: dict[str, list[FoundImage]] = {}
+    splits: dict[str, list[LabeledImage]] = {}
     for folder in folders:
         for split, stems in _splits(folder).items():
             with ThreadPoolExecutor(XML_THREADS) as pool:
                 images = list(pool.map(lambda stem, f=folder: _read_image(f, stem), stems))
             absent = [f"{s}.xml" for s, image in zip(stems, images, strict=True) if image is None]
             refuse(folder.images, "images of annotations are missing", absent)
-            found.setdefault(split, []).extend(image for image in images if image is not None)
-    return without_test(found, say)
+            splits.setdefault(split, []).extend(image for image in images if image is not None)
+    return usable_splits(splits, report)
 
 
 def _folders(root: Path) -> list[_Folder]:
     """`root` itself, or each VOC folder in it."""
-    if (own := _folder(root, root)) is not None:
-        return [own]
-    bases = sorted(path for path in root.glob("*") if path.is_dir())
-    if found := [f for base in bases if (f := _folder(root, base)) is not None]:
-        return found
+    if folders := voc_folders(root):
+        return folders
     raise DataError(
-        f"{root}: no Pascal VOC layout: no folder of XML files (Annotations) with one of images "
+        f"{root}: not Pascal VOC's layout: no folder of XML files (Annotations) with one of images "
         "(JPEGImages)",
         hint="give the folder that holds both, as in --data VOCdevkit/VOC2012",
     )
 
 
+def voc_folders(root: Path) -> list[_Folder]:
+    """Return `root` itself, or each VOC folder in it; none if there is no VOC folder."""
+    if (own := _folder(root, root)) is not None:
+        return [own]
+    bases = sorted(path for path in root.glob("*") if path.is_dir())
+    return [f for base in bases if (f := _folder(root, base)) is not None]
+
+
 def _folder(root: Path, base: Path) -> _Folder | None:
-    """A VOC folder, by its usual names; XML files may also lie beside the images."""
+    """A VOC folder, by its usual names; XML files may also be in the image folder."""
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
-        if not annotations.is_dir() or next(annotations.glob("*.xml"), None) is None:
+        first = next(annotations.glob("*.xml"), None) if annotations.is_dir() else None
+        if first is None or has_root(first, "annotations"):  # the plural is CVAT's
             continue
         images = next((base / n for n in IMAGES if (base / n).is_dir()), annotations)
         return _Folder(root, base, annotations, images)
@@ -102,32 +106,38 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
     named = {n: lists / f"{n}.txt" for n in ("train", "val", "trainval", "test")}
     known = {name: _stems(path) for name, path in named.items() if path.is_file()}
     if not {"train", "trainval"} & set(known):
-        # Exports with a folder a split, and sets that nobody divided.
+        # Exports with a folder per split, and undivided sets.
         split = FOLDER_SPLITS.get(folder.base.name, "train")
         return {split: sorted(path.stem for path in folder.annotations.glob("*.xml"))}
     splits = {"train": known.get("train") or known.get("trainval", [])}
     if "train" in known and "val" in known:
         splits["val"] = known["val"]
-    elif known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
+    if known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
         splits["test"] = known["test"]  # of VOC2012 the list is public, the XML files are not
     return splits
 
 
 def _stems(path: Path) -> list[str]:
-    """The first word of each line: lists of one class have a mark behind it."""
+    """The first word of each line: lists of one class have a flag behind it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-    stems = list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))
-    refuse(path, "no plain names", [stem for stem in stems if not is_plain_name(stem)])
+    # CVAT puts names with spaces in quotes.
+    words = (
+        line.split('"')[1] if line.startswith('"') else line.split()[0]
+        for line in lines
+        if line.strip()
+    )
+    stems = list(dict.fromkeys(words))
+    refuse(path, "not plain names", [stem for stem in stems if not is_plain_name(stem)])
     return stems
 
 
-def _read_image(folder: _Folder, stem: str) -> FoundImage | None:
-    """An image and its boxes; None where the image is not there."""
+def _read_image(folder: _Folder, stem: str) -> LabeledImage | None:
+    """An image and its boxes; None if the image does not exist."""
     path = folder.annotations / f"{stem}.xml"
-    tree = _parsed(path)
+    tree = read_xml(path)
     image = folder.image_of(stem, tree.findtext("filename", "").strip())
     if image is None:
         return None
@@ -135,25 +145,7 @@ def _read_image(folder: _Folder, stem: str) -> FoundImage | None:
     if width <= 0 or height <= 0:  # some tools write no size
         width, height = header_size(image)
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
-    return FoundImage(image.relative_to(folder.root).as_posix(), width, height, boxes)
-
-
-def _parsed(path: Path) -> ElementTree.Element:
-    try:
-        if path.stat().st_size > MOST_XML_BYTES:
-            raise DataError(f"{path}: too large for an annotation")
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    # Entities that name one another grow without bound; annotations declare none. What does not
-    # begin with "<" is in an encoding that could hide them.
-    plain = content.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not plain.startswith(b"<") or any(mark in plain for mark in NO_PLAIN_XML):
-        raise DataError(f"{path}: no plain XML, or it declares a document type")
-    try:
-        return ElementTree.fromstring(content)
-    except (ElementTree.ParseError, ValueError, LookupError) as error:
-        raise DataError(f"{path}: broken XML: {error}") from None
+    return LabeledImage(image.relative_to(folder.root).as_posix(), width, height, boxes)
 
 
 def _side(tree: ElementTree.Element, name: str) -> int:
@@ -163,21 +155,19 @@ def _side(tree: ElementTree.Element, name: str) -> int:
         return 0
 
 
-def _box(item: ElementTree.Element, path: Path, number: int) -> FoundBox:
+def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
     name = item.findtext("name", "").strip()
     if not name:
         raise DataError(f"{path}: object {number} has no name")
     try:
-        left, top, right, bottom = (
-            float(item.findtext(f"bndbox/{side}", "")) for side in ("xmin", "ymin", "xmax", "ymax")
+        left, top, right, bottom = numbers(
+            [item.findtext(f"bndbox/{side}", "") for side in ("xmin", "ymin", "xmax", "ymax")]
         )
-        if not math.isfinite(left + top + right + bottom):
-            raise ValueError
         is_crowd = int(item.findtext("difficult", "0").strip() or 0) == 1
     except ValueError:
         raise DataError(
             f"{path}: object {number} ({name}) lacks a bndbox of four numbers"
         ) from None
-    # Tools that count from 0 write xmin = 0: no box begins left of its image.
+    # Tools that count from 0 write xmin = 0; no box may start left of its image.
     left, top = max(left - 1, 0.0), max(top - 1, 0.0)
-    return FoundBox(name, left, top, right - left, bottom - top, is_crowd)
+    return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)

@@ -1,10 +1,10 @@
-"""Read YOLO's layout: a text file an image, `class cx cy width height` in fractions of it.
+"""Read YOLO's layout: a text file per image, `class cx cy width height` in fractions of it.
 
-    splits = read_yolo(root) -> {"train": [FoundImage, ...], "val": [...]}, classes
+    splits, classes = read_yolo(root, report)
 
-The names come from data.yaml (a list or a table), or from classes.txt or obj.names. The images
-lie where data.yaml says, as far as that is below the dataset folder, or in the usual folders. A
-line may also be a polygon, or have keypoints behind the box.
+The names come from data.yaml (a list or a table), or from classes.txt or obj.names. Images are
+taken from the folders that data.yaml names, if they are below the dataset folder, or from the usual
+folders. A line may also be a polygon, or have keypoints after the box.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.coco_writer import FoundBox, FoundImage, without_test
+from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
 
-SUFFIXES = {".jpg", ".jpeg", ".png"}
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 USUAL = {
     "train": ("images/train", "train/images", "images/train2017", "train", "obj_train_data"),
@@ -35,50 +35,72 @@ MOST_YAML_BYTES = 1_000_000
 THREADS = 8
 
 
-class _Yaml(NamedTuple):
-    """What a data.yaml says."""
+class _Description(NamedTuple):
+    """The content of a data.yaml; every value is text, a list or a table."""
 
     path: Path
     content: dict[str, Any]
 
 
 def read_yolo(
-    root: Path, say: Callable[[str], None]
-) -> tuple[dict[str, list[FoundImage]], list[str]]:
-    """The images of each split by their names, and the classes by their numbers.
+    root: Path, report: Callable[[str], None], file: Path | None = None
+) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+    """Return the images of each split by their names, and the classes by their numbers.
+
+    Args:
+        root: The dataset folder.
+        report: Called with what the user should know.
+        file: The data.yaml; None searches for it in `root`.
 
     Raises:
         DataError: No class names, no images, a broken line (named with its place).
     """
-    described = _yaml(root)
-    names = _class_names(root, described)
-    has_keypoints = described is not None and "kpt_shape" in described.content
-    found: dict[str, list[FoundImage]] = {}
-    for split, files in _image_files(root, described).items():
-        found[split] = _read_split(root, files, names, has_keypoints, say)
-    return without_test(found, say), names
+    description = read_description(root, file)
+    names = _class_names(root, description)
+    has_keypoints = description is not None and "kpt_shape" in description.content
+    splits = {
+        split: _read_split(root, files, names, has_keypoints, report)
+        for split, files in _image_files(root, description, report).items()
+    }
+    return usable_splits(splits, report), names
 
 
-def _yaml(root: Path) -> _Yaml | None:
-    candidates = [root / "data.yaml", root / "dataset.yaml"]
-    candidates += sorted([*root.glob("*.yaml"), *root.glob("*.yml")])
+def is_yolo(root: Path) -> bool:
+    """Return whether a folder has YOLO's class names and, if they are not in YAML, a label file."""
+    if read_description(root) is not None:
+        return True
+    if not any((root / name).is_file() for name in NAME_FILES):
+        return False
+    folders = ("labels", *(f for usual in USUAL.values() for f in usual), *UNDIVIDED)
+    labels = (path for f in folders if (root / f).is_dir() for path in (root / f).rglob("*.txt"))
+    return any(path.name not in ("classes.txt", "obj.names") for path in labels)
+
+
+def read_description(root: Path, file: Path | None = None) -> _Description | None:
+    """Return the content of the YAML file that has `names`; None if there is none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    candidates = [file] if file else [root / "data.yaml", root / "dataset.yaml"]
+    candidates += [] if file else sorted([*root.glob("*.yaml"), *root.glob("*.yml")])
     for path in candidates:
         if not path.is_file():
             continue
         try:
             if path.stat().st_size > MOST_YAML_BYTES:
-                raise DataError(f"{path}: too large for a dataset's description")
-            # Every value stays text: a class may be called `no`.
+                raise DataError(f"{path}: too large for a description of a dataset")
+            # Every value stays text: a class may have the name `no`.
             content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
-            return _Yaml(path, content)
+            return _Description(path, content)
     return None
 
 
-def _class_names(root: Path, described: _Yaml | None) -> list[str]:
-    if described is None:
+def _class_names(root: Path, description: _Description | None) -> list[str]:
+    if description is None:
         for name in NAME_FILES:
             if (root / name).is_file():
                 text = (root / name).read_text(encoding="utf-8", errors="replace")
@@ -86,10 +108,10 @@ def _class_names(root: Path, described: _Yaml | None) -> list[str]:
                     root / name, [s for line in text.splitlines() if (s := line.strip())]
                 )
         raise DataError(
-            f"{root}: no YOLO layout: neither a data.yaml with names nor a classes.txt",
+            f"{root}: not YOLO's layout: neither a data.yaml with names nor a classes.txt",
             hint="write data.yaml with `names: [cat, dog]`, in the order of the class numbers",
         )
-    path, names = described.path, described.content["names"]
+    path, names = description.path, description.content["names"]
     if isinstance(names, dict):
         numbers = [str(n) for n in range(len(names))]
         if set(names) != set(numbers):
@@ -97,7 +119,7 @@ def _class_names(root: Path, described: _Yaml | None) -> list[str]:
         names = [names[n] for n in numbers]
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise DataError(f"{path}: names must be a list or a table of class names")
-    count = described.content.get("nc", str(len(names)))
+    count = description.content.get("nc", str(len(names)))
     if count != str(len(names)):
         raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")
     return _distinct(path, names)
@@ -108,17 +130,20 @@ def _distinct(path: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _image_files(root: Path, described: _Yaml | None) -> dict[str, list[Path]]:
+def _image_files(
+    root: Path, description: _Description | None, report: Callable[[str], None]
+) -> dict[str, list[Path]]:
     """The image files of each split, sorted."""
     found: dict[str, list[Path]] = {}
-    if described is not None:
+    if description is not None:
         for split in ("train", "val", "test"):
-            wanted = described.content.get(split)
+            wanted = description.content.get(split)
             for entry in wanted if isinstance(wanted, list) else [wanted]:
                 if isinstance(entry, str) and entry:
-                    found.setdefault(split, []).extend(_named_images(root, described, split, entry))
+                    files = _named_images(root, description, split, entry, report)
+                    found.setdefault(split, []).extend(files)
     for split, folders in USUAL.items():
-        if not found.get(split) and (described is None or not described.content.get(split)):
+        if not found.get(split) and (description is None or not description.content.get(split)):
             usual = (root / f for f in folders if (root / f).is_dir())
             found[split] = next((files for f in usual if (files := _images_in(f))), [])
     if not found.get("train"):
@@ -126,28 +151,31 @@ def _image_files(root: Path, described: _Yaml | None) -> dict[str, list[Path]]:
         taken = {path for files in found.values() for path in files}
         found["train"] = next((f for f in undivided if f and not taken.intersection(f)), [])
     if not found["train"]:
-        raise DataError(f"{root}: no JPEG or PNG images to train on, in none of the usual folders")
+        raise DataError(f"{root}: no images to train on in any of the usual folders")
     return {split: sorted(set(files)) for split, files in found.items() if files}
 
 
-def _named_images(root: Path, described: _Yaml, split: str, entry: str) -> list[Path]:
-    """The images of a folder or list that data.yaml names; it must lie below the dataset folder,
-    wherever it lay when the file was written."""
+def _named_images(
+    root: Path, description: _Description, split: str, entry: str, report: Callable[[str], None]
+) -> list[Path]:
+    """The images of a folder or list that data.yaml names; it must be below the dataset folder,
+    wherever it was when the file was written. Only the training images are required."""
     tail = _tail(entry)
-    base = described.content.get("path", "")
+    base = description.content.get("path", "")
     base = _tail(base if isinstance(base, str) else "")
     joined = base.parts + tail.parts
-    # The path as it is, then without what stood before it on another machine.
+    # The path as it is, then without the leading folders of another machine.
     for start in range(len(joined)):
         place = root.joinpath(*joined[start:])
         if place.is_dir() and (files := _images_in(place)):
             return files
         if place.is_file() and place.suffix == ".txt":
             return _listed_images(root, place)
-    raise DataError(
-        f"{described.path}: {split}: {entry} is not below {root}, or holds no JPEG or PNG images",
-        hint="give the folder that holds images and labels as --data",
-    )
+    problem = f"{description.path}: {split}: {entry} is not below {root}, or contains no images"
+    if split == "train":
+        raise DataError(problem, hint="give the folder that holds images and labels as --data")
+    report(f"{problem}: there is no split {split}")
+    return []
 
 
 def _tail(text: str) -> PurePosixPath:
@@ -162,7 +190,7 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-    found, absent = [], []
+    images, absent = [], []
     for line in filter(None, (line.strip() for line in lines)):
         parts = _tail(line).parts
         places = [
@@ -170,43 +198,53 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
         ]
         place = next((p for p in places if p.is_file()), None)
         if place is not None and place.is_relative_to(root):
-            found.append(place)
+            images.append(place)
         else:
             absent.append(line)
-    refuse(path, "images that are not there", absent)
-    return found
+    refuse(path, "images that do not exist", absent)
+    return images
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    return sorted(
+        p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
+    )
 
 
 def _read_split(
-    root: Path, files: list[Path], names: list[str], keypoints: bool, say: Callable[[str], None]
-) -> list[FoundImage]:
-    def read(path: Path) -> FoundImage | DataError:
+    root: Path,
+    files: list[Path],
+    names: list[str],
+    keypoints: bool,
+    report: Callable[[str], None],
+) -> list[LabeledImage]:
+    if not files:
+        return []
+
+    def read(path: Path) -> LabeledImage | DataError:
         try:
-            # Trainers on this layout show images upright, so its boxes fit that view.
+            # Trainers that use this layout show images upright, so the boxes fit that view.
             width, height = header_size(path, upright=True)
         except DataError as error:
             return error
         label = _label_file(root, path)
         boxes = _boxes(label, names, keypoints, width, height) if label.is_file() else []
-        return FoundImage(path.relative_to(root).as_posix(), width, height, boxes)
+        return LabeledImage(path.relative_to(root).as_posix(), width, height, boxes)
 
     with ThreadPoolExecutor(THREADS) as pool:
         results = list(pool.map(read, files))
     bad = [result for result in results if isinstance(result, DataError)]
     if bad:
-        say(f"{len(bad)} images do not open and are left out, among them {bad[0]}")
-    found = [result for result in results if isinstance(result, FoundImage)]
-    if found and not any(image.boxes for image in found):
-        say(f"no image of {files[0].parent} has a label: looked for {_label_file(root, files[0])}")
-    return found
+        report(f"{len(bad)} images cannot be opened and are left out, among them {bad[0]}")
+    images = [result for result in results if isinstance(result, LabeledImage)]
+    if images and not any(image.boxes for image in images):
+        expected = _label_file(root, files[0])
+        report(f"no image of {files[0].parent} has a label: looked for {expected}")
+    return images
 
 
 def _label_file(root: Path, image: Path) -> Path:
-    """`labels` in place of the last `images` of the path, or beside the image."""
+    """`labels` in place of the last `images` of the path, or in the image's folder."""
     parts = list(image.relative_to(root).parts)
     for i in reversed(range(len(parts) - 1)):
         if parts[i] == "images":
@@ -219,7 +257,7 @@ def _label_file(root: Path, image: Path) -> Path:
 
 def _boxes(
     path: Path, names: list[str], keypoints: bool, width: int, height: int
-) -> list[FoundBox]:
+) -> list[LabeledBox]:
     """The boxes of a label file; the same line twice counts once."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -234,7 +272,7 @@ def _boxes(
             index, *numbers = (float(word) for word in line.split())
             boxes.append(_box(index, numbers, names, keypoints, place, width, height))
             continue
-        raise DataError(f"{place}: {line[:60]!r}: a class number and fractions were expected")
+        raise DataError(f"{place}: {line[:60]!r}: expected a class number and fractions")
     return list(dict.fromkeys(boxes))
 
 
@@ -246,15 +284,15 @@ def _box(
     place: str,
     width: int,
     height: int,
-) -> FoundBox:
+) -> LabeledBox:
     if index != int(index) or not 0 <= index < len(names):
         raise DataError(f"{place}: class {index:g}, but there are {len(names)} names, from 0 on")
     if keypoints and len(numbers) > 4:
         numbers = numbers[:4]
     if not all(-SLACK <= number <= 1 + SLACK for number in numbers):
         raise DataError(
-            f"{place}: the numbers are no fractions of the image's width and height",
-            hint="this layout counts from 0 to 1, not in pixels",
+            f"{place}: the numbers are not fractions of the image's width and height",
+            hint="this layout uses fractions from 0 to 1, not pixels",
         )
     if len(numbers) == 4:
         cx, cy, w, h = numbers
@@ -264,11 +302,11 @@ def _box(
         edges = (min(xs), min(ys), max(xs), max(ys))
     else:
         raise DataError(
-            f"{place}: {len(numbers)} numbers behind the class: 4 make a box, 6 and more (an even "
-            "number) a polygon"
+            f"{place}: {len(numbers)} numbers after the class: 4 are a box, 6 or more (an even "
+            "number) are a polygon"
         )
     left, top, right, bottom = edges
     name = names[int(index)]
-    return FoundBox(
+    return LabeledBox(
         name, left * width, top * height, (right - left) * width, (bottom - top) * height
     )

@@ -1,4 +1,4 @@
-"""Other people's layouts become COCO datasets; datasets are divided and cut to some classes."""
+"""Other layouts are converted to COCO's; datasets are divided and reduced to some classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from PIL import ExifTags, Image
 
 from ssdctl.data.convert import Conversion, convert, describe_made
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.formats.coco_writer import FoundBox, FoundImage, divided, document, with_classes
+from ssdctl.data.formats.coco_writer import (
+    LabeledBox,
+    LabeledImage,
+    divided,
+    document,
+    with_classes,
+)
 from ssdctl.data.prepare import open_dataset, prepare
 from ssdctl.errors import DataError, SsdctlError, UsageError
 
@@ -108,7 +114,7 @@ class TestVoc:
             stems = {f"{year}_{i}": xml(thing("cat", 1, 1, 9, 9)) for i in range(2)}
             voc(tmp_path / year, stems, {"trainval": [f"{year}_0"], "test": [f"{year}_1"]})
         said = make(tmp_path, "voc")
-        assert "test images validate" in said[0]
+        assert "test images are used to validate" in said[0]
         assert list(boxes_of(tmp_path)) == [
             "VOC2007/JPEGImages/VOC2007_0.jpg",
             "VOC2012/JPEGImages/VOC2012_0.jpg",
@@ -133,13 +139,14 @@ class TestVoc:
         make(tmp_path, "voc")
         assert list(boxes_of(tmp_path)) == ["train/train.jpg"]
         assert list(boxes_of(tmp_path, "val")) == ["valid/valid.jpg"]
+        assert list(boxes_of(tmp_path, "test")) == ["test/test.jpg"]
 
     @pytest.mark.parametrize(
         ("content", "words"),
         [
             ("<annotation>", "a.xml: broken XML"),
-            ("", "a.xml: no plain XML"),
-            ('<!DOCTYPE a [<!ENTITY b "bb">]><annotation>&b;</annotation>', "no plain XML"),
+            ("", "a.xml: not plain XML"),
+            ('<!DOCTYPE a [<!ENTITY b "bb">]><annotation>&b;</annotation>', "not plain XML"),
             (xml(thing("", 1, 1, 2, 2)), "a.xml: object 1 has no name"),
             (xml(thing("cat", 1, 1, "two", 2)), r"object 1 \(cat\) lacks a bndbox"),
             (xml(thing("cat", 1, 1, "nan", 2)), r"object 1 \(cat\) lacks a bndbox"),
@@ -158,7 +165,7 @@ class TestVoc:
         with pytest.raises(DataError, match=r"b\.xml: cannot be read"):
             make(tmp_path, "voc")
         voc(tmp_path, {}, {"train": ["../../etc/passwd"]})
-        with pytest.raises(DataError, match="no plain names"):
+        with pytest.raises(DataError, match="not plain names"):
             make(tmp_path, "voc")
         voc(tmp_path, {"b": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
         (tmp_path / "JPEGImages/b.jpg").unlink()
@@ -166,7 +173,7 @@ class TestVoc:
             make(tmp_path, "voc")
 
     def test_another_layout(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="no Pascal VOC layout"):
+        with pytest.raises(DataError, match="not Pascal VOC"):
             make(tmp_path, "voc")
         with pytest.raises(DataError, match="no such dataset folder"):
             make(tmp_path / "none", "voc")
@@ -233,7 +240,7 @@ class TestYolo:
         assert list(boxes_of(tmp_path)) == ["images/a.jpg", "images/b.jpg"]
         assert boxes_of(tmp_path, "val")["images/c.jpg"][0][0] == "no"  # not false
         (tmp_path / "val.txt").write_text("images/z.jpg\n")
-        with pytest.raises(DataError, match=r"val\.txt: images that are not there: images/z\.jpg"):
+        with pytest.raises(DataError, match=r"val\.txt: images that do not exist: images/z\.jpg"):
             make(tmp_path, "yolo")
 
     def test_names_without_yaml_and_labels_beside(self, tmp_path: Path) -> None:
@@ -255,7 +262,7 @@ class TestYolo:
         yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
         (tmp_path / "images/b.jpg").write_bytes(b"?")
         said = make(tmp_path, "yolo")
-        assert "1 images do not open" in said[0]
+        assert "1 images cannot be opened" in said[0]
         assert "b.jpg" in said[0]
         assert list(boxes_of(tmp_path)) == ["images/a.jpg"]
 
@@ -265,10 +272,10 @@ class TestYolo:
             ("2 .5 .5 .2 .4", "a.txt:2: class 2, but there are 2 names"),
             ("-1 .5 .5 .2 .4", "class -1"),
             ("0.5 .5 .5 .2 .4", "class 0.5"),
-            ("0 50 25 20 20", "no fractions"),
-            ("0 nan .5 .2 .4", "no fractions"),
-            ("0 .5 .5 .2", "3 numbers behind the class"),
-            ("0 .5 .5 .2 .4 .9", "5 numbers behind the class"),
+            ("0 50 25 20 20", "not fractions"),
+            ("0 nan .5 .2 .4", "not fractions"),
+            ("0 .5 .5 .2", "3 numbers after the class"),
+            ("0 .5 .5 .2 .4 .9", "5 numbers after the class"),
             ("cat .5 .5 .2 .4", "a.txt:2: 'cat .5 .5 .2 .4'"),
             ("nan .5 .5 .2 .4", "a.txt:2"),
         ],
@@ -281,7 +288,7 @@ class TestYolo:
     @pytest.mark.parametrize(
         ("yaml", "words"),
         [
-            (None, "no YOLO layout"),
+            (None, "not YOLO"),
             ("names: [cat, dog]\nnc: 3\n", "nc is 3, but there are 2 names"),
             ("names: {0: cat, 2: dog}\n", "without a gap"),
             ("names: [cat, cat]\n", "twice: cat"),
@@ -356,7 +363,7 @@ class TestDividing:
         shutil.copy(shapes / "annotations/instances_train2017.json", tmp_path / "labels.json")
         own = '# mine\n[train]\nimages = "photos"\nannotations = "labels.json"\n'
         (tmp_path / "dataset.toml").write_text(own)
-        with pytest.raises(UsageError, match=r"dataset\.toml is there already"):
+        with pytest.raises(UsageError, match=r"dataset\.toml exists"):
             make(tmp_path, "voc")
         make(tmp_path, None, 0.5)
         make(tmp_path, None, 0.75, "ball", "star")
@@ -381,9 +388,9 @@ class TestDividing:
         with pytest.raises(UsageError, match="has no class 'bal'") as error:
             make(root, None, None, "bal")
         assert "'ball'" in (error.value.hint or "")
-        with pytest.raises(DataError, match="no training split") as absent:
+        with pytest.raises(DataError, match="no dataset found") as absent:
             make(tmp_path, None, 0.9)
-        assert "--from voc" in (absent.value.hint or "")
+        assert "dataset.toml" in (absent.value.hint or "")
         assert not (root / "dataset.toml").exists()
 
     @given(
@@ -392,7 +399,7 @@ class TestDividing:
     )
     def test_any_division(self, names: list[str], share: float) -> None:
         """Every image and box comes once; both sides have some; fewer images move no others."""
-        images = [FoundImage(n, 9, 9, [FoundBox("x", 0, 0, 1, 1)]) for n in names]
+        images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
         parts = [json.loads(p) for p in divided(document(images, ["x"]), share, Path("a.json"))]
         sides: list[dict[str, Any]] = parts
         found = [{i["file_name"] for i in part["images"]} for part in sides]
@@ -404,7 +411,7 @@ class TestDividing:
             assert [a["image_id"] for a in part["annotations"]] == ids
 
 
-# Converts over and over, each time to something else than what lies there.
+# Converts repeatedly, each time with other options than before.
 PROGRAM = """
 import itertools, sys
 from pathlib import Path

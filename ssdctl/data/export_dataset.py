@@ -1,0 +1,295 @@
+"""Write a prepared dataset to a folder in another layout: `ssdctl dataset export`.
+
+    export_dataset(splits, store, Path("out"), "yolo")
+
+Images are written with the bytes that the store has (a shrunk store's are smaller), and boxes in
+their pixels. Images that `prepare` dropped are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+from xml.etree import ElementTree
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, document
+from ssdctl.data.store import Split, index_path
+from ssdctl.errors import UsageError
+from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+
+Target = Literal["coco", "yolo", "voc", "hf"]
+Progress = Callable[..., Iterable[Any]]
+SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
+HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
+HF_SHARD_BYTES = 400_000_000
+
+
+class _Exported(NamedTuple):
+    """An image of the store with the boxes in its pixels."""
+
+    image_id: int
+    labels: LabeledImage
+    content: bytes
+
+
+def export_dataset(
+    splits: Mapping[str, Split],
+    store: Path,
+    out: Path,
+    target: Target,
+    progress: Progress | None = None,
+) -> dict[str, int]:
+    """Write a dataset.
+
+    Args:
+        splits: Those of the store.
+        store: Its folder.
+        out: A new or empty folder; it appears when it is complete.
+        target: The layout.
+        progress: Wraps the iteration over images.
+
+    Returns:
+        The number of images written for each split.
+
+    Raises:
+        UsageError: The folder exists already.
+        DataError: An image cannot be read.
+        DiskError: The folder cannot be written.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UsageError(f"--out {out}: exists already", hint="give a new folder")
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed export
+    make_dir(partial)
+    try:
+        counts = _write(splits, store, partial, target, progress)
+        with disk_errors(out, "writing"):
+            partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return counts
+
+
+def _write(
+    splits: Mapping[str, Split], store: Path, out: Path, target: Target, progress: Progress | None
+) -> dict[str, int]:
+    classes = [c.name for c in next(iter(splits.values())).classes]
+    write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
+    counts = {}
+    for name, split in splits.items():
+        rows: Iterable[int] = np.nonzero(split.usable)[0].tolist()
+        if progress is not None:
+            rows = progress(rows, total=int(split.usable.sum()), label=name, unit="images")
+        with pa.memory_map(str(index_path(store, name))) as source:
+            index = pa.ipc.open_file(source).read_all()
+            counts[name] = write(out, name, _images(split, index, rows), classes)
+    if target == "yolo":
+        _write_yaml(out, splits, classes)
+    elif target == "hf":
+        write_text(out / "README.md", _hf_card(splits, classes))
+    return counts
+
+
+def _images(split: Split, index: Any, rows: Iterable[int]) -> Iterator[_Exported]:
+    names = _unique_names(index.column("file_name").to_pylist(), split.image_ids.tolist())
+    for row in rows:
+        content = bytes(split.read(row))
+        with Image.open(io.BytesIO(content)) as picture:
+            suffix = SUFFIXES.get(picture.format or "") or f".{(picture.format or 'img').lower()}"
+        width, height = (int(n) for n in split.pixel_sizes[row])
+        scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # of a shrunk image
+        columns = (index.column(name)[row].as_py() for name in ("boxes", "labels", "is_crowd"))
+        boxes = []
+        for box, label, is_crowd in zip(*columns, strict=True):
+            left, top, right, bottom = (np.array(box) * scale).tolist()
+            name = split.classes[label - 1].name
+            boxes.append(LabeledBox(name, left, top, right - left, bottom - top, is_crowd))
+        labels = LabeledImage(names[row] + suffix, width, height, boxes)
+        yield _Exported(int(split.image_ids[row]), labels, content)
+
+
+def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
+    """The names of the images without folders and suffix; the id is added to those that recur."""
+    stems = [PurePosixPath(name).stem for name in file_names]
+    counts = Counter(stems)
+    return [
+        stem if counts[stem] == 1 else f"{stem}-{image_id}"
+        for stem, image_id in zip(stems, image_ids, strict=True)
+    ]
+
+
+def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+    listed = []
+    for image in images:
+        write_bytes(make_dir(out / f"{split}2017") / image.labels.file_name, image.content)
+        listed.append(image.labels)
+    name = f"instances_{split}2017.json"
+    write_bytes(make_dir(out / "annotations") / name, document(listed, classes))
+    return len(listed)
+
+
+def _write_yolo(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+    numbers = {name: number for number, name in enumerate(classes)}
+    pictures, labels = make_dir(out / "images" / split), make_dir(out / "labels" / split)
+    count = 0
+    for _, image, content in images:
+        write_bytes(pictures / image.file_name, content)
+        lines = [
+            f"{numbers[box.name]} {(box.left + box.width / 2) / image.width:.7f} "
+            f"{(box.top + box.height / 2) / image.height:.7f} {box.width / image.width:.7f} "
+            f"{box.height / image.height:.7f}\n"
+            for box in image.boxes
+        ]
+        path = labels / PurePosixPath(image.file_name).with_suffix(".txt")
+        write_text(path, "".join(lines))
+        count += 1
+    return count
+
+
+def _write_yaml(out: Path, splits: Iterable[str], classes: list[str]) -> None:
+    import yaml
+
+    content: dict[str, Any] = {split: f"images/{split}" for split in splits}
+    content["names"] = dict(enumerate(classes))
+    write_text(out / "data.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+    pictures, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
+    stems = []
+    for image_id, image, content in images:
+        stem = f"{split}_{PurePosixPath(image.file_name).stem}"  # one folder for all splits
+        if " " in stem:  # a list has one word for each image
+            stem = f"{'_'.join(stem.split())}-{image_id}"
+        name = stem + PurePosixPath(image.file_name).suffix
+        write_bytes(pictures / name, content)
+        write_bytes(annotations / f"{stem}.xml", _voc_xml(name, image))
+        stems.append(stem)
+    lists = make_dir(out / "ImageSets" / "Main")
+    write_text(lists / f"{split}.txt", "".join(f"{stem}\n" for stem in stems))
+    return len(stems)
+
+
+def _voc_xml(name: str, image: LabeledImage) -> bytes:
+    root = ElementTree.Element("annotation")
+    _add(root, "filename", name)
+    size = ElementTree.SubElement(root, "size")
+    for key, pixels in (("width", image.width), ("height", image.height), ("depth", 3)):
+        _add(size, key, pixels)
+    for box in image.boxes:
+        item = ElementTree.SubElement(root, "object")
+        _add(item, "name", box.name)
+        _add(item, "difficult", int(box.is_crowd))
+        bounds = ElementTree.SubElement(item, "bndbox")
+        # VOC counts pixels from 1 and includes the last one.
+        for key, value in (("xmin", box.left + 1), ("ymin", box.top + 1)):
+            _add(bounds, key, f"{value:.3f}")
+        for key, value in (("xmax", box.left + box.width), ("ymax", box.top + box.height)):
+            _add(bounds, key, f"{value:.3f}")
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="utf-8")
+
+
+def _add(parent: ElementTree.Element, tag: str, value: object) -> None:
+    ElementTree.SubElement(parent, tag).text = str(value)
+
+
+def _hf_features(classes: list[str]) -> dict[str, Any]:
+    """The features of the `datasets` library, in the form of its metadata."""
+
+    def value(dtype: str) -> dict[str, Any]:
+        return {"dtype": dtype, "_type": "Value"}
+
+    def listed(feature: dict[str, Any], length: int = -1) -> dict[str, Any]:
+        return {"feature": feature, "length": length, "_type": "Sequence"}
+
+    objects = {
+        "bbox": listed(listed(value("float32"), 4)),
+        "category": listed({"names": classes, "_type": "ClassLabel"}),
+        "is_crowd": listed(value("bool")),
+    }
+    return {
+        "image": {"_type": "Image"},
+        "image_id": value("int64"),
+        "width": value("int32"),
+        "height": value("int32"),
+        "objects": objects,
+    }
+
+
+def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[str]) -> int:
+    from pyarrow import parquet
+
+    numbers = {name: number for number, name in enumerate(classes)}
+    picture = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    boxes = pa.list_(pa.list_(pa.float32(), 4))
+    objects = pa.struct(
+        [
+            ("bbox", boxes),
+            ("category", pa.list_(pa.int64())),
+            ("is_crowd", pa.list_(pa.bool_())),
+        ]
+    )
+    columns = [("image", picture), ("image_id", pa.int64()), ("width", pa.int32())]
+    columns += [("height", pa.int32()), ("objects", objects)]
+    info = msgspec.json.encode({"info": {"features": _hf_features(classes)}})
+    schema = pa.schema(columns, metadata={"huggingface": info})
+    folder = make_dir(out / "data")
+    count, shard, size = 0, 0, 0
+    rows: list[dict[str, Any]] = []
+
+    def flush() -> None:
+        path = folder / f"{HF_SPLITS[split]}-{shard:05d}.parquet"
+        # The options with which `datasets` itself writes pictures: small row groups.
+        parquet.write_table(pa.Table.from_pylist(rows, schema), path, row_group_size=100)
+
+    for image_id, image, content in images:
+        rows.append(
+            {
+                "image": {"bytes": content, "path": image.file_name},
+                "image_id": image_id,
+                "width": image.width,
+                "height": image.height,
+                "objects": {
+                    "bbox": [[b.left, b.top, b.width, b.height] for b in image.boxes],
+                    "category": [numbers[b.name] for b in image.boxes],
+                    "is_crowd": [b.is_crowd for b in image.boxes],
+                },
+            }
+        )
+        count, size = count + 1, size + len(content)
+        if size >= HF_SHARD_BYTES:
+            flush()
+            shard, rows, size = shard + 1, [], 0
+    if rows:
+        flush()
+    return count
+
+
+def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
+    """A dataset card whose header names the files of each split."""
+    import yaml
+
+    files = [
+        {"split": HF_SPLITS[split], "path": f"data/{HF_SPLITS[split]}-*.parquet"}
+        for split in splits
+    ]
+    header = {
+        "task_categories": ["object-detection"],
+        "configs": [{"config_name": "default", "data_files": files}],
+    }
+    return (
+        f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# Object detection dataset\n\n"
+        f"{len(classes)} classes: {', '.join(classes)}. `objects.bbox` is left, top, width, height "
+        "in pixels.\n\n```python\nfrom datasets import load_dataset\n\n"
+        'dataset = load_dataset("PATH/OF/THIS/FOLDER")\n```\n'
+    )

@@ -1,0 +1,164 @@
+"""Read Open Images' CSV files: boxes in fractions of the image, classes by their MID.
+
+    splits, classes = read_open_images(root, report)
+
+The boxes are in files with the columns ImageID, LabelName, XMin, XMax, YMin, YMax and perhaps
+IsGroupOf (becomes a crowd); names are in class-descriptions*.csv. Images are ID.jpg anywhere below
+the folder; boxes of images that were not downloaded are left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
+from ssdctl.data.image_check import header_size
+from ssdctl.data.split_files import split_of
+from ssdctl.errors import DataError
+
+COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
+CROWD = "IsGroupOf"
+HEADER_BYTES = 4096
+THREADS = 8
+
+
+def box_files(root: Path) -> list[Path]:
+    """Return the CSV files of boxes below a folder, by their header."""
+    return [path for path in _csv_files(root) if set(COLUMNS) <= set(_header(path))]
+
+
+def _csv_files(root: Path) -> list[Path]:
+    places = [root, *(p for p in root.glob("*") if p.is_dir() and p.name != "prepared")]
+    places += [p for place in places[1:] for p in place.glob("*") if p.is_dir()]
+    return sorted(path for place in places for path in place.glob("*.csv") if path.is_file())
+
+
+def _header(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            line = file.readline(HEADER_BYTES)
+    except OSError:
+        return []
+    return [word.strip() for word in line.decode("utf-8-sig", "replace").split(",")]
+
+
+def read_open_images(
+    root: Path, report: Callable[[str], None], files: list[Path] | None = None
+) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+    """Return the images of each split, and the classes sorted by name.
+
+    Args:
+        root: The dataset folder.
+        report: Called with what the user should know.
+        files: The CSV files of boxes; None searches for them.
+
+    Raises:
+        DataError: No such files, a broken one, or no image of any of them.
+    """
+    files = files or box_files(root)
+    if not files:
+        raise DataError(
+            f"{root}: not Open Images' layout: no CSV file with the columns {', '.join(COLUMNS)}",
+            hint="keep the -annotations-bbox.csv files in the dataset folder",
+        )
+    names = _class_names(root)
+    images = [f for f in files_below(root) if Path(f).suffix.lower() in IMAGE_SUFFIXES]
+    splits: dict[str, list[LabeledImage]] = {}
+    for file in files:
+        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
+        if split in splits:
+            raise DataError(
+                f"{root}: two files of boxes for the split {split}, the second is {file}",
+                hint="keep one, or give one: --data FILE.csv",
+            )
+        if not (own := [f for f in images if split_of(str(Path(f).parent)) == split]):
+            own = [f for f in images if split_of(str(Path(f).parent)) is None]
+        splits[split] = _read_split(root, file, own, names, report)
+    used = {box.name for split in splits.values() for image in split for box in image.boxes}
+    return {split: listed for split, listed in splits.items() if listed}, sorted(used)
+
+
+def _class_names(root: Path) -> dict[str, str]:
+    """Display names by MID; equal ones get their MID behind them."""
+    names: dict[str, str] = {}
+    for path in _csv_files(root):
+        header = _header(path)
+        if len(header) != 2 or not (header[0] == "LabelName" or header[0].startswith("/m/")):
+            continue
+        for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
+            label, _, name = line.partition(",")
+            if label.startswith("/") and name.strip():
+                names[label.strip()] = name.strip().strip('"')
+    taken = list(names.values())
+    return {k: f"{v} ({k})" if taken.count(v) > 1 else v for k, v in names.items()}
+
+
+def _read_split(
+    root: Path,
+    file: Path,
+    images: list[str],
+    names: dict[str, str],
+    report: Callable[[str], None],
+) -> list[LabeledImage]:
+    ids = {Path(image).stem: image for image in images}
+    boxes: dict[str, list[tuple[str, Any, bool]]] = {}
+    num_absent, absent = 0, set()
+    for image_id, label, edges, is_group in _rows(file):
+        if image_id in ids:
+            boxes.setdefault(image_id, []).append((names.get(label, label), edges, is_group))
+        else:
+            num_absent += 1
+            absent.add(image_id)
+    if absent:
+        report(
+            f"{file.name}: {num_absent:,} boxes of {len(absent):,} images that are not below "
+            f"{root} are left out"
+        )
+    if not boxes:
+        raise DataError(
+            f"{file}: none of its images is below {root}",
+            hint="the images are named after their ImageID, as in train/000002b66c9c498e.jpg",
+        )
+
+    def located(image_id: str) -> LabeledImage:
+        width, height = header_size(root / ids[image_id])
+        own = [
+            LabeledBox(
+                name, x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height, is_group
+            )
+            for name, (x0, x1, y0, y1), is_group in boxes.get(image_id, [])
+        ]
+        return LabeledImage(ids[image_id], width, height, own)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(located, sorted(ids)))
+
+
+def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:
+    """ImageID, LabelName, (XMin, XMax, YMin, YMax) and IsGroupOf of each box."""
+    import pyarrow as pa
+    from pyarrow import csv
+
+    has_groups = CROWD in _header(file)
+    columns = [*COLUMNS, *([CROWD] if has_groups else [])]
+    types = {name: pa.float64() for name in COLUMNS[2:]}
+    types |= {"ImageID": pa.string(), "LabelName": pa.string(), CROWD: pa.string()}
+    options = csv.ConvertOptions(include_columns=columns, column_types=types)
+    try:
+        with csv.open_csv(file, convert_options=options) as reader:
+            for batch in reader:
+                edges = np.stack([batch.column(n).to_numpy(False) for n in COLUMNS[2:]], axis=1)
+                if not np.isfinite(edges).all() or (edges < -0.01).any() or (edges > 1.01).any():
+                    raise DataError(f"{file}: boxes that are not fractions of the image (0 to 1)")
+                labels = (batch.column(name).to_pylist() for name in COLUMNS[:2])
+                groups = batch.column(CROWD).to_pylist() if has_groups else ["0"] * len(edges)
+                is_group = [group in ("1", "1.0", "true", "True") for group in groups]
+                yield from zip(*labels, edges.tolist(), is_group, strict=True)
+    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+        raise DataError(f"{file}: not a readable CSV file: {error}") from None

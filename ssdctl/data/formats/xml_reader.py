@@ -1,0 +1,58 @@
+"""Parse XML from untrusted files: no document type, no entities, a bounded size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+from ssdctl.errors import DataError
+
+MAX_BYTES = 10_000_000
+FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
+HEAD_BYTES = 4096
+
+
+def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
+    """Return the root element of an XML file.
+
+    Raises:
+        DataError: It cannot be read, is too large, is not XML or declares a document type.
+    """
+    try:
+        if path.stat().st_size > max_bytes:
+            raise DataError(f"{path}: too large for annotations: over {max_bytes:,} bytes")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    # Nested entities grow without bound, and annotations declare none. Text that does not begin
+    # with "<" is in an encoding that could hide them.
+    text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not text.startswith(b"<") or any(mark in text for mark in FORBIDDEN):
+        raise DataError(f"{path}: not plain XML, or it declares a document type")
+    try:
+        return ElementTree.fromstring(content)
+    except (ElementTree.ParseError, ValueError, LookupError) as error:
+        raise DataError(f"{path}: broken XML: {error}") from None
+
+
+def has_root(path: Path, tag: str) -> bool:
+    """Return whether an XML file's root element seems to have this tag, by its first bytes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError:
+        return False
+    return any(f"<{tag}{end}".encode() in head for end in (">", " ", "\n", "\r", "\t"))
+
+
+def numbers(values: list[str]) -> list[float]:
+    """Return finite numbers.
+
+    Raises:
+        ValueError: One is not a number, or not finite.
+    """
+    result = [float(value) for value in values]
+    if not all(map(math.isfinite, result)):
+        raise ValueError("not finite")
+    return result

@@ -1,0 +1,299 @@
+"""Datasets as labelling tools export them, with the peculiarities of each tool.
+
+Each function writes six pictures with a bright block per object and returns what `--data` is given.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+SIZE = (96, 64)
+NAMES = ("bolt", "nut")
+
+
+class Picture(NamedTuple):
+    """A generated picture: its number, and its objects as (class number, left, top, w, h)."""
+
+    number: int
+    objects: list[tuple[int, int, int, int, int]]
+
+
+def pictures(count: int = 6, start: int = 0) -> list[Picture]:
+    """Return pictures with one or two objects; the last one has none."""
+    result = []
+    for i in range(start, start + count):
+        objects = [(i % 2, 8 + i, 6, 30, 24)]
+        if i % 3 == 0:
+            objects.append(((i + 1) % 2, 50, 30, 40, 30))
+        result.append(Picture(i, objects if i < start + count - 1 else []))
+    return result
+
+
+def save(path: Path, picture: Picture) -> None:
+    """Write a picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(picture.number).integers(0, 80, (*SIZE[::-1], 3), np.uint8)
+    for label, left, top, width, height in picture.objects:
+        pixels[top : top + height, left : left + width] = (230, 60 + 150 * label, 40)
+    Image.fromarray(pixels).save(path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def cvat_coco(root: Path, splits: tuple[str, ...] = ("default",)) -> Path:
+    """CVAT, "COCO 1.0": text and zero for missing header fields, attributes, ids from 1."""
+    for k, split in enumerate(splits):
+        images, annotations = [], []
+        for picture in pictures(start=10 * k):
+            name = f"frame {picture.number:03d}.png"
+            folder = root / "images" if split == "default" else root / "images" / split
+            save(folder / name, picture)
+            image_id = len(images) + 1
+            header = {"license": 0, "flickr_url": "", "coco_url": "", "date_captured": 0}
+            sides = {"width": SIZE[0], "height": SIZE[1]}
+            images.append({"id": image_id, **sides, "file_name": name, **header})
+            for label, *bbox in picture.objects:
+                annotations.append(
+                    {
+                        "id": len(annotations) + 1,
+                        "image_id": image_id,
+                        "category_id": label + 1,
+                        "segmentation": [],
+                        "area": float(bbox[2] * bbox[3]),
+                        "bbox": [float(v) for v in bbox],
+                        "iscrowd": 0,
+                        "attributes": {"occluded": False, "rotation": 0.0},
+                    }
+                )
+        info = dict.fromkeys(("contributor", "date_created", "description", "url", "version"), "")
+        content = {
+            "licenses": [{"name": "", "id": 0, "url": ""}],
+            "info": {**info, "year": ""},
+            "categories": [
+                {"id": i, "name": name, "supercategory": ""} for i, name in enumerate(NAMES, 1)
+            ],
+            "images": images,
+            "annotations": annotations,
+        }
+        write_json(root / f"annotations/instances_{split}.json", content)
+    return root
+
+
+def roboflow_coco(root: Path) -> Path:
+    """Roboflow, "COCO": a folder per split, category 0 is the project, the year is text."""
+    for k, split in enumerate(("train", "valid", "test")):
+        images, annotations = [], []
+        for picture in pictures(start=10 * k):
+            name = f"shot_{picture.number}_jpg.rf.{picture.number:032x}.jpg"
+            save(root / split / name, picture)
+            sides = {"height": SIZE[1], "width": SIZE[0]}
+            captured = "2026-01-12T09:00:00+00:00"
+            images.append(
+                {"id": len(images), "license": 1, "file_name": name, **sides}
+                | {"date_captured": captured, "extra": {"name": f"shot {picture.number}.jpg"}}
+            )
+            for label, *bbox in picture.objects:
+                annotations.append(
+                    {
+                        "id": len(annotations),
+                        "image_id": len(images) - 1,
+                        "category_id": label + 1,
+                        "bbox": bbox,
+                        "area": bbox[2] * bbox[3],
+                        "segmentation": [],
+                        "iscrowd": 0,
+                    }
+                )
+        categories = [{"id": 0, "name": "parts", "supercategory": "none"}] + [
+            {"id": i, "name": name, "supercategory": "parts"} for i, name in enumerate(NAMES, 1)
+        ]
+        content = {
+            "info": {"year": "2026", "version": "3", "contributor": "", "date_created": ""},
+            "licenses": [{"id": 1, "url": "https://example.org/", "name": "CC BY 4.0"}],
+            "categories": categories,
+            "images": images,
+            "annotations": annotations,
+        }
+        write_json(root / split / "_annotations.coco.json", content)
+    (root / "README.roboflow.txt").write_text("exported\n")
+    return root
+
+
+def label_studio_coco(root: Path) -> Path:
+    """Label Studio, "COCO": all ids from 0, paths of its server."""
+    images, annotations = [], []
+    prefixes = (
+        "..\\..\\label-studio\\label-studio\\media\\upload\\4\\",
+        "/data/upload/3/",
+        "images\\",
+        "images/",
+        "../../label-studio/data/media/upload/4/",
+        "",
+    )
+    for picture, prefix in zip(pictures(), prefixes, strict=True):
+        name = f"{picture.number:08x}-shot_{picture.number}.jpg"
+        save(root / "images" / name, picture)
+        sides = {"width": SIZE[0], "height": SIZE[1]}
+        images.append({**sides, "id": picture.number, "file_name": prefix + name})
+        for label, *bbox in picture.objects:
+            annotations.append(
+                {
+                    "id": len(annotations),
+                    "image_id": picture.number,
+                    "category_id": label,
+                    "segmentation": [],
+                    "bbox": [v + 0.0 for v in bbox],
+                    "ignore": 0,
+                    "iscrowd": 0,
+                    "area": bbox[2] * bbox[3] + 0.0,
+                }
+            )
+    content = {
+        "images": images,
+        "categories": [{"id": i, "name": name} for i, name in enumerate(NAMES)],
+        "annotations": annotations,
+        "info": {"year": 2026, "version": "1.0", "description": "", "contributor": "Label Studio"},
+    }
+    write_json(root / "result.json", content)
+    return root
+
+
+def _yolo_split(folder: Path, images: str, labels: str, start: int) -> None:
+    for picture in pictures(start=start):
+        save(folder / images / f"{picture.number}.jpg", picture)
+        lines = [
+            f"{label} {(x + w / 2) / SIZE[0]} {(y + h / 2) / SIZE[1]} {w / SIZE[0]} {h / SIZE[1]}"
+            for label, x, y, w, h in picture.objects
+        ]
+        path = folder / labels / f"{picture.number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines))
+
+
+def roboflow_yolo(root: Path) -> Path:
+    """Roboflow, "YOLOv8": paths that start with `../`, a test split that was not exported."""
+    _yolo_split(root, "train/images", "train/labels", 0)
+    _yolo_split(root, "valid/images", "valid/labels", 10)
+    (root / "data.yaml").write_text(
+        "train: ../train/images\nval: ../valid/images\ntest: ../test/images\n\n"
+        f"nc: 2\nnames: {list(NAMES)}\n\nroboflow:\n  workspace: w\n  version: 3\n"
+    )
+    return root
+
+
+def ultralytics_yolo(root: Path) -> Path:
+    """Ultralytics: `path:` of another machine, names as a table; given by its data.yaml."""
+    _yolo_split(root, "images/train", "labels/train", 0)
+    _yolo_split(root, "images/val", "labels/val", 10)
+    (root / "data.yaml").write_text(
+        "path: ../datasets/parts  # dataset root dir\ntrain: images/train\nval: images/val\n"
+        "test:  # test images (optional)\n\nnames:\n  0: bolt\n  1: nut\n"
+    )
+    return root / "data.yaml"
+
+
+def _voc_xml(name: str, picture: Picture) -> str:
+    objects = "".join(
+        f"<object><name>{NAMES[label]}</name><truncated>0</truncated><difficult>0</difficult>"
+        f"<bndbox><xmin>{x + 1}</xmin><ymin>{y + 1}</ymin><xmax>{x + w}</xmax><ymax>{y + h}</ymax>"
+        "</bndbox></object>"
+        for label, x, y, w, h in picture.objects
+    )
+    size = f"<size><width>{SIZE[0]}</width><height>{SIZE[1]}</height><depth>3</depth></size>"
+    return f"<annotation><folder></folder><filename>{name}</filename>{size}{objects}</annotation>"
+
+
+def voc_lists(root: Path) -> Path:
+    """Pascal VOC with ImageSets."""
+    for split, start in (("train", 0), ("val", 10)):
+        for picture in pictures(start=start):
+            save(root / f"JPEGImages/{picture.number:06d}.jpg", picture)
+            path = root / f"Annotations/{picture.number:06d}.xml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(_voc_xml(f"{picture.number:06d}.jpg", picture))
+        lists = root / f"ImageSets/Main/{split}.txt"
+        lists.parent.mkdir(parents=True, exist_ok=True)
+        lists.write_text("".join(f"{p.number:06d}\n" for p in pictures(start=start)))
+    return root
+
+
+def voc_plain(root: Path) -> Path:
+    """XML files and images in one folder, as labelImg and Label Studio leave them."""
+    for picture in pictures():
+        save(root / f"images/{picture.number}.jpg", picture)
+        path = root / f"Annotations/{picture.number}.xml"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(_voc_xml(f"{picture.number}.jpg", picture))
+    return root
+
+
+def open_images(root: Path) -> Path:
+    """Open Images: fractions, MIDs, boxes of images that were not downloaded."""
+    mids = ("/m/0bolt", "/m/0nut")
+    header = (
+        "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,"
+        "IsDepiction,IsInside"
+    )
+    for split, start in (("train", 0), ("validation", 10)):
+        with (root / f"oidv6-{split}-annotations-bbox.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(header.split(","))
+            for picture in pictures(start=start):
+                save(root / split / f"{picture.number:016x}.jpg", picture)
+                for n, (label, x, y, w, h) in enumerate(picture.objects):
+                    edges = (x / SIZE[0], (x + w) / SIZE[0], y / SIZE[1], (y + h) / SIZE[1])
+                    flags = (0, 0, n, 0, -1)  # the second object of a picture is a group
+                    image_id = f"{picture.number:016x}"
+                    rows.writerow([image_id, "xclick", mids[label], 1, *edges, *flags])
+            rows.writerow(["ffffffffffffffff", "xclick", mids[0], 1, 0, 0.5, 0, 0.5, 0, 0, 0, 0, 0])
+    text = "".join(f"{mid},{name}\n" for mid, name in zip(mids, NAMES, strict=True))
+    (root / "class-descriptions-boxable.csv").write_text(text)
+    return root
+
+
+def cvat_xml(root: Path) -> Path:
+    """CVAT, "CVAT for images 1.1": rotated boxes, polygons, points, tags."""
+    images = []
+    for picture in pictures():
+        name = f"day 1/{picture.number}.png"
+        save(root / "images" / name, picture)
+        shapes = [
+            f'<box label="{NAMES[label]}" source="manual" occluded="0" xtl="{x}.00" ytl="{y}.00" '
+            f'xbr="{x + w}.00" ybr="{y + h}.00" z_order="0"><attribute name="a">b</attribute></box>'
+            for label, x, y, w, h in picture.objects
+        ]
+        shapes += ['<points label="nut" points="5.0,6.0" z_order="0"></points><tag label="nut"/>']
+        images.append(
+            f'<image id="{picture.number}" name="{name}" width="{SIZE[0]}" height="{SIZE[1]}">'
+            f"{''.join(shapes)}</image>"
+        )
+    labels = "".join(f"<label><name>{name}</name><type>any</type></label>" for name in NAMES)
+    (root / "annotations.xml").write_text(
+        '<?xml version="1.0" encoding="utf-8"?>\n<annotations><version>1.1</version><meta><task>'
+        f"<name>parts</name><labels>{labels}</labels></task></meta>{''.join(images)}</annotations>"
+    )
+    return root
+
+
+EXPORTS: dict[str, tuple[Callable[[Path], Path], str, set[str]]] = {
+    "cvat_coco": (cvat_coco, "coco", {"train"}),
+    "roboflow_coco": (roboflow_coco, "coco", {"train", "val", "test"}),
+    "label_studio_coco": (label_studio_coco, "coco", {"train"}),
+    "roboflow_yolo": (roboflow_yolo, "yolo", {"train", "val"}),
+    "ultralytics_yolo": (ultralytics_yolo, "yolo", {"train", "val"}),
+    "voc_lists": (voc_lists, "voc", {"train", "val"}),
+    "voc_plain": (voc_plain, "voc", {"train"}),
+    "open_images": (open_images, "openimages", {"train", "val"}),
+    "cvat_xml": (cvat_xml, "cvat-xml", {"train"}),
+}

@@ -1,0 +1,335 @@
+"""Exports of labelling tools are recognised, prepared, trained on and scored as they come."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Result
+from data.formats import exports
+
+from ssdctl.config import DataConfig
+from ssdctl.data.dataset import dataset_folders, find_splits
+from ssdctl.data.formats.coco import ImageEntry
+from ssdctl.data.formats.detect import find_layout
+from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.prepare import count_trainable
+from ssdctl.data.store import Split, open_split
+from ssdctl.errors import DataError
+
+TRAIN = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+
+
+@pytest.fixture(params=exports.EXPORTS)
+def export(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """The name of an export, and the value of --data."""
+    root = tmp_path / "export"
+    root.mkdir()
+    return request.param, exports.EXPORTS[request.param][0](root)
+
+
+def opened(data: Path, split: str = "train") -> Split:
+    """A split of a prepared dataset."""
+    root, store = dataset_folders(DataConfig(root=str(data)))
+    return open_split(store, split, find_splits(root, store)[split])
+
+
+def test_every_export_is_recognised_and_prepared(
+    export: tuple[str, Path], cli: Callable[..., Result]
+) -> None:
+    name, data = export
+    _, source, expected_splits = exports.EXPORTS[name]
+    assert find_layout(data).source == source
+    before = {p for p in data.parent.rglob("*") if p.is_file()}
+    images, classes = count_trainable(*dataset_folders(DataConfig(root=str(data))))
+    assert (images, classes) == (5, 2)
+    assert {p for p in data.parent.rglob("*") if p.is_file()} == before  # a dry run writes nothing
+    result = cli("prepare", "--data", data, "--json")
+    assert result.code == 0, result.err
+    reports = {r["split"]: r for r in json.loads(result.out)["splits"]}
+    assert set(reports) == expected_splits
+    for split, report in reports.items():
+        pictures = exports.pictures(start={"train": 0, "val": 10, "test": 20}[split])
+        num_boxes = sum(len(picture.objects) for picture in pictures)
+        assert (report["images"], report["boxes"], report["classes"]) == (6, num_boxes, 2)
+    train = opened(data)
+    assert [c.name for c in train.classes] == list(exports.NAMES)
+    truth = sorted(
+        (label + 1, *np.round([x, y, x + w, y + h]).tolist())
+        for picture in exports.pictures()
+        for label, x, y, w, h in picture.objects
+    )
+    sizes = np.tile(train.sizes, 2).repeat(np.diff(train.starts), axis=0)
+    boxes = np.round(np.asarray(train.boxes) * sizes)
+    assert sorted((int(n), *b) for n, b in zip(train.labels, boxes.tolist(), strict=True)) == truth
+    originals = {p for p in before if "prepared" not in str(p)}
+    new = {p for p in data.parent.rglob("*") if p.is_file()} - originals
+    assert all("prepared" in str(path.relative_to(data.parent)) for path in new)
+    again = cli("prepare", "--data", data, "--json")
+    assert json.loads(again.out)["unchanged"] is True
+
+
+@pytest.mark.parametrize(
+    "name", ["roboflow_coco", "label_studio_coco", "roboflow_yolo", "cvat_coco"]
+)
+def test_an_export_is_trained_on_scored_and_reported(
+    name: str, tmp_path: Path, cli: Callable[..., Result]
+) -> None:
+    (tmp_path / "export").mkdir()
+    data = exports.EXPORTS[name][0](tmp_path / "export")
+    result = cli("train", "--data", data, "--out", "run", *TRAIN.split())
+    assert result.code == 0, result.err
+    splits = exports.EXPORTS[name][2]
+    split = "test" if "test" in splits else "val" if "val" in splits else "train"
+    options = ["--split", split, "--device", "cpu", "--json", "--verify"]
+    result = cli("evaluate", "run/checkpoints/last.pt", *options)
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["images"] == 6
+    result = cli("report", "run")
+    assert result.code == 0, result.err
+    assert "bolt" in Path("run/report.html").read_text(encoding="utf-8") or split == "train"
+
+
+def test_a_supercategory_and_odd_names_are_reported(
+    tmp_path: Path, cli: Callable[..., Result]
+) -> None:
+    for name in ("roboflow_coco", "label_studio_coco"):
+        (tmp_path / name).mkdir()
+        exports.EXPORTS[name][0](tmp_path / name)
+    result = cli("prepare", "--data", "roboflow_coco")
+    assert "parts" in result.err
+    result = cli("prepare", "--data", "label_studio_coco")
+    assert "label-studio" in result.err
+
+
+def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.cvat_coco(tmp_path / "cvat", ("Train", "Validation"))
+    for data in ("cvat", "cvat/annotations/instances_Train.json"):
+        result = cli("prepare", "--data", data, "--json")
+        assert result.code == 0, result.err
+        splits = {r["split"] for r in json.loads(result.out)["splits"]}
+        assert splits == ({"train", "val"} if data == "cvat" else {"train"})
+    result = cli("prepare", "--data", "cvat/annotations/instances_Train.json", "--split", "0.5")
+    assert result.code == 0, result.err
+    assert len(opened(Path("cvat/annotations/instances_Train.json"), "val").image_ids) == 3
+    assert not (tmp_path / "cvat/annotations/dataset.toml").exists()
+
+
+@pytest.mark.parametrize("name", exports.EXPORTS)
+def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[..., Result]) -> None:
+    make, source, _ = exports.EXPORTS[name]
+    (tmp_path / "export").mkdir()
+    make(tmp_path / "export")
+    result = cli("prepare", "--data", "export", "--from", source, "--no-pack")
+    assert result.code == 0, result.err
+    assert (tmp_path / "export/dataset.toml").is_file()
+
+
+class TestRefused:
+    """What is not recognised, or could be several datasets."""
+
+    def test_no_dataset(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
+        (tmp_path / "mydata/photos").mkdir(parents=True)
+        for command in (("prepare",), ("train", "--out", "run")):
+            result = cli(*command, "--data", "mydata")
+            assert result.code == 3
+            for words in ("mydata", "dataset.toml", "annotations/*.json", "data.yaml"):
+                assert words in result.err
+
+    def test_two_layouts(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
+        exports.label_studio_coco(tmp_path / "both")
+        exports.voc_plain(tmp_path / "both")
+        result = cli("prepare", "--data", "both")
+        assert result.code == 3
+        for words in ("coco", "result.json", "voc", "Annotations", "--from"):
+            assert words in result.err
+        result = cli("prepare", "--data", "both", "--from", "voc", "--no-pack")
+        assert result.code == 0, result.err
+
+    def test_two_files_for_a_split(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
+        exports.label_studio_coco(tmp_path / "twice")
+        shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
+        result = cli("prepare", "--data", "twice")
+        assert result.code == 3
+        assert "result.json" in result.err
+        assert "result-2.json" in result.err
+        assert cli("prepare", "--data", "twice/result-2.json").code == 0
+
+    def test_a_document_type_in_xml(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
+        root = exports.cvat_xml(tmp_path)
+        text = (root / "annotations.xml").read_text()
+        bomb = '<!DOCTYPE a [<!ENTITY b "bb">]>\n<annotations>'
+        (root / "annotations.xml").write_text(text.replace("<annotations>", bomb, 1))
+        result = cli("prepare", "--data", root)
+        assert (result.code, "document type" in result.err) == (3, True), result.err
+
+    @pytest.mark.parametrize("option", ["--data", "--store"])
+    def test_urls(self, option: str, cli: Callable[..., Result], tmp_path: Path) -> None:
+        result = cli("prepare", option, "s3://bucket/parts")
+        assert (result.code, "s3://bucket/parts" in result.err) == (2, True), result.err
+        assert "copy it" in result.err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_url_to_download_to(self, cli: Callable[..., Result], tmp_path: Path) -> None:
+        result = cli("download", "--dataset", "shapes", "--dest", "gs://bucket/parts")
+        assert (result.code, "--dest" in result.err) == (2, True), result.err
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestFileNames:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        for name in ("a.jpg", "sub/b.jpg", "one/c.jpg", "two/c.jpg"):
+            exports.save(tmp_path / name, exports.pictures()[0])
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("name", "file"),
+        [
+            ("a.jpg", "a.jpg"),
+            ("images\\a.jpg", "a.jpg"),
+            ("sub\\b.jpg", "sub/b.jpg"),
+            ("photos/a.jpg", "a.jpg"),
+            ("/data/upload/3/a.jpg", "a.jpg"),
+            ("..\\..\\label-studio\\media\\upload\\4\\b.jpg", "sub/b.jpg"),
+            ("x/two/c.jpg", "two/c.jpg"),
+        ],
+    )
+    def test_resolved(self, folder: Path, name: str, file: str) -> None:
+        images = [ImageEntry(1, name, 96, 64)]
+        sizes, notes = resolve_images(images, folder)
+        assert images[0].file_name == file
+        assert sizes == [(folder / file).stat().st_size]
+        assert bool(notes) == (name != file)
+
+    @pytest.mark.parametrize(
+        "name", ["../a.jpg", "/etc/a.jpg", "..\\a.jpg", "/home/me/a.jpg", "C:\\..\\..\\a.jpg"]
+    )
+    def test_hostile_names_stay_refused(self, folder: Path, name: str) -> None:
+        images = [ImageEntry(1, name, 96, 64)]
+        sizes, _ = resolve_images(images, folder)
+        assert sizes == [None]
+        assert images[0].file_name == name
+
+    def test_ambiguous_names(self, folder: Path) -> None:
+        with pytest.raises(DataError, match=r"one/c\.jpg, two/c\.jpg"):
+            resolve_images([ImageEntry(1, "/data/upload/1/c.jpg", 96, 64)], folder)
+
+    def test_sizes_that_are_missing(self, folder: Path) -> None:
+        images = [ImageEntry(1, "a.jpg", 0, None)]
+        resolve_images(images, folder)
+        assert (images[0].width, images[0].height) == exports.SIZE
+
+
+def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """A rotated box becomes the box around it; a polygon and a mask their extent."""
+    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
+    shapes = (
+        '<box label="x" xtl="10" ytl="10" xbr="30" ybr="20" rotation="90.00"/>'
+        '<polygon label="x" points="5.5,6.0;20.0,6.0;12.0,30.0"/>'
+        '<mask label="x" rle="3, 4" left="4" top="5" width="6" height="7"/>'
+        '<ellipse label="x" cx="40" cy="30" rx="8" ry="4"/>'
+        '<polyline label="x" points="1,1;2,2"/>'
+    )
+    (tmp_path / "annotations.xml").write_text(
+        f'<annotations><image id="0" name="a.png" width="96" height="64">{shapes}</image>'
+        "</annotations>"
+    )
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == 0, result.err
+    assert "1 polyline" in result.err
+    split = opened(tmp_path)
+    boxes = np.asarray(split.boxes) * [96, 64, 96, 64]
+    expected = [[15, 5, 25, 25], [5.5, 6, 20, 30], [4, 5, 10, 12], [32, 26, 48, 34]]
+    np.testing.assert_allclose(boxes, expected, atol=1e-4)
+
+
+def test_cvat_tracks(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """Boxes of a track outside its frame are left out."""
+    for frame in range(2):
+        exports.save(tmp_path / f"images/frame_{frame:06d}.PNG", exports.pictures()[0])
+    boxes = "".join(
+        f'<box frame="{n}" outside="{n // 2}" occluded="0" keyframe="1" xtl="{n}" ytl="2" '
+        'xbr="40" ybr="30" z_order="0"/>'
+        for n in range(3)
+    )
+    (tmp_path / "annotations.xml").write_text(
+        f'<annotations><track id="0" label="x" source="manual">{boxes}</track></annotations>'
+    )
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == 0, result.err
+    assert len(opened(tmp_path).labels) == 2
+
+
+def test_open_images_groups_are_crowds(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.open_images(tmp_path)
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == 0, result.err
+    assert "1 boxes of 1 images" in result.err
+    root, store = dataset_folders(DataConfig(root=str(tmp_path)))
+    content = json.loads(find_splits(root, store)["train"].annotations.read_text())
+    assert [a["iscrowd"] for a in content["annotations"]] == [0, 1, 0, 0, 0, 1, 0]
+
+
+def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.cvat_coco(tmp_path / "cvat")
+    (tmp_path / "mine").mkdir()
+    shutil.move(tmp_path / "cvat/annotations/instances_default.json", tmp_path / "mine/a.json")
+    (tmp_path / "mine/dataset.toml").write_text(
+        f'[train]\nimages = "{tmp_path / "cvat/images"}"\nannotations = "a.json"\n'
+    )
+    result = cli("prepare", "--data", "mine")
+    assert result.code == 0, result.err
+
+
+def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.roboflow_yolo(tmp_path / "first")
+    assert cli("prepare", "--data", "first", "--no-pack").code == 0
+    shutil.move(tmp_path / "first", tmp_path / "second")
+    root, store = dataset_folders(DataConfig(root="second"))
+    assert find_splits(root, store)["train"].images == root
+    assert json.loads(cli("prepare", "--data", "second", "--no-pack", "--json").out)["unchanged"]
+
+
+class TestDropped:
+    """Losing over 5% is an error, unless it is accepted."""
+
+    @pytest.mark.parametrize(
+        ("break_it", "reason"),
+        [
+            (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
+            (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"]], "outside"),
+            (lambda c: c["images"][0].update(width=50), "annotation says"),
+            (lambda c: c["annotations"].clear(), "nothing is left"),
+        ],
+    )
+    def test_refused_with_the_reasons(
+        self, tmp_path: Path, cli: Callable[..., Result], break_it: Callable[..., None], reason: str
+    ) -> None:
+        exports.cvat_coco(tmp_path)
+        path = tmp_path / "annotations/instances_default.json"
+        content = json.loads(path.read_text())
+        break_it(content)
+        path.write_text(json.dumps(content))
+        for command in (("prepare",), ("train", "--out", "run", *TRAIN.split())):
+            result = cli(*command, "--data", tmp_path)
+            assert result.code == 3, result.err
+            assert reason in result.err
+            assert "--allow-dropped" in result.err
+        assert cli("prepare", "--data", tmp_path, "--allow-dropped").code == 0
+
+
+def test_a_test_split_is_never_trained_on(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.roboflow_coco(tmp_path)
+    (tmp_path / "dataset.toml").write_text(
+        "".join(
+            f'[{split}]\nimages = "{folder}"\nannotations = "{folder}/_annotations.coco.json"\n'
+            for split, folder in (("train", "train"), ("val", "valid"), ("test", "test"))
+        )
+    )
+    result = cli("train", "--data", tmp_path, "--out", "run", *TRAIN.split(), "--dry-run", "--json")
+    assert json.loads(result.out)["images"] == 5
