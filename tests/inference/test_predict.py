@@ -138,7 +138,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     )  # fmt: skip
     assert result.code == 3  # one was bad, the rest went on
     assert "photos/bad.png: " in result.err
-    assert "1 of 4 files" in result.err
+    assert "1 of 4" in result.err
     answers = json.loads(result.out)
     names = [a["image"] for a in answers]
     assert names == [*(f"photos/{p.name}" for p in pictures[:2]), f"photos/deep/{pictures[0].name}"]
@@ -152,7 +152,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "empty/**/*.jpg")],
+    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "--recursive")],
 )
 def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()
