@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,6 +16,7 @@ from ssdctl.errors import DataError, NetworkError
 from ssdctl.inference.predict import Predictor, open_picture, view_of
 from ssdctl.inference.results import Failure, Prediction
 from ssdctl.inference.sources import Source
+from ssdctl.runtime.map_ahead import map_ahead
 
 T = TypeVar("T")
 
@@ -90,10 +90,4 @@ def _open_ahead(
         except (DataError, NetworkError) as error:
             return Failure(source, error)
 
-    waiting: deque[Future[_Opened[T] | Failure]] = deque()
-    for source in sources:
-        waiting.append(pool.submit(opened, source))
-        if len(waiting) > count:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+    return map_ahead(pool, opened, sources, count)

@@ -11,7 +11,6 @@ import difflib
 import itertools
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,21 +20,23 @@ from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.inference.results import Detection, LabelledClass
 from ssdctl.inference.sources import source_of
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.layout import find_checkpoint
 
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
+TILES_PER_PASS = 8
 
 
 class Options(NamedTuple):
@@ -77,7 +78,7 @@ class Predictor:
         device: Device,
         *,
         score: float = 0.3,
-        nms_iou: float = 0.5,
+        nms_iou: float | None = None,
         precision: str = "fp32",
         options: Options = Options(),  # noqa: B008 - immutable
     ) -> None:
@@ -92,7 +93,6 @@ class Predictor:
                 f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
             )
         self.options = options
-        self._nms_iou = nms_iou
         self._detector = Detector(
             model.eval(), device, precision=precision, score_threshold=score, nms_iou=nms_iou
         )
@@ -131,7 +131,9 @@ class Predictor:
         With tiles, each picture takes passes of its own.
         """
         if self.options.tile is not None:
-            return [self.predict_tiled(open_picture(picture), 8) for picture in pictures]
+            return [
+                self.predict_tiled(open_picture(picture), TILES_PER_PASS) for picture in pictures
+            ]
         return self.predict_views([view_of(open_picture(picture)) for picture in pictures])
 
     def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
@@ -164,7 +166,7 @@ class Predictor:
         boxes = np.concatenate([part.boxes for part in parts])
         scores = np.concatenate([part.scores for part in parts])
         labels = np.concatenate([part.labels for part in parts])
-        kept = merge(boxes, scores, labels, np.concatenate(cuts), self._nms_iou)
+        kept = merge(boxes, scores, labels, np.concatenate(cuts), self._detector.nms_iou)
         return self._detections(Found(boxes[kept], scores[kept], labels[kept]))
 
     def _detections(self, found: Found) -> list[Detection]:
@@ -207,12 +209,14 @@ def _selected_classes(names: Sequence[str], chosen: Sequence[str]) -> set[int]:
         if name not in names:
             lower = {known.lower(): known for known in names}
             near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-            listed = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
+            used = [known for known in names if known != UNUSED]
+            listed = ", ".join(used[:MAX_NAMED]) + (", ..." if len(used) > MAX_NAMED else "")
             hint = f"did you mean {lower[near[0]]!r}? " if near else ""
             raise UsageError(
                 f"class {name!r}: the network has no such class", hint=f"{hint}it has: {listed}"
             )
-    return {label for label, name in enumerate(names, start=1) if name in chosen or not chosen}
+    chosen = chosen or [name for name in names if name != UNUSED]
+    return {label for label, name in enumerate(names, start=1) if name in chosen}
 
 
 def load(
@@ -220,13 +224,13 @@ def load(
     *,
     device: str = "auto",
     score: float = 0.3,
-    nms_iou: float = 0.5,
+    nms_iou: float | None = None,
     precision: str = "fp32",
     options: Options = Options(),  # noqa: B008 - immutable
 ) -> Predictor:
     """See `ssdctl.load`."""
     opened = open_device(device)
-    read = read_checkpoint(find_checkpoint(Path(checkpoint)))
+    read = read_checkpoint(locate_checkpoint(checkpoint))
     return Predictor(
         opened.place(load_network(read)),
         read.classes,
