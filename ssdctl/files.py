@@ -1,7 +1,7 @@
-"""The one way to write a file: a temporary beside it, fsync, rename, fsync of the folder.
+"""Atomic file writes (temporary file, fsync, rename, fsync of the folder), locks, safe paths.
 
-A reader sees the old file or the new one, never a part. A killed writer leaves a temporary
-(`.NAME.PID.tmp`) that `remove_stale_temporaries` clears at the next start.
+A reader sees the old file or the new one, never a part. A killed writer leaves a temporary file
+(`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -21,17 +22,18 @@ from ssdctl.runtime.redact import redact_url
 
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
+LOCK_POLL_S = 0.1
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn the disk's refusals into a `DiskError` (exit 6) that names the path."""
+    """Turn OSErrors of the disk into a `DiskError` (exit 6) that names the path."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
-            where = path  # nobody asked for the temporary
+            where = path  # the user does not know the temporary file
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -78,7 +80,7 @@ def make_dir(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that appears at `path` whole, when the block ends without an error."""
+    """Open a file for writing that is published at `path` if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +108,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def sync_dir(path: Path) -> None:
-    """Make a rename in this folder survive a power cut."""
+    """Make a rename in this folder survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,7 +120,7 @@ def sync_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Publish `source` under a second name: a hard link where possible, else a copy."""
+    """Publish `source` under a second name: as a hard link if possible, else as a copy."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     with disk_errors(target, "writing"):
         temporary.unlink(missing_ok=True)
@@ -134,10 +136,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_stale_temporaries(folder: Path) -> list[Path]:
-    """Delete the temporaries of writers that died in `folder`; return what went.
+    """Delete the temporary files of dead writers in `folder`; return their paths.
 
-    To be called before this process writes there: in a pod that was started again it has, as
-    often as not, the dead writer's process id.
+    Call it before this process writes there: in a restarted pod it often has the dead writer's
+    process id.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -150,45 +152,75 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether an untrusted name is a relative path that stays below where it is put."""
+    """Return whether an untrusted name is a relative path that stays below its base folder."""
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
 
 
 def safe_join(root: Path, name: str) -> Path:
-    """`root / name` for an untrusted relative name; IntegrityError where it would leave `root`.
+    """Return `root / name` for an untrusted relative name.
 
-    Judged by the name alone, so a symbolic link inside `root` that the user made stays usable.
+    Only the name is checked, so a symbolic link that the user made inside `root` stays usable.
+
+    Raises:
+        IntegrityError: The path would leave `root`.
     """
     if not is_plain_name(name):
-        raise IntegrityError(f"{name!r} is no plain path below {root}")
+        raise IntegrityError(f"{name!r} is not a plain path below {root}")
     return root / name
 
 
-@contextlib.contextmanager
-def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for its owner; `on_wait` hears of the wait.
+def try_lock(path: Path) -> int | None:
+    """Lock a file, created if missing, and return its descriptor; None if another process has it.
 
-    The kernel drops the lock with the process that held it, so a dead owner's is never in the way.
+    The kernel releases the lock when the descriptor is closed or the process ends. If the file
+    system has no locks, the file counts as locked.
+    """
+    with disk_errors(path, "locking"):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An owner may remove the file when it ends: then this lock is on a deleted file.
+        if path.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextlib.contextmanager
+def lock(
+    path: Path, on_wait: Callable[[], None] | None = None, *, is_temporary: bool = False
+) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for its owner; call `on_wait` before a wait.
+
+    Args:
+        path: The lock file; created if missing, as are its parents.
+        on_wait: Called once if another process has the lock.
+        is_temporary: Delete the file at the end.
     """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+    descriptor = try_lock(path)
+    if descriptor is None and on_wait is not None:
+        on_wait()
+    while descriptor is None:
+        time.sleep(LOCK_POLL_S)
+        descriptor = try_lock(path)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if on_wait is not None:
-                on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        file.close()
+        if is_temporary:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def free_bytes(path: Path) -> int:
-    """Free space on the disk that will hold `path`, which need not exist yet."""
+    """Return the free bytes on the disk of `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

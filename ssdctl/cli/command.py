@@ -79,9 +79,10 @@ def command(
                 quiet=given.pop("quiet"),
                 verbose=given.pop("verbose"),
             )
-            with_exit_codes(
-                console, lambda: function(_call(console, chosen, given, is_isolated), **given)
-            )
+            with console.show_log():
+                with_exit_codes(
+                    console, lambda: function(_call(console, chosen, given, is_isolated), **given)
+                )
 
         def add_options() -> None:
             chosen.extend(select(*settings) if settings else [])

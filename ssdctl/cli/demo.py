@@ -12,6 +12,7 @@ import typer
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
 from ssdctl.config import TrainConfig
+from ssdctl.runs.layout import RunDir
 
 # Found by trials on two cores (benchmarks/RESULTS.md), from random weights. No crops: each image is
 # seen once, so there is nothing to vary.
@@ -72,7 +73,7 @@ def demo(
         call.console.say(f"\n{_explain(steps, pace_s)}")
     take("train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split(),
          "--steps", str(steps))  # fmt: skip
-    take("evaluate", str(run / "checkpoints" / "best.pt"))
+    take("evaluate", str(RunDir(run).best))
     take("report", str(run))
     _conclude(call, run, steps, done, time.monotonic() - start)
 
@@ -144,7 +145,7 @@ def _conclude(call: Call, run: Path, steps: int, commands: list[str], spent_s: f
 
     best = read_run(run).best
     assert best is not None  # the run above evaluated
-    report = run / "report.html"
+    report = RunDir(run).report
     data = {
         "AP": best["AP"],
         "AP50": best["AP50"],

@@ -12,15 +12,15 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.evaluate.checkpoint import Talk
     from ssdctl.runs.evaluation import Evaluation
 
 
@@ -66,10 +66,7 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
-        raise UsageError(
-            f"{path}: no such file or run folder",
-            hint="a run keeps its checkpoints in RUN/checkpoints/; RUN alone means all of them",
-        )
+        path = locate_checkpoint(what, mirror=call.config.download.mirror)
     if path.suffix == ".json":
         if find_ranks().is_main:  # one process is enough
             _score_file(call, path, report)
@@ -104,6 +101,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     keep_freed_memory()
     ranks = find_ranks()
+    call.console.handler.addFilter(MainRankFilter(ranks))
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     evaluations = []
     with _one_report(ranks), process_group(ranks, device):
@@ -113,7 +111,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 call.config,
                 device,
                 given=call.resolved.called_for(),
-                talk=_talk(call, ranks),
+                progress=call.console.progress,
                 ranks=ranks,
                 detections_file=detections,
             )
@@ -136,14 +134,6 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
         if error.is_from_all_ranks and not ranks.is_main:
             raise SystemExit(error.exit_code) from None
         raise
-
-
-def _talk(call: Call, ranks: Ranks) -> Talk:
-    from ssdctl.evaluate.checkpoint import Talk
-
-    if ranks.is_main:
-        return Talk(call.console.say, call.console.warn, call.console.progress)
-    return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
 
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:

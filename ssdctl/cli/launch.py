@@ -14,18 +14,18 @@ from ssdctl import files
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
     from ssdctl.launch.request import LaunchPlan, LaunchRequest
     from ssdctl.launch.run import JobOutcome
 
-CRASHES = (1, 8)  # what --restarts answers; other codes would come again
+CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
-OUTCOMES = {
-    8: "a rank or the launcher died; the first failure is above",
-    75: "stopped; run the same command again to go on",
-    130: "interrupted",
+OUTCOMES: dict[int, str] = {
+    ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
+    ExitCode.STOPPED: "stopped; run the same command again to go on",
+    ExitCode.INTERRUPTED: "interrupted",
 }
 
 
@@ -189,9 +189,10 @@ def _show_failure(
 ) -> None:
     """Say which rank a failed job owes to, and what it said last."""
     from ssdctl.launch.exit_codes import first_failure
-    from ssdctl.launch.logs import last_lines, log_path
+    from ssdctl.launch.logs import last_lines
+    from ssdctl.runs.layout import RunDir
 
-    if outcome.code in (0, 75, 130):
+    if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
         return
     num_ranks = plan.num_ranks if plan.nodes == 1 else None
     failure = first_failure(outcome.exits, num_ranks, outcome.lost)
@@ -202,7 +203,7 @@ def _show_failure(
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
             continue  # the first rank's words are above
-        path = log_path(Path(request.run_folder), rank)
+        path = RunDir(Path(request.run_folder)).rank_log(rank)
         if lines := last_lines(path):
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 

@@ -33,9 +33,10 @@ def report(
 ) -> None:
     """Write one self-contained HTML page: curves, AP, sample detections, config, environment."""
     from ssdctl.report.page import write_report
+    from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 
     read = read_runs([Path(run) for run in runs])
-    target = Path(out) if out else Path(runs[0]) / "report.html"
+    target = Path(out) if out else RunDir(Path(runs[0])).report
     write_report(read, target)
     call.console.result({"file": str(target)}, f"report: {target}")

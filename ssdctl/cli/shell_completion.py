@@ -111,8 +111,10 @@ def _values(option: Mapping[str, Any], word: str) -> list[Word]:
 
 def _run_folders() -> list[str]:
     """Run folders in the usual places, the newest first."""
-    configs = [*Path().glob("runs/*/config.toml"), *Path().glob("*/config.toml")]
-    configs += Path().glob("*/run/config.toml")
+    from ssdctl.runs.layout import RUNS, RunDir
+
+    folders = [path for pattern in (f"{RUNS}/*", "*", "*/run") for path in Path().glob(pattern)]
+    configs = [config for path in folders if (config := RunDir(path).config).is_file()]
     configs.sort(key=lambda path: -path.stat().st_mtime)
     return [str(path.parent) for path in configs]
 

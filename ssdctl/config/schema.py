@@ -45,6 +45,8 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         found.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
         found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
+    if config.train.augment == "ssd-zoom" and config.train.pipeline == "dali":
+        found.append(("train.augment", "ssd-zoom needs --pipeline native"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):
         found.append(("train.init", "--init starts a new run and --resume FILE goes on with one"))
     if config.train.profile is not None:

@@ -17,17 +17,11 @@ SHOWN_LINES = 15
 HEADER = "--- rank "
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    """Where a rank of the run in `folder` writes."""
-    return folder / "logs" / f"rank-{rank}.log"
-
-
-def start_rank_log(folder: Path, rank: int) -> None:
+def start_rank_log(path: Path, rank: int) -> None:
     """From now on this process's words go to its log, to the end of the process.
 
     Where the log cannot be written they stay on the terminal: a log is no reason to fail.
     """
-    path = log_path(folder, rank)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.open("a", encoding="utf-8", errors="replace", buffering=1)

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ssdctl.config.sections.train import TrainConfig
 from ssdctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from ssdctl.config.sections.train import TrainConfig
 
 RUNS = Path("runs")  # holds the run folders that --out does not name
 

@@ -1,4 +1,4 @@
-"""MLPerf's log lines (`:::MLLOG {...}`), for tools that read submissions. Torch-free."""
+"""Write MLPerf log lines (`:::MLLOG {...}`), for tools that read submissions. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BENCHMARK = "ssd"
 
 
 class MLLog:
-    """Appends to a file.
+    """Appends MLPerf log lines to a file.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class MLLog:
         self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
     def run(self, config: TrainConfig, plan: TrainSchedule, val_images: int) -> None:
-        """What a run is, once it is set up; then its start."""
+        """Log the run's settings after its setup, then its start."""
         facts = {
             "submission_benchmark": BENCHMARK,
             "submission_division": "open",

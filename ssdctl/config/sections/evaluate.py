@@ -32,12 +32,21 @@ class EvaluateConfig(Section, frozen=True):
         setting("Score only the first N images", metavar="N", aliases=("--eval-samples",)),
     ] = None
     score_threshold: Annotated[
-        Fraction,
-        setting("Drop detections below this score", metavar="X", aliases=("--nms-valid-thresh",)),
-    ] = 0.05
+        Fraction | None,
+        setting(
+            "Drop detections below this score [default: the network's own, 0.05; vgg16 0.01]",
+            metavar="X",
+            aliases=("--nms-valid-thresh",),
+        ),
+    ] = None
     nms_iou: Annotated[
-        Fraction, setting("Suppress a box that overlaps a better one by more", metavar="X")
-    ] = 0.5
+        Fraction | None,
+        setting(
+            "Suppress a box that overlaps a better one by more "
+            "[default: the network's own, 0.5; vgg16 0.45]",
+            metavar="X",
+        ),
+    ] = None
     annotated_only: Annotated[
         bool, setting("Score images with annotations alone, as the peers do")
     ] = False

@@ -399,9 +399,9 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = False
     augment: Annotated[
-        Literal["ssd", "none"],
+        Literal["ssd", "ssd-zoom", "none"],
         setting(
-            "SSD crops, flips and colours, or plain resized images",
+            "SSD crops, flips and colours; the same with zooming out; or plain resized images",
             panel="Input",
             affects_results=True,
         ),
