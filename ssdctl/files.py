@@ -1,7 +1,10 @@
 """Atomic file writes (temporary file, fsync, rename, fsync of the folder), locks, safe paths.
 
 A reader sees the old file or the new one, never a part. A killed writer leaves a temporary file
-(`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+(`.NAME.RANDOM.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+
+Other users may write to the folder, too: every file is opened through `no_follow`, and temporary
+files have unpredictable names and are created exclusively.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,10 +54,43 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
             errno.EISDIR,
             errno.EIO,
             errno.ENAMETOOLONG,
+            errno.EFBIG,
         ):
             hint = None if error.errno == errno.EIO else "choose another name or folder"
             raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
         raise
+
+
+def no_follow(path: str | Path, flags: int) -> int:
+    """Open a regular file for writing, never through a symbolic link; return its descriptor.
+
+    It fits the `opener` argument of `open`.
+
+    Raises:
+        UsageError: The path is a symbolic link, a pipe, a socket or a device.
+        OSError: The file cannot be opened.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and Path(path).is_symlink():
+            raise UsageError(
+                f"{path}: is a symbolic link, and ssdctl does not write through links",
+                hint="delete the link, or choose another folder",
+            ) from None
+        if error.errno != errno.ENXIO:  # a pipe without a reader, a socket
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise UsageError(f"{path}: is not a regular file", hint="delete it, or choose another folder")
+
+
+def _temporary(path: Path) -> Path:
+    """Return an unpredictable name next to `path`."""
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
 def refuse_url(path: str | Path, option: str) -> None:
@@ -81,11 +118,11 @@ def make_dir(path: Path) -> Path:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing that is published at `path` if the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = _temporary(path)
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "xb", opener=no_follow) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -121,9 +158,8 @@ def sync_dir(path: Path) -> None:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Publish `source` under a second name: as a hard link if possible, else as a copy."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = _temporary(target)
     with disk_errors(target, "writing"):
-        temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:
@@ -178,7 +214,7 @@ def try_lock(path: Path) -> int | None:
     system has no locks, the file counts as locked.
     """
     with disk_errors(path, "locking"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = no_follow(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # An owner may remove the file when it ends: then this lock is on a deleted file.

@@ -138,6 +138,8 @@ def launch(
     if plan.missing:
         call.console.warn(f"{plan.missing}: replace HOST by it")
     if write is not None:
+        if Path(write).exists():
+            call.console.say(f"{write} exists and is replaced")
         _write_script(Path(write), plan)
         answer["written"] = write
         submit = SUBMIT.get(plan.launcher)
@@ -170,7 +172,7 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, answer: dict[str,
         call.console.say("this starts the ranks of this node: run it on every node")
     left = request.config.restarts
     while True:
-        call.console.say(plan.to_line())
+        call.console.say(plan.to_log_line())
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
         _show_failure(call, request, plan, outcome)
         if outcome.code not in CRASHES or not left:
