@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ssdctl._version import __version__
@@ -29,8 +30,12 @@ def load(
     score: float = 0.3,
     nms_iou: float | None = None,
     precision: str = "fp32",
+    classes: Sequence[str] = (),
+    max_detections: int | None = None,
+    tile: int | None = None,
+    tile_overlap: float = 0.2,
 ) -> Predictor:
-    """A detector that is ready for pictures.
+    """Return a detector that is ready for pictures.
 
     Args:
         checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
@@ -40,13 +45,23 @@ def load(
         nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
             None: the network's convention (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
+        classes: The names of the classes to return; empty: all.
+        max_detections: How many detections of a picture are returned, the best; None: all.
+        tile: Detect on tiles of so many pixels and on the whole picture, and merge; for pictures
+            of which the objects are small. None: only the whole picture.
+        tile_overlap: Overlap of neighbouring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
-        ssdctl.errors.UsageError: No such file, device or precision.
+        ssdctl.errors.UsageError: No such file, device, precision or class.
         ssdctl.errors.IntegrityError: The file is damaged, no checkpoint, or would run code.
     """
     from ssdctl.inference import predict  # late: torch takes seconds
 
     return predict.load(
-        checkpoint, device=device, score=score, nms_iou=nms_iou, precision=precision
+        checkpoint,
+        device=device,
+        score=score,
+        nms_iou=nms_iou,
+        precision=precision,
+        options=predict.Options(classes, max_detections, tile, tile_overlap),
     )

@@ -54,8 +54,8 @@ def prepare(
     again.
     """
     from ssdctl.cli.interrupts import stoppable
-    from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import prepare as write_store
+    from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
         from ssdctl.report.preview import check_target
