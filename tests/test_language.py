@@ -25,7 +25,7 @@ NOT_CONVERTED = {
     "ssdctl/distributed", "ssdctl/doctor", "ssdctl/download", "ssdctl/evaluate", "ssdctl/export",
     "ssdctl/inference", "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
     "ssdctl/runs", "ssdctl/runtime", "ssdctl/train", "ssdctl/cli", "ssdctl/files.py",
-    "ssdctl/errors.py", "docs", "README.md",
+    "ssdctl/errors.py", "README.md",
 }  # fmt: skip
 
 
