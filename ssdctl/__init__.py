@@ -1,9 +1,9 @@
-"""ssdctl: train, evaluate and ship SSD300 detectors. Importing it never imports torch.
+"""Train, evaluate and deploy SSD300 detectors. Importing this package does not import torch.
 
 import ssdctl
 
-for found in ssdctl.load("runs/stable-r34").predict("street.jpg"):
-    print(found.name, found.score, found.box)
+for detection in ssdctl.load("runs/stable-r34").predict("street.jpg"):
+    print(detection.name, detection.score, detection.box)
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def load(
     nms_iou: float = 0.5,
     precision: str = "fp32",
 ) -> Predictor:
-    """A detector that is ready for pictures.
+    """Load a detector from a checkpoint, ready to predict.
 
     Args:
-        checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
-            best checkpoint, else its last.
-        device: `auto` is the accelerator that this machine has, else the CPU.
-        score: Detections score more than this, 0 to 1.
-        nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
+        checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA), or a run
+            folder: its best checkpoint, else its last.
+        device: `auto` is the accelerator of this machine, else the CPU.
+        score: Return only detections with a score above this, 0 to 1.
+        nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
         precision: `fp32` or `bf16`.
 
     Raises:
-        ssdctl.errors.UsageError: No such file, device or precision.
-        ssdctl.errors.IntegrityError: The file is damaged, no checkpoint, or would run code.
+        ssdctl.errors.UsageError: The file, the device or the precision does not exist.
+        ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
     from ssdctl.inference import predict  # late: torch takes seconds
 

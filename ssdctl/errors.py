@@ -1,25 +1,25 @@
-"""What can go wrong, by exit code.
+"""Expected failures and their exit codes.
 
-    SsdctlError                1   (never raised itself)
+    SsdctlError                1   base class, never raised itself
     |- UsageError              2   an option, a config, a device or a tool
     |- DataError               3   annotations, images, a dataset folder
     |- NetworkError            4
     |- IntegrityError          5   a hash, an archive, a checkpoint
     |- DiskError               6   no space, no permission
-    |- NonFiniteError          7   NaN or infinity where a number was due
-    |- DistributedError        8   a rank died, hung or disagreed
-    |- Stopped                75   a signal; everything is saved, run again to go on
+    |- NonFiniteError          7   NaN or infinity in a loss, a gradient or a weight
+    |- DistributedError        8   a rank died, hung or disagreed with the others
+    |- Stopped                75   a signal; everything is saved, run again to continue
     `- Interrupted           130   a second signal; nothing more was saved
 
-An error is one message: what, where, and (in `hint`) what to do next. The command line prints it
-without a traceback and exits with the code. Anything else that escapes is a bug: exit 1.
+An error is one message: what is wrong, where, and (in `hint`) what to do next. The command line
+prints it without a traceback and exits with the code. Any other exception is a bug: exit 1.
 """
 
 from __future__ import annotations
 
 
 class SsdctlError(Exception):
-    """An expected failure. `str(error)` says what and where; `hint` says what to do next."""
+    """An expected failure: `str(error)` is what is wrong and where, `hint` is what to do next."""
 
     exit_code = 1
 
@@ -57,7 +57,7 @@ class DistributedError(SsdctlError):
     exit_code = 8
 
 
-class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was asked to stop and did
+class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request
     exit_code = 75
 
 

@@ -1,7 +1,7 @@
-"""The one way to write a file: a temporary beside it, fsync, rename, fsync of the folder.
+"""Write files atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
 
-A reader sees the old file or the new one, never a part. A killed writer leaves a temporary
-(`.NAME.PID.tmp`) that `remove_stale_temporaries` clears at the next start.
+A reader sees the old file or the new one, never a part of it. A killed writer leaves a temporary
+file (`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ COPY_BYTES = 1024 * 1024
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn the disk's refusals into a `DiskError` (exit 6) that names the path."""
+    """Convert errors of the file system to a `DiskError` (exit 6) that names the path."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
-            where = path  # nobody asked for the temporary
+            where = path  # the user never named the temporary file
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -58,7 +58,7 @@ def refuse_url(path: str | Path, option: str) -> None:
     """Refuse a URL where a local folder is expected.
 
     Raises:
-        UsageError: It is a URL, as `s3://bucket/data`, which a `Path` holds as `s3:/bucket/data`.
+        UsageError: It is a URL, such as `s3://bucket/data` (as a `Path`: `s3:/bucket/data`).
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
         url = redact_url(re.sub(r":/+", "://", str(path), count=1))
@@ -78,7 +78,7 @@ def make_dir(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write to that appears at `path` whole, when the block ends without an error."""
+    """Yield a file that is moved to `path` if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,18 +95,18 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Publish `content` at `path` atomically."""
+    """Write `content` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Publish `content` at `path` atomically, as UTF-8."""
+    """Write `content` to `path` atomically, as UTF-8."""
     write_bytes(path, content.encode())
 
 
 def sync_dir(path: Path) -> None:
-    """Make a rename in this folder survive a power cut."""
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,7 +118,7 @@ def sync_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Publish `source` under a second name: a hard link where possible, else a copy."""
+    """Create `target` atomically as a hard link to `source` if possible, else as a copy."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     with disk_errors(target, "writing"):
         temporary.unlink(missing_ok=True)
@@ -134,10 +134,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_stale_temporaries(folder: Path) -> list[Path]:
-    """Delete the temporaries of writers that died in `folder`; return what went.
+    """Delete the temporary files of dead writers in `folder`; return their paths.
 
-    To be called before this process writes there: in a pod that was started again it has, as
-    often as not, the dead writer's process id.
+    Call it before this process writes to the folder: in a restarted pod this process often has
+    the same id as the dead writer.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -150,16 +150,19 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether an untrusted name is a relative path that stays below where it is put."""
+    """Return whether an untrusted name is a relative path that does not leave its folder."""
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
 
 
 def safe_join(root: Path, name: str) -> Path:
-    """`root / name` for an untrusted relative name; IntegrityError where it would leave `root`.
+    """Return `root / name` for an untrusted relative name.
 
-    Judged by the name alone, so a symbolic link inside `root` that the user made stays usable.
+    Only the name is checked, so symbolic links that the user made inside `root` still work.
+
+    Raises:
+        IntegrityError: The path would leave `root`.
     """
     if not is_plain_name(name):
         raise IntegrityError(f"{name!r} is no plain path below {root}")
@@ -168,9 +171,9 @@ def safe_join(root: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for its owner; `on_wait` hears of the wait.
+    """Hold an exclusive lock on `path`; call `on_wait` if another process holds it.
 
-    The kernel drops the lock with the process that held it, so a dead owner's is never in the way.
+    The kernel releases the lock when the process that holds it ends, however it ends.
     """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +191,7 @@ def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None
 
 
 def free_bytes(path: Path) -> int:
-    """Free space on the disk that will hold `path`, which need not exist yet."""
+    """Return the free bytes of the file system of `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

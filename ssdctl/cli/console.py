@@ -1,4 +1,4 @@
-"""The one sink: results to stdout (human or JSON), everything else to stderr."""
+"""Write all output of a command: results to stdout (text or JSON), everything else to stderr."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold"
 
 
 class Console:
-    """Where a command's words go.
+    """The output of a command.
 
     Args:
-        as_json: stdout carries one JSON object and nothing else.
-        quiet: stderr carries warnings and errors alone.
-        verbose: Errors come with their traceback.
+        as_json: Write one JSON object to stdout and nothing else.
+        quiet: Write only warnings and errors to stderr.
+        verbose: Print the traceback of errors.
     """
 
     def __init__(
@@ -40,26 +40,26 @@ class Console:
 
     @property
     def live(self) -> bool:
-        """Whether a display that redraws itself makes sense."""
+        """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
     def say(self, text: str) -> None:
-        """Tell what happens."""
+        """Write a line of information to stderr, unless quiet."""
         if not self.quiet:
             self._write(text, sys.stderr)
 
     def warn(self, text: str) -> None:
-        """Tell what the user should look at; said even with -q."""
+        """Write a warning to stderr, even if quiet."""
         self._write(text, sys.stderr, label="warning", style="yellow")
 
     def error(self, error: SsdctlError) -> None:
-        """The one message of an expected failure."""
+        """Write the message and the hint of an expected failure to stderr."""
         self._write(str(error), sys.stderr, label="error", style="red")
         if error.hint:
             self._write(error.hint, sys.stderr, label="hint", style="cyan")
 
     def result(self, data: Any, human: Callable[[], Any] | str | None = None) -> None:
-        """The command's answer: `data` as JSON with --json, else `human` (text or a rich table)."""
+        """Write the result to stdout: `data` as JSON with --json, else `human` (text or table)."""
         if self.as_json:
             self._write(json.dumps(data, ensure_ascii=False, allow_nan=False), sys.stdout)
         elif isinstance(human, str):
@@ -71,7 +71,7 @@ class Console:
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
     ) -> Iterator[T]:
-        """Pass `items` through, with a bar on a terminal."""
+        """Yield `items`, with a progress bar on a terminal."""
         if not self.live:
             yield from items
             return
@@ -80,7 +80,7 @@ class Console:
         yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
-        """The text in a colour, or bold, where the stream (stdout) is a terminal that wants it."""
+        """Return the text in a colour or bold if the stream (None: stdout) supports colours."""
         stream = stream or sys.stdout
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if is_plain or not stream.isatty():
@@ -95,7 +95,7 @@ class Console:
                 print(label + text, file=stream, flush=True)
         except DiskError:
             if stream is sys.stdout:
-                raise  # a log that is full is no reason to end a run; a lost answer is
+                raise  # a lost result is an error; lost messages on stderr must not end a run
 
 
 def _rich(stream: IO[str]) -> RichConsole:

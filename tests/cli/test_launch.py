@@ -149,7 +149,7 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     # Options before -- are train's, and train is not what is launched.
     assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
-    assert "--bs belongs to train" in capsys.readouterr().err
+    assert "--bs is an option of train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.render import json_schema, to_started_toml, to_toml, values
+from ssdctl.config.render import json_schema, to_template_toml, to_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
@@ -171,7 +171,7 @@ def test_written_config_reads_back(
 def test_a_started_file_follows_its_preset(tmp_path: Path, name: str) -> None:
     before = resolved(("train.preset", name))
     file = tmp_path / "ssdctl.toml"
-    file.write_text(to_started_toml(before))
+    file.write_text(to_template_toml(before))
     after = resolved(file=file)
     assert after.config == before.config
     assert {p for p, s in after.sources.items() if "ssdctl.toml" in s} == {"train.preset"}
@@ -181,7 +181,7 @@ def test_a_started_file_follows_its_preset(tmp_path: Path, name: str) -> None:
 
 
 def test_every_line_of_a_started_file_can_be_set(tmp_path: Path) -> None:
-    text = to_started_toml(resolved())
+    text = to_template_toml(resolved())
     lines = [re.sub(r"^#(\w+ = .)", r"\1", line) for line in text.splitlines()]
     file = tmp_path / "ssdctl.toml"
     file.write_text("\n".join(lines))

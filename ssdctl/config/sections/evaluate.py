@@ -7,7 +7,7 @@ from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setti
 
 
 class EvaluateConfig(Section, frozen=True):
-    """How a checkpoint is scored."""
+    """The evaluation of a checkpoint."""
 
     split: Annotated[Literal["train", "val", "test"], setting("Split to score")] = "val"
     batch_size: Annotated[
@@ -36,18 +36,19 @@ class EvaluateConfig(Section, frozen=True):
         setting("Drop detections below this score", metavar="X", aliases=("--nms-valid-thresh",)),
     ] = 0.05
     nms_iou: Annotated[
-        Fraction, setting("Suppress a box that overlaps a better one by more", metavar="X")
+        Fraction,
+        setting("Suppress a box if its IoU with a better one is above this", metavar="X"),
     ] = 0.5
     annotated_only: Annotated[
-        bool, setting("Score images with annotations alone, as the peers do")
+        bool, setting("Score only images with annotations, as the replaced systems do")
     ] = False
     verify: Annotated[
-        bool, setting("Score with pycocotools too and fail on a difference over 1e-12")
+        bool, setting("Also score with pycocotools; fail on a difference above 1e-12")
     ] = False
 
 
 class PredictConfig(Section, frozen=True):
-    """How `ssdctl predict` looks at pictures."""
+    """The detection on images by `ssdctl predict`."""
 
     score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
     batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
