@@ -8,6 +8,7 @@ for detection in ssdctl.load("runs/stable-r34").predict("street.jpg"):
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from ssdctl._version import __version__
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 __all__ = ["__version__", "load"]
 
@@ -24,17 +27,26 @@ def load(
     *,
     device: str = "auto",
     score: float = 0.3,
-    nms_iou: float = 0.5,
+    nms_iou: float | None = None,
     precision: str = "fp32",
 ) -> Predictor:
     """Load a detector from a checkpoint, ready to predict.
 
     Args:
+<<<<<<< HEAD
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA), or a run
             folder: its best checkpoint, else its last.
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
+=======
+        checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
+            best checkpoint, else its last.
+        device: `auto` is the accelerator that this machine has, else the CPU.
+        score: Detections score more than this, 0 to 1.
+        nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
+            None: the network's convention (0.5; VGG16 0.45).
+>>>>>>> main
         precision: `fp32` or `bf16`.
 
     Raises:

@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Expected failures and their exit codes.
 
     SsdctlError                1   base class, never raised itself
@@ -13,15 +14,52 @@
 
 An error is one message: what is wrong, where, and (in `hint`) what to do next. The command line
 prints it without a traceback and exits with the code. Any other exception is a bug: exit 1.
+=======
+"""Exceptions and exit codes.
+
+An error is one message: what is wrong, where, and (in `hint`) what to do. The command line prints
+it without a traceback and exits with the error's code. Any other exception that escapes is a bug:
+exit 1.
+>>>>>>> main
 """
 
 from __future__ import annotations
 
+import enum
+
+
+class ExitCode(enum.IntEnum):
+    """The exit codes of every command. Batch systems and scripts rely on them."""
+
+    OK = 0
+    BUG = 1  # an unexpected exception
+    USAGE = 2  # an option, a config, a device or a missing tool
+    DATA = 3  # annotations, images, a dataset folder
+    NETWORK = 4
+    INTEGRITY = 5  # a hash, an archive, a checkpoint
+    DISK = 6  # no space, no permission
+    NON_FINITE = 7  # a NaN or infinite loss, gradient or output
+    DISTRIBUTED = 8  # a rank died, hung or disagreed
+    STOPPED = 75  # by a signal; everything is saved, the same command continues
+    INTERRUPTED = 130  # by a second signal; nothing more was saved
+
+    def __str__(self) -> str:
+        return str(self.value)
+
 
 class SsdctlError(Exception):
+<<<<<<< HEAD
     """An expected failure: `str(error)` is what is wrong and where, `hint` is what to do next."""
+=======
+    """An expected failure; only its subclasses are raised.
+>>>>>>> main
 
-    exit_code = 1
+    Args:
+        message: What is wrong, and where.
+        hint: What to do next.
+    """
+
+    exit_code = ExitCode.BUG
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -30,36 +68,41 @@ class SsdctlError(Exception):
 
 
 class UsageError(SsdctlError):
-    exit_code = 2
+    exit_code = ExitCode.USAGE
 
 
 class DataError(SsdctlError):
-    exit_code = 3
+    exit_code = ExitCode.DATA
 
 
 class NetworkError(SsdctlError):
-    exit_code = 4
+    exit_code = ExitCode.NETWORK
 
 
 class IntegrityError(SsdctlError):
-    exit_code = 5
+    exit_code = ExitCode.INTEGRITY
 
 
 class DiskError(SsdctlError):
-    exit_code = 6
+    exit_code = ExitCode.DISK
 
 
 class NonFiniteError(SsdctlError):
-    exit_code = 7
+    exit_code = ExitCode.NON_FINITE
 
 
 class DistributedError(SsdctlError):
-    exit_code = 8
+    exit_code = ExitCode.DISTRIBUTED
 
 
+<<<<<<< HEAD
 class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request
     exit_code = 75
+=======
+class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was asked to stop and did
+    exit_code = ExitCode.STOPPED
+>>>>>>> main
 
 
 class Interrupted(SsdctlError):  # noqa: N818 - as above
-    exit_code = 130
+    exit_code = ExitCode.INTERRUPTED

@@ -1,7 +1,17 @@
+<<<<<<< HEAD
 """Write files atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
 
 A reader sees the old file or the new one, never a part of it. A killed writer leaves a temporary
 file (`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+=======
+"""Atomic file writes (temporary file, fsync, rename, fsync of the folder), locks, safe paths.
+
+A reader sees the old file or the new one, never a part. A killed writer leaves a temporary file
+(`.NAME.RANDOM.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+
+Other users may write to the folder, too: every file is opened through `no_follow`, and temporary
+files have unpredictable names and are created exclusively.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -12,6 +22,8 @@ import fcntl
 import os
 import re
 import shutil
+import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
@@ -21,17 +33,26 @@ from ssdctl.runtime.redact import redact_url
 
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
+LOCK_POLL_S = 0.1
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
+<<<<<<< HEAD
     """Convert errors of the file system to a `DiskError` (exit 6) that names the path."""
+=======
+    """Turn OSErrors of the disk into a `DiskError` (exit 6) that names the path."""
+>>>>>>> main
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
+<<<<<<< HEAD
             where = path  # the user never named the temporary file
+=======
+            where = path  # the user does not know the temporary file
+>>>>>>> main
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -48,10 +69,43 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
             errno.EISDIR,
             errno.EIO,
             errno.ENAMETOOLONG,
+            errno.EFBIG,
         ):
             hint = None if error.errno == errno.EIO else "choose another name or folder"
             raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
         raise
+
+
+def no_follow(path: str | Path, flags: int) -> int:
+    """Open a regular file for writing, never through a symbolic link; return its descriptor.
+
+    It fits the `opener` argument of `open`.
+
+    Raises:
+        UsageError: The path is a symbolic link, a pipe, a socket or a device.
+        OSError: The file cannot be opened.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and Path(path).is_symlink():
+            raise UsageError(
+                f"{path}: is a symbolic link, and ssdctl does not write through links",
+                hint="delete the link, or choose another folder",
+            ) from None
+        if error.errno != errno.ENXIO:  # a pipe without a reader, a socket
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise UsageError(f"{path}: is not a regular file", hint="delete it, or choose another folder")
+
+
+def _temporary(path: Path) -> Path:
+    """Return an unpredictable name next to `path`."""
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
 
 
 def refuse_url(path: str | Path, option: str) -> None:
@@ -78,12 +132,17 @@ def make_dir(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+<<<<<<< HEAD
     """Yield a file that is moved to `path` if the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+=======
+    """Open a file for writing that is published at `path` if the block ends without an error."""
+    temporary = _temporary(path)
+>>>>>>> main
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "xb", opener=no_follow) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -106,7 +165,11 @@ def write_text(path: Path, content: str) -> None:
 
 
 def sync_dir(path: Path) -> None:
+<<<<<<< HEAD
     """Flush a folder to disk, so that a rename in it survives a power failure."""
+=======
+    """Make a rename in this folder survive a power failure."""
+>>>>>>> main
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,10 +181,14 @@ def sync_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
+<<<<<<< HEAD
     """Create `target` atomically as a hard link to `source` if possible, else as a copy."""
     temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+=======
+    """Publish `source` under a second name: as a hard link if possible, else as a copy."""
+    temporary = _temporary(target)
+>>>>>>> main
     with disk_errors(target, "writing"):
-        temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:
@@ -136,8 +203,13 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_stale_temporaries(folder: Path) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
+<<<<<<< HEAD
     Call it before this process writes to the folder: in a restarted pod this process often has
     the same id as the dead writer.
+=======
+    Call it before this process writes there: in a restarted pod it often has the dead writer's
+    process id.
+>>>>>>> main
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -150,7 +222,11 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
+<<<<<<< HEAD
     """Return whether an untrusted name is a relative path that does not leave its folder."""
+=======
+    """Return whether an untrusted name is a relative path that stays below its base folder."""
+>>>>>>> main
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
@@ -159,39 +235,82 @@ def is_plain_name(name: str) -> bool:
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name.
 
+<<<<<<< HEAD
     Only the name is checked, so symbolic links that the user made inside `root` still work.
+=======
+    Only the name is checked, so a symbolic link that the user made inside `root` stays usable.
+>>>>>>> main
 
     Raises:
         IntegrityError: The path would leave `root`.
     """
     if not is_plain_name(name):
-        raise IntegrityError(f"{name!r} is no plain path below {root}")
+        raise IntegrityError(f"{name!r} is not a plain path below {root}")
     return root / name
 
 
+<<<<<<< HEAD
 @contextlib.contextmanager
 def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold an exclusive lock on `path`; call `on_wait` if another process holds it.
 
     The kernel releases the lock when the process that holds it ends, however it ends.
+=======
+def try_lock(path: Path) -> int | None:
+    """Lock a file, created if missing, and return its descriptor; None if another process has it.
+
+    The kernel releases the lock when the descriptor is closed or the process ends. If the file
+    system has no locks, the file counts as locked.
+    """
+    with disk_errors(path, "locking"):
+        descriptor = no_follow(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An owner may remove the file when it ends: then this lock is on a deleted file.
+        if path.stat().st_ino == os.fstat(descriptor).st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+@contextlib.contextmanager
+def lock(
+    path: Path, on_wait: Callable[[], None] | None = None, *, is_temporary: bool = False
+) -> Iterator[None]:
+    """Hold an exclusive lock on `path`, waiting for its owner; call `on_wait` before a wait.
+
+    Args:
+        path: The lock file; created if missing, as are its parents.
+        on_wait: Called once if another process has the lock.
+        is_temporary: Delete the file at the end.
+>>>>>>> main
     """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
+    descriptor = try_lock(path)
+    if descriptor is None and on_wait is not None:
+        on_wait()
+    while descriptor is None:
+        time.sleep(LOCK_POLL_S)
+        descriptor = try_lock(path)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if on_wait is not None:
-                on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
         yield
     finally:
-        file.close()
+        if is_temporary:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def free_bytes(path: Path) -> int:
+<<<<<<< HEAD
     """Return the free bytes of the file system of `path`, which need not exist yet."""
+=======
+    """Return the free bytes on the disk of `path`, which need not exist yet."""
+>>>>>>> main
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

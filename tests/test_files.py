@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.data.prepare import _make_store_dir as make_store_dir
+from ssdctl.download.partial_file import Part, part_paths
+from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.files import (
     atomic_write,
     disk_errors,
@@ -29,6 +32,10 @@ from ssdctl.files import (
     safe_join,
     write_text,
 )
+from ssdctl.launch.logs import start_rank_log
+from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.metrics import MetricsFile
+from ssdctl.train.mllog import MLLog
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -234,3 +241,99 @@ def test_a_refusal_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
         file.write(b"x")
     assert str(caught.value) == f"Is a directory while writing {tmp_path}"
     assert caught.value.hint
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file that another user wants to have destroyed."""
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    return path
+
+
+def hold_run(path: Path) -> None:
+    with exclusive_run(path.parent):
+        pass
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "folder/lock": lambda path: hold(path, lambda: None),
+    "run/.lock": hold_run,
+    "run/mllog": lambda path: MLLog(path).point("key", 1),
+    "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),
+    "store/.lock": lambda path: make_store_dir(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_planted_link_is_an_error_and_its_target_stays(
+    name: str, victim: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / name
+    link.parent.mkdir(parents=True)
+    for target in (victim, tmp_path / "new"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(UsageError, match=re.escape(str(link))) as caught:
+            WRITERS[name](link)
+        assert caught.value.hint
+        assert link.is_symlink()
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    file = MetricsFile(metrics, 0)
+    metrics.symlink_to(victim)
+    with pytest.raises(UsageError, match="symbolic link"):
+        file.write({"kind": "event", "step": 1, "event": "x"})
+    MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "event": "x"})
+    assert not metrics.is_symlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -> None:
+    target = tmp_path / "a.zip"
+    part, state = part_paths(target)
+    state.symlink_to(victim)
+    Part(target, 8, 1, "https://host/a.zip").close()
+    assert not state.is_symlink()
+    part.unlink()
+    part.symlink_to(victim)
+    with pytest.raises(UsageError, match="symbolic link"):
+        Part(target, 8, 1, "https://host/a.zip")
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(UsageError, match="not a regular file"):
+        hold(tmp_path / "lock", lambda: None)
+
+
+def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
+    names = set()
+    for _ in range(2):
+        with atomic_write(tmp_path / "file") as file:
+            names.add(Path(file.name).name)
+            file.write(b"new")
+    assert len(names) == 2
+    assert (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "file").is_symlink()
+    assert victim.read_text() == "precious"
+    link_or_copy(tmp_path / "file", tmp_path / "file2")
+    assert victim.read_text() == "precious"
+
+
+def test_a_file_over_the_size_limit_is_a_disk_error(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from ssdctl.files import write_bytes\n"
+        "from ssdctl.errors import DiskError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"try: write_bytes(Path({str(tmp_path / 'file')!r}), bytes(2000))\n"
+        "except DiskError as error: sys.exit(error.exit_code)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 6
+    assert list(tmp_path.iterdir()) == []

@@ -134,7 +134,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             times = [time.perf_counter()]
             content = bytes(split.read(int(row)))  # copied, to really read a mapped file
             times.append(time.perf_counter())
-            pixels = decode(content, (width, height), rows=bottom)
+            pixels = decode(content, (width, height), rows=min(bottom, height))
             times.append(time.perf_counter())
             resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
             times.append(time.perf_counter())

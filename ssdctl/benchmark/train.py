@@ -24,13 +24,13 @@ from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.setup import choose_precision
-from ssdctl.train.step import SINGLE_PROCESS, TrainStep, copied_ahead
+from ssdctl.train.step import TrainStep, copy_ahead
 
 COCO_OUTPUTS = COCO_CLASSES + 1
 MATMUL_SIZE = {"cpu": 2048}
@@ -160,7 +160,7 @@ class _Bench:
         scale = loss_scale(self.precision, self.device, optimizer)
         step = TrainStep(self.model, optimizer, self.device, config, self.precision, ranks, scale)
         start = time.perf_counter()
-        for batch in itertools.islice(copied_ahead(batches, self.device), WARMUP_STEPS):
+        for batch in itertools.islice(copy_ahead(batches, self.device), WARMUP_STEPS):
             step([batch], 1e-6)
         self.device.synchronize()
         spent = time.perf_counter() - start
@@ -169,7 +169,7 @@ class _Bench:
 
     def _rate(self, step: TrainStep, batches: Iterator[Batch], seconds: float) -> Rate:
         """Time steps for that many seconds."""
-        ahead = copied_ahead(batches, self.device)
+        ahead = copy_ahead(batches, self.device)
         for batch in itertools.islice(ahead, WARMUP_STEPS):
             step([batch], 1e-6)
         steps, spent = timed(

@@ -1,68 +1,70 @@
-"""Save beside training: the run waits for a copy of its state, a thread does the writing.
+"""Write checkpoints in a thread: training waits only for a copy of its state.
 
-At most one save is under way; the next waits for it. What went wrong in the thread is raised at the
-next step, by `check`.
+At most one save is in progress; the next one waits for it. An error of the thread is raised by
+`check`, at the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ssdctl.checkpoint.writer import CheckpointDir
+
+class CheckpointStore(Protocol):
+    """Where checkpoints are written."""
+
+    def write(self, payload: dict[str, Any]) -> None: ...
+
+    def mark_best(self, step: int) -> None: ...
 
 
 class AsyncCheckpointWriter:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run in a thread.
 
     Args:
-        folder: Where to.
+        store: Writes them to the disk.
     """
 
-    def __init__(self, folder: CheckpointDir) -> None:
-        self._folder = folder
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._under_way: Future[None] | None = None
+        self._save: Future[None] | None = None  # in progress
 
     def save(self, payload: dict[str, Any]) -> None:
-        """Have a checkpoint written; its tensors are copied before this returns."""
+        """Start to write a checkpoint; its tensors are copied before this returns."""
         self.wait()
         copied = copy_to_host(payload)
-        self._start(lambda: self._folder.write(copied))
+        self._save = self._pool.submit(self._store.write, copied)
 
     def mark_best(self, step: int) -> None:
-        """Publish the checkpoint of `step` as the best, once it is written."""
+        """Publish the checkpoint of `step` as the best once it is written."""
         self.wait()
-        self._folder.mark_best(step)
+        self._store.mark_best(step)
 
     def check(self) -> None:
-        """Raise what the last save failed of, if it did; never waits."""
-        if self._under_way is not None and self._under_way.done():
+        """Raise the error of the last save, if it failed. Does not wait."""
+        if self._save is not None and self._save.done():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until all is written.
+        """Wait until the save in progress is written.
 
         Raises:
-            DiskError: It could not be.
+            DiskError: It could not be written.
         """
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            under_way.result()
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
 
     def close(self) -> None:
-        """Let the save that is under way end; for a run that ends by an error of its own."""
+        """Finish the save in progress, ignoring its error: for a run that ends by another one."""
         self._pool.shutdown(wait=True)
-
-    def _start(self, work: Callable[[], None]) -> None:
-        self._under_way = self._pool.submit(work)
 
 
 def copy_to_host(value: Any) -> Any:
-    """A copy of nested dicts and lists whose tensors lie on the host, in plain memory order."""
+    """Return a copy of nested dicts and lists with contiguous tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         copied = value.detach().to("cpu", copy=True)
         return copied.contiguous()

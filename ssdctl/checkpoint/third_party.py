@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.data.coco_classes import COCO_CLASSES
+from ssdctl.data.coco_classes import COCO_CLASSES, UNUSED
 from ssdctl.data.formats.coco import ClassName
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
@@ -115,7 +115,7 @@ def classes_of(names: Mapping[int, str], num_classes: int) -> list[ClassName]:
     if num_classes == COCO_OUTPUTS_WITH_GAPS:
         by_id = dict(COCO_CLASSES)
         return [
-            ClassName(id_ if id_ in by_id else None, by_id.get(id_, f"(unused {id_})"))
+            ClassName(id_ if id_ in by_id else None, by_id.get(id_, UNUSED))
             for id_ in range(1, num_classes)
         ]
     return []

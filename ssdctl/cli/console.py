@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ssdctl.errors import DiskError
 from ssdctl.files import disk_errors
@@ -20,6 +22,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
 STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
+
+
+class MessageHandler(logging.Handler):
+    """Passes the messages of the `ssdctl` loggers to the console, or to a display.
+
+    Args:
+        sink: Shows information by `say` and warnings by `warn`.
+    """
+
+    def __init__(self, sink: MessageSink) -> None:
+        super().__init__(logging.INFO)
+        self.sink = sink
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        (self.sink.warn if is_warning else self.sink.say)(record.getMessage())
+
+
+class MessageSink(Protocol):
+    """Shows messages to the user."""
+
+    def say(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
 
 
 class Console:
@@ -37,6 +63,23 @@ class Console:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
+        self.handler = MessageHandler(self)
+
+    @contextlib.contextmanager
+    def show_log(self) -> Iterator[None]:
+        """Show the messages of the `ssdctl` loggers for the duration of the block.
+
+        A command that runs inside another one replaces the outer one's handler.
+        """
+        logger = logging.getLogger("ssdctl")
+        level, outer = logger.level, list(logger.handlers)
+        logger.handlers = [h for h in outer if not isinstance(h, MessageHandler)] + [self.handler]
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.handlers = outer
+            logger.setLevel(level)
 
     @property
     def live(self) -> bool:

@@ -12,6 +12,7 @@ import typer
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
 from ssdctl.config import TrainConfig
+from ssdctl.runs.layout import RunDir
 
 # Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
 # each image is used only once.
@@ -68,6 +69,7 @@ def demo(
     run_step("prepare", "--data", str(data))
     steps = steps_of_run(run)
     if steps is None:
+<<<<<<< HEAD
         step_s = seconds_per_step(call.config.train)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         call.console.say(f"\n{_training_length(steps, step_s)}")
@@ -76,6 +78,16 @@ def demo(
     run_step("evaluate", str(run / "checkpoints" / "best.pt"))
     run_step("report", str(run))
     _print_result(call, run, steps, commands, time.monotonic() - start)
+=======
+        pace_s = seconds_per_step(call.config.train)
+        steps = affordable_steps(pace_s, BUDGET_S - (time.monotonic() - start))
+        call.console.say(f"\n{_explain(steps, pace_s)}")
+    take("train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split(),
+         "--steps", str(steps))  # fmt: skip
+    take("evaluate", str(RunDir(run).best))
+    take("report", str(run))
+    _conclude(call, run, steps, done, time.monotonic() - start)
+>>>>>>> main
 
 
 def seconds_per_step(config: TrainConfig) -> float:
@@ -148,7 +160,7 @@ def _print_result(call: Call, run: Path, steps: int, commands: list[str], spent_
 
     best = read_run(run).best
     assert best is not None  # the run above evaluated
-    report = run / "report.html"
+    report = RunDir(run).report
     data = {
         "AP": best["AP"],
         "AP50": best["AP50"],

@@ -12,15 +12,15 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.distributed.ranks import Ranks, find_ranks
+from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.evaluate.checkpoint import Talk
     from ssdctl.runs.evaluation import Evaluation
 
 
@@ -69,10 +69,14 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
+<<<<<<< HEAD
         raise UsageError(
             f"{path}: no such file or run folder",
             hint="the checkpoints of a run are in RUN/checkpoints/; RUN scores all of them",
         )
+=======
+        path = locate_checkpoint(what, mirror=call.config.download.mirror)
+>>>>>>> main
     if path.suffix == ".json":
         if find_ranks().is_main:  # scored on one rank
             _score_file(call, path, report)
@@ -107,6 +111,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
     keep_freed_memory()
     ranks = find_ranks()
+    call.console.handler.addFilter(MainRankFilter(ranks))
     device = open_device(call.config.evaluate.device, ranks.local_rank)
     evaluations = []
     with _one_report(ranks), process_group(ranks, device):
@@ -115,8 +120,13 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 file,
                 call.config,
                 device,
+<<<<<<< HEAD
                 given=call.resolved.explicit_settings(),
                 talk=_talk(call, ranks),
+=======
+                given=call.resolved.called_for(),
+                progress=call.console.progress,
+>>>>>>> main
                 ranks=ranks,
                 detections_file=detections,
             )
@@ -139,14 +149,6 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
         if error.is_from_all_ranks and not ranks.is_main:
             raise SystemExit(error.exit_code) from None
         raise
-
-
-def _talk(call: Call, ranks: Ranks) -> Talk:
-    from ssdctl.evaluate.checkpoint import Talk
-
-    if ranks.is_main:
-        return Talk(call.console.say, call.console.warn, call.console.progress)
-    return Talk(lambda _: None, lambda _: None, lambda items, **_: items)
 
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:

@@ -32,7 +32,12 @@ FORMATS = ("onnx", "safetensors", "mlperf", "nvidia")
 def export(
     call: Call,
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT", help="Checkpoint or run folder", show_default=False)
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint, run folder or detector name",
+            show_default=False,
+        ),
     ],
     kind: Annotated[
         str,
@@ -61,9 +66,9 @@ def export(
         raise UsageError(f"--raw applies to --format onnx, not to {kind}")
     from ssdctl.checkpoint.reader import read_checkpoint
     from ssdctl.export.formats import export as write
-    from ssdctl.runs.layout import find_checkpoint
+    from ssdctl.inference.model_source import locate_checkpoint
 
-    source = find_checkpoint(Path(checkpoint))
+    source = locate_checkpoint(checkpoint, mirror=call.config.download.mirror)
     if Path(out).exists() and Path(out).samefile(source):
         raise UsageError(f"--out {out} is the checkpoint itself", hint="give another file")
     content = read_checkpoint(source)
@@ -81,8 +86,13 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.export.formats import export_onnx
 
     settings = call.config.evaluate
+<<<<<<< HEAD
     given = call.resolved.explicit_settings()
     data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
+=======
+    given = call.resolved.called_for()
+    data = dataset_folders(choose_data(checkpoint, call.config.data, given))
+>>>>>>> main
     comparison, pictures = export_onnx(
         checkpoint,
         out,

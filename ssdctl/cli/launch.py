@@ -14,18 +14,27 @@ from ssdctl import files
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 
 if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
     from ssdctl.launch.request import LaunchPlan, LaunchRequest
     from ssdctl.launch.run import JobOutcome
 
+<<<<<<< HEAD
 CRASHES = (1, 8)  # exit codes that --restarts applies to; other failures would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES = {
     8: "a rank or the launcher died; the first failure is above",
     75: "stopped; run the same command again to continue",
     130: "interrupted",
+=======
+CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
+SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
+OUTCOMES: dict[int, str] = {
+    ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
+    ExitCode.STOPPED: "stopped; run the same command again to go on",
+    ExitCode.INTERRUPTED: "interrupted",
+>>>>>>> main
 }
 
 
@@ -138,6 +147,8 @@ def launch(
     if plan.missing:
         call.console.warn(f"{plan.missing}: replace HOST by it")
     if write is not None:
+        if Path(write).exists():
+            call.console.say(f"{write} exists and is replaced")
         _write_script(Path(write), plan)
         result["written"] = write
         submit = SUBMIT.get(plan.launcher)
@@ -170,7 +181,7 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str,
         call.console.say("this starts only the ranks of this node: run it on every node")
     restarts_left = request.config.restarts
     while True:
-        call.console.say(plan.to_line())
+        call.console.say(plan.to_log_line())
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
         _show_failure(call, request, plan, outcome)
         if outcome.code not in CRASHES or not restarts_left:
@@ -191,9 +202,10 @@ def _show_failure(
 ) -> None:
     """Print the ranks that failed first and the end of their log."""
     from ssdctl.launch.exit_codes import first_failure
-    from ssdctl.launch.logs import last_lines, log_path
+    from ssdctl.launch.logs import last_lines
+    from ssdctl.runs.layout import RunDir
 
-    if outcome.code in (0, 75, 130):
+    if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
         return
     num_ranks = plan.num_ranks if plan.nodes == 1 else None
     failure = first_failure(outcome.exits, num_ranks, outcome.lost)
@@ -203,8 +215,13 @@ def _show_failure(
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
+<<<<<<< HEAD
             continue  # the output of rank 0 is already on the terminal
         path = log_path(Path(request.run_folder), rank)
+=======
+            continue  # the first rank's words are above
+        path = RunDir(Path(request.run_folder)).rank_log(rank)
+>>>>>>> main
         if lines := last_lines(path):
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 

@@ -22,6 +22,7 @@ from ssdctl.launch.preflight import check_train, check_volumes
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.launch.run import free_port
 from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
+from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.torch_compat import installed_version
 
 LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
@@ -62,7 +63,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         slurm=call.config.slurm,
         kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
-        run_folder=None if rest else call.config.train.out or f"runs/{call.config.train.preset}",
+        run_folder=None if rest else str(run_dir(call.config.train)),
     )
     if not rest:
         source = call.resolved.sources["train.precision"]

@@ -20,6 +20,7 @@ class TrainingDisplay:
         self._plan: dict[str, Any] = {}
 
     def __enter__(self) -> TrainingDisplay:
+        self._console.handler.sink = self
         if self._console.live:
             from rich.console import Console as RichConsole
             from rich.live import Live
@@ -36,6 +37,7 @@ class TrainingDisplay:
     ) -> None:
         if self._live is not None:
             self._live.stop()
+        self._console.handler.sink = self._console
 
     def say(self, text: str) -> None:
         """Print a permanent line."""

@@ -33,9 +33,16 @@ def report(
 ) -> None:
     """Write a self-contained HTML page: curves, AP, sample detections, config, environment."""
     from ssdctl.report.page import write_report
+    from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 
+<<<<<<< HEAD
     contents = read_runs([Path(run) for run in runs])
     target = Path(out) if out else Path(runs[0]) / "report.html"
     write_report(contents, target)
+=======
+    read = read_runs([Path(run) for run in runs])
+    target = Path(out) if out else RunDir(Path(runs[0])).report
+    write_report(read, target)
+>>>>>>> main
     call.console.result({"file": str(target)}, f"report: {target}")

@@ -12,6 +12,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
+from ssdctl.runs.layout import run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.malloc import keep_freed_memory
 
@@ -50,32 +51,24 @@ def train(
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         keep_freed_memory()
-    ranks = find_ranks()
+    ranks, run = find_ranks(), run_dir(call.config.train)
     is_main = ranks.is_main
     if not ranks.is_single_process:
-        config = call.config.train
-        start_rank_log(Path(config.out or f"runs/{config.preset}"), ranks.rank)
+        start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.dataset import dataset_folders
         from ssdctl.train.loop import run_training
-        from ssdctl.train.setup import run_folder
 
         root, _ = dataset_folders(call.config.data)
         # Record absolute paths of the dataset, so that `evaluate CKPT` works from any folder.
         resolved = call.resolved.with_value("data.root", str(root.absolute()))
         if (store := call.config.data.store) is not None:
             resolved = resolved.with_value("data.store", str(Path(store).absolute()))
-        call.console.say(f"dataset {root}, run folder {run_folder(call.config)}")
+        call.console.say(f"dataset {root}, run folder {run}")
         with TrainingDisplay(call.console) as display:
-            summary = run_training(
-                resolved,
-                say=display.say,
-                warn=display.warn,
-                emit=display.show,
-                progress=call.console.progress,
-            )
+            summary = run_training(resolved, emit=display.show, progress=call.console.progress)
     except Stopped as stop:
         if is_main:
             raise
@@ -125,12 +118,11 @@ def _disk_needed(config: Config, classes: int) -> str:
 
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
-    out = Path(config.train.out or f"runs/{config.train.preset}")
     return (
         f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
         f"{kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(out.absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(run_dir(config.train).path.absolute()) / 1e9:,.0f} GB are free"
     )
 
 

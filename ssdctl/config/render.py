@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ from ssdctl.config import fields
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings
+from ssdctl.runtime.redact import redact_urls
+
+# The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
+SNAPSHOT_SECTIONS = ("data", "model", "train", "evaluate")
 
 
 def values(config: Config) -> dict[str, Any]:
@@ -21,8 +26,38 @@ def values(config: Config) -> dict[str, Any]:
 
 
 def to_toml(resolved: Resolved) -> str:
+<<<<<<< HEAD
     """Return the config as a file for `--config`, with the sources. Unset values are comments."""
     return _tables(resolved, _with_source)
+=======
+    """The config as a file that `--config` reads back, with sources. Unset values are comments."""
+    return _tables(resolved, _with_source, values(resolved.config))
+
+
+def snapshot(config: Config) -> dict[str, Any]:
+    """Return the settings that explain a result, for files that are shared, without secrets."""
+    return {
+        path: redact_urls(value) if isinstance(value, str) else value
+        for path, value in values(config).items()
+        if path.partition(".")[0] in SNAPSHOT_SECTIONS
+    }
+
+
+def to_snapshot_toml(resolved: Resolved) -> str:
+    """Return `snapshot` as a file that `--config` reads back, with sources."""
+    return _tables(resolved, _with_source, snapshot(resolved.config))
+
+
+def redact_toml(text: str) -> str:
+    """Reduce a run's config file, which may be older than `snapshot`, to what may be shared."""
+    lines, is_kept = [], True
+    for line in text.splitlines():
+        if header := re.match(r"\s*\[+\s*\"?([\w-]+)", line):
+            is_kept = header[1] in SNAPSHOT_SECTIONS
+        if is_kept:
+            lines.append(redact_urls(line))
+    return "\n".join(lines).rstrip("\n") + "\n"
+>>>>>>> main
 
 
 def to_template_toml(resolved: Resolved) -> str:
@@ -31,13 +66,17 @@ def to_template_toml(resolved: Resolved) -> str:
     Only values from options are active. The file changes nothing else until it is edited, and what
     stays a comment follows the presets and the defaults of later versions.
     """
-    return _tables(resolved, _with_help)
+    return _tables(resolved, _with_help, values(resolved.config))
 
 
-def _tables(resolved: Resolved, lines_of: Callable[[Setting, Any, str], list[str]]) -> str:
+def _tables(
+    resolved: Resolved,
+    lines_of: Callable[[Setting, Any, str], list[str]],
+    chosen: dict[str, Any],
+) -> str:
     lines: list[str] = []
     section = ""
-    for path, value in values(resolved.config).items():
+    for path, value in chosen.items():
         setting = all_settings()[path]
         if setting.section != section:
             section = setting.section

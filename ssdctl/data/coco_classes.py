@@ -84,4 +84,4 @@ COCO_CLASSES: tuple[tuple[int, str], ...] = (
     (89, "hair drier"),
     (90, "toothbrush"),
 )
-LARGEST_ID = COCO_CLASSES[-1][0]
+UNUSED = "(unused)"  # the name of an output for an id that COCO left out

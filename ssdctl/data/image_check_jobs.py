@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from ssdctl.data.image_check import (
 )
 from ssdctl.data.store import METADATA_KEY, Shard
 from ssdctl.files import atomic_write
+from ssdctl.runtime.map_ahead import map_ahead
 
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
@@ -161,13 +162,8 @@ def _check_in_threads(
             for image in job.images[first : first + TASK_IMAGES]
         ]
 
-    pending: deque[Future[list[CheckedImage]]] = deque()
-    for first in range(start, len(job.images), TASK_IMAGES):
-        pending.append(pool.submit(check, first))
-        if len(pending) > job.threads + 2:
-            yield pending.popleft().result()
-    while pending:
-        yield pending.popleft().result()
+    firsts = range(start, len(job.images), TASK_IMAGES)
+    yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 
 def _with_progress(

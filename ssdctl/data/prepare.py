@@ -54,6 +54,7 @@ from ssdctl.files import (
     is_plain_name,
     lock,
     make_dir,
+    no_follow,
     remove_stale_temporaries,
     write_bytes,
 )
@@ -164,7 +165,7 @@ def _make_store_dir(folder: Path) -> None:
     try:
         make_dir(folder)
         with disk_errors(folder, "writing"):
-            (folder / ".lock").touch()
+            os.close(no_follow(folder / ".lock", os.O_WRONLY | os.O_CREAT))
     except DiskError as error:
         raise DiskError(
             str(error), hint="choose another folder for the store with --store DIR"

@@ -7,6 +7,7 @@ only `srun` starts the tasks, and those have a step id.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -39,6 +40,21 @@ class Ranks(NamedTuple):
     def is_single_process(self) -> bool:
         """Whether this process is the only one."""
         return self.world_size == 1
+
+
+class MainRankFilter(logging.Filter):
+    """Lets only the first rank write log messages.
+
+    Args:
+        ranks: This process and the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__()
+        self._is_main = ranks.is_main
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._is_main
 
 
 SINGLE_PROCESS = Ranks(0, 1, 0)

@@ -16,12 +16,13 @@ import torch
 from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import Config
 from ssdctl.device import open_device
+from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import SsdctlError
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import random_batch
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.setup import choose_precision
-from ssdctl.train.step import SINGLE_PROCESS, TrainStep
+from ssdctl.train.step import TrainStep
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
 BATCH_SIZE = 1  # a step on two cores takes a second or two

@@ -10,10 +10,8 @@ of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
@@ -25,7 +23,7 @@ from ssdctl.download.partial_file import Part, part_paths, remove_part
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError
-from ssdctl.files import disk_errors, free_bytes, safe_join
+from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
 MAX_REDIRECTS = 10
@@ -82,32 +80,9 @@ def fetch(
     return target
 
 
-@contextlib.contextmanager
-def claim(target: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `target` for this thread and process; wait for it.
-
-    The lock file is deleted at the end. `files.lock` does not support that: a waiting process would
-    get the lock of a deleted file, while another holds that of a new one.
-    """
-    path = _lock_path(target)
-    while True:
-        with disk_errors(path, "locking"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            try:
-                current = path.stat().st_ino == os.fstat(descriptor).st_ino
-            except FileNotFoundError:
-                current = False
-            if current:
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-        finally:
-            os.close(descriptor)
+def claim(target: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold an exclusive lock on the download of `target`, in this and other processes."""
+    return lock(_lock_path(target), is_temporary=True)
 
 
 def _lock_path(target: Path) -> Path:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.class_match import class_differences, match_classes
+from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.dataset import dataset_folders, require_split
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
@@ -30,15 +32,8 @@ from ssdctl.files import write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
 
-Speak = Callable[[str], None]
-
-
-class Talk(NamedTuple):
-    """Ways to talk to the user."""
-
-    say: Speak
-    warn: Speak
-    progress: Callable[..., Iterable[Any]]
+log = logging.getLogger(__name__)
+Progress = Callable[..., Iterable[Any]]
 
 
 def evaluate_checkpoint(
@@ -47,7 +42,7 @@ def evaluate_checkpoint(
     device: Device,
     *,
     given: set[str],
-    talk: Talk,
+    progress: Progress,
     ranks: Ranks = SINGLE_PROCESS,
     detections_file: Path | None = None,
 ) -> Evaluation | None:
@@ -58,7 +53,7 @@ def evaluate_checkpoint(
         config: The call's config; its data gives way to the checkpoint's unless `given`.
         device: To detect on.
         given: The settings that the call itself names, by options or variables.
-        talk: Ways to talk.
+        progress: Shows the progress of an iteration on the first rank.
         ranks: This process and the others.
         detections_file: Where to write the detections in COCO's results format.
 
@@ -66,38 +61,54 @@ def evaluate_checkpoint(
         The evaluation on the first rank, None on the others.
 
     Raises:
-        UsageError, DataError, IntegrityError, NonFiniteError: See the modules that are asked. What
-            one rank raises while it detects, every rank raises.
+        UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
+            one rank during detection is raised on every rank.
     """
     wishes = config.evaluate
     checkpoint = read_checkpoint(path)
-    data = choose_data(checkpoint, config.data, given, talk.say)
+    data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
-    splits = _open_on_all_ranks(root, folder, talk, ranks)
+    splits = _open_on_all_ranks(root, folder, progress, ranks)
     split = require_split(splits, wishes.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
     rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)
     place = f"{wishes.split} of {root}" + ("" if data.root else ", the default dataset")
-    talk.say(f"{path}: step {checkpoint.step}, on {_counted(split, rows, wishes)} of {place}")
+    counted = _counted(split, rows, wishes)
+    log.info("%s: step %s, on %s of %s", path, checkpoint.step, counted, place)
     if not split.usable[rows].all():
         bad = split.image_ids[rows[~split.usable[rows]]].tolist()
-        talk.warn(f"{len(bad)} images do not open and count as seen without detections: {bad[:5]}")
+        log.warning(
+            "%d images cannot be decoded and count as images without detections: %s",
+            len(bad),
+            bad[:5],
+        )
     model = device.place(load_network(checkpoint))
     options = _options(wishes, ranks)
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
-        lambda: detect_split(model, split, share, device, options, talk.progress, category_ids),
+        lambda: detect_split(
+            model,
+            split,
+            share,
+            device,
+            options,
+            progress if ranks.is_main else None,
+            category_ids,
+        ),
         ranks,
     )
     if not ranks.is_main:
         return None
     found = merge(parts)
     if not len(found.scores):
-        talk.warn(f"no detection scores over {wishes.score_threshold:g}: AP is 0")
+        limit = model.conventions.score_threshold
+        if wishes.score_threshold is not None:
+            limit = wishes.score_threshold
+        log.warning("no detection scores over %g: AP is 0", limit)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
-        talk.say(f"{len(found.scores)} detections written to {detections_file}")
+        log.info("%d detections written to %s", len(found.scores), detections_file)
     ids = split.image_ids[rows]
     truth = read_ground_truth(split.annotations)
     scoring = run_scoring(truth, found, image_ids=ids, verify=wishes.verify)
@@ -114,10 +125,12 @@ def evaluate_checkpoint(
     return analyse(scoring, found, about)
 
 
-def _open_on_all_ranks(root: Path, folder: Path, talk: Talk, ranks: Ranks) -> dict[str, Split]:
-    """The splits, prepared by the first rank where they have to be."""
+def _open_on_all_ranks(
+    root: Path, folder: Path, progress: Progress, ranks: Ranks
+) -> dict[str, Split]:
+    """Return the splits; the first rank prepares them if necessary."""
     if ranks.is_main:
-        splits = open_dataset(root, folder, say=talk.say, progress=talk.progress)
+        splits = open_dataset(root, folder, say=log.info, progress=progress)
         barrier(ranks)
         return splits
     barrier(ranks)
@@ -153,6 +166,8 @@ def dataset_category_ids(
 ) -> NDArray[np.int64]:
     """Return the dataset's category id of each class of a checkpoint, matched by name.
 
+    Outputs that torchvision keeps for ids that COCO left out have -1.
+
     Args:
         checkpoint: Its classes may have other ids, or another order.
         classes: The dataset's.
@@ -168,10 +183,12 @@ def dataset_category_ids(
             return ids
         difference = f"it has {count} classes without names, the dataset has {len(classes)}"
     else:
-        order = match_classes(checkpoint.classes, classes)
+        used = [c for c in checkpoint.classes if c.name != UNUSED]
+        order = match_classes(used, classes)
         if order is not None:
-            return ids[order]
-        difference = class_differences(checkpoint.classes, classes)
+            matched = iter(ids[order])
+            return np.array([-1 if c.name == UNUSED else next(matched) for c in checkpoint.classes])
+        difference = class_differences(used, classes)
     raise IntegrityError(
         f"{checkpoint.path} was trained on other classes than {root} has: {difference}",
         hint="name the dataset that it was trained on: --data DIR",
@@ -189,9 +206,7 @@ def _remembered(checkpoint: Checkpoint) -> DataConfig:
     )
 
 
-def choose_data(
-    checkpoint: Checkpoint, data: DataConfig, given: set[str], say: Speak
-) -> DataConfig:
+def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:
     """The dataset to score on: the one the user names, else the one the checkpoint remembers."""
     if "data.root" in given or checkpoint.peer is not None:
         return data
@@ -201,7 +216,9 @@ def choose_data(
     if root.exists():
         return _remembered(checkpoint)
     fallback, _ = dataset_folders(data)
-    say(f"the dataset that {checkpoint.path} was trained on ({root}) is gone: using {fallback}")
+    log.info(
+        "the dataset of %s (%s) does not exist any more: using %s", checkpoint.path, root, fallback
+    )
     return data
 
 

@@ -7,9 +7,9 @@ the network runs on the next; on few cores the thread would only compete with th
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
+from ssdctl.runtime.map_ahead import map_ahead
 
 Progress = Callable[..., Iterable[Any]]
 MAX_PENDING = 2  # outputs that wait to be decoded
@@ -39,8 +40,8 @@ class DetectOptions(NamedTuple):
     batch_size: int
     precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float = 0.05
-    nms_iou: float = 0.5
+    score_threshold: float | None = None  # None: the network's convention
+    nms_iou: float | None = None
 
 
 def detect_split(
@@ -114,18 +115,16 @@ def _image_detections(
             output = detector.forward(_padded(batch.images, min_batch))
             yield from _finish(detector, split, category_ids, batch.rows, output)
         return
-    pending: deque[Future[list[Detections]]] = deque()
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            for batch in batches:
-                output = detector.forward(_padded(batch.images, min_batch))
-                pending.append(
-                    pool.submit(_finish, detector, split, category_ids, batch.rows, output)
-                )
-                if len(pending) > max_pending:
-                    yield from pending.popleft().result()
-            while pending:
-                yield from pending.popleft().result()
+            outputs = ((b.rows, detector.forward(_padded(b.images, min_batch))) for b in batches)
+            finished = map_ahead(
+                pool,
+                lambda item: _finish(detector, split, category_ids, *item),
+                outputs,
+                max_pending,
+            )
+            yield from itertools.chain.from_iterable(finished)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -163,13 +162,18 @@ def _in_pixels(
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
 ) -> Detections:
-    """Convert to COCO's format: left, top, width, height in pixels, not clipped."""
-    ltrb = found.boxes.numpy().astype(np.float64) * np.tile(size, 2)
+    """Convert to COCO's format: left, top, width, height in pixels, not clipped.
+
+    Detections of classes without a category id (-1) are left out.
+    """
+    ids = category_ids[found.labels.numpy() - 1]
+    used = ids >= 0
+    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy().astype(np.float64),
-        category_ids[found.labels.numpy() - 1],
+        found.scores.numpy()[used].astype(np.float64),
+        ids[used],
     )
 
 

@@ -83,8 +83,8 @@ def export_onnx(
     data: tuple[Path, Path],
     *,
     has_nms: bool,
-    score_threshold: float,
-    nms_iou: float,
+    score_threshold: float | None,
+    nms_iou: float | None,
 ) -> tuple[OnnxComparison, str]:
     """Write an ONNX file if onnxruntime gives PyTorch's outputs on pictures of the dataset.
 

@@ -100,8 +100,8 @@ def onnx_model(
     pictures: NDArray[np.uint8],
     *,
     has_nms: bool,
-    score_threshold: float = 0.05,
-    nms_iou: float = 0.5,
+    score_threshold: float | None = None,
+    nms_iou: float | None = None,
 ) -> tuple[bytes, OnnxComparison]:
     """Return the network of a checkpoint as an ONNX file that gives the same outputs.
 
@@ -109,7 +109,8 @@ def onnx_model(
         checkpoint: Ours or a third-party one.
         pictures: (P, 300, 300, 3) RGB, to compare on; at least 2, to check that the batch varies.
         has_nms: Include decoding and NMS; otherwise export the raw heads.
-        score_threshold, nms_iou: Of the NMS that is included.
+        score_threshold, nms_iou: Of the NMS that is included. None: the network's
+            convention.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
@@ -117,6 +118,9 @@ def onnx_model(
     """
     onnx, runtime = _packages()
     network = load_network(checkpoint).eval()
+    rules = network.conventions
+    score_threshold = rules.score_threshold if score_threshold is None else score_threshold
+    nms_iou = rules.nms_iou if nms_iou is None else nms_iou
     model = _exported(_Deployed(network, is_decoded=has_nms))
     check = _compare(runtime, model, network, pictures, is_decoded=has_nms)
     if has_nms:

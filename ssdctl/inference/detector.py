@@ -38,8 +38,9 @@ class Detector:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
         precision: `fp32` or another that the device computes in.
-        score_threshold: Detections score more than this.
+        score_threshold: Detections score more than this. None: the network's convention.
         nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
+            None: the network's convention.
 
     Raises:
         UsageError: The device does not compute in that precision.
@@ -51,8 +52,8 @@ class Detector:
         device: Device,
         *,
         precision: str = "fp32",
-        score_threshold: float,
-        nms_iou: float,
+        score_threshold: float | None = None,
+        nms_iou: float | None = None,
     ) -> None:
         if precision not in device.precisions:
             raise UsageError(
@@ -62,10 +63,10 @@ class Detector:
         self._model = model
         self._device = device
         self._precision = precision
-        self._score_threshold = score_threshold
-        self._nms_iou = nms_iou
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        self._conventions = conventions_of_model(model)
+        rules = self._conventions = conventions_of_model(model)
+        self.score_threshold = rules.score_threshold if score_threshold is None else score_threshold
+        self._nms_iou = rules.nms_iou if nms_iou is None else nms_iou
         self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
@@ -104,7 +105,7 @@ class Detector:
             return detect(
                 *output,
                 self._defaults,
-                score_threshold=self._score_threshold,
+                score_threshold=self.score_threshold,
                 nms_iou=self._nms_iou,
                 candidates=self._conventions.candidates_per_class,
                 clips_boxes=self._conventions.clips_boxes,

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
@@ -29,9 +29,10 @@ from ssdctl.device.base import Device
 from ssdctl.errors import DataError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import BoxLabel, one_line
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.layout import find_checkpoint
+from ssdctl.runtime.map_ahead import map_ahead
 
 
 class Detection(NamedTuple):
@@ -70,7 +71,7 @@ class Predictor:
         device: Device,
         *,
         score: float = 0.3,
-        nms_iou: float = 0.5,
+        nms_iou: float | None = None,
         precision: str = "fp32",
     ) -> None:
         self._classes = list(classes) or [
@@ -117,6 +118,8 @@ class Predictor:
             boxes, result.scores.tolist(), result.labels.tolist(), strict=True
         ):
             entry = self._classes[label - 1]
+            if entry.name == UNUSED:
+                continue
             left, top, right, bottom = (round(float(v), 2) for v in box)
             found.append(
                 Detection(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
@@ -129,12 +132,12 @@ def load(
     *,
     device: str = "auto",
     score: float = 0.3,
-    nms_iou: float = 0.5,
+    nms_iou: float | None = None,
     precision: str = "fp32",
 ) -> Predictor:
     """See `ssdctl.load`."""
     opened = open_device(device)
-    read = read_checkpoint(find_checkpoint(Path(checkpoint)))
+    read = read_checkpoint(locate_checkpoint(checkpoint))
     return Predictor(
         opened.place(load_network(read)),
         read.classes,
@@ -176,14 +179,7 @@ def predict_files(
 def _ahead(
     pool: ThreadPoolExecutor, files: Iterable[Path], count: int
 ) -> Iterator[tuple[Path, Image.Image | DataError]]:
-    waiting: deque[tuple[Path, Future[Image.Image | DataError]]] = deque()
-    for path in files:
-        waiting.append((path, pool.submit(_open_or_error, path)))
-        if len(waiting) > count:
-            first, future = waiting.popleft()
-            yield first, future.result()
-    for path, future in waiting:
-        yield path, future.result()
+    return map_ahead(pool, lambda path: (path, _open_or_error(path)), files, count)
 
 
 def _open_or_error(path: Path) -> Image.Image | DataError:

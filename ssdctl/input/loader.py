@@ -29,6 +29,7 @@ from ssdctl.errors import DataError
 from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samples
+from ssdctl.runtime.map_ahead import take_ahead
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
@@ -165,25 +166,21 @@ def _decoded(
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1
     free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
-    pending: deque[_Pending] = deque()
     share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
 
-    def start(pool: ThreadPoolExecutor, samples: Samples) -> None:
+    def start(pool: ThreadPoolExecutor, samples: Samples) -> _Pending:
         pixels = free[0]
         free.rotate(-1)
         slots = range(len(samples.rows))
         parts = [slots[i : i + share] for i in range(0, len(slots), share)]
         futures = [pool.submit(_decode_part, split, samples, part, pixels) for part in parts]
-        pending.append(_Pending(samples, pixels, futures))
+        return _Pending(samples, pixels, futures)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         try:
-            for samples in work:
-                start(pool, samples)
-                if len(pending) > BATCHES_AHEAD:
-                    yield _finished(pending.popleft(), replace)
-            while pending:
-                yield _finished(pending.popleft(), replace)
+            started = (start(pool, samples) for samples in work)
+            for pending in take_ahead(started, BATCHES_AHEAD):
+                yield _finished(pending, replace)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
@@ -222,7 +219,7 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
             return None
         edges = samples.crops.rect[slot] * (width, height, width, height)
         left, top, right, bottom = (int(edge) for edge in np.rint(edges))
-        pixels = split.decode(row, rows=bottom)
+        pixels = split.decode(row, rows=min(bottom, height))
         resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
     except (DataError, ImageError) as error:
         return str(error)

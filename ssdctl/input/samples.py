@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from ssdctl.data.store import Split
 from ssdctl.input.counter_rng import uniform
 from ssdctl.input.crop import Crops, Floats, flip_boxes, sample_crops, whole_images
-from ssdctl.input.sample_stream import SampleStream
+from ssdctl.input.sample_stream import Sample, SampleStream
 
 FLIP_STREAM = 3
 COLOUR_STREAM = 4
+ZOOM_STREAM = 5
+MAX_ZOOM = 4.0  # sides of the canvas, in sides of the picture
 
 
 class LoaderConfig(NamedTuple):
@@ -33,6 +35,7 @@ class LoaderConfig(NamedTuple):
     hue_degrees: float
     threads: int
     max_boxes: int  # G: the same for every batch, so that shapes are static
+    zoom_out: bool = False  # place half of the pictures on a larger canvas before the crop
 
     @property
     def global_batch(self) -> int:
@@ -70,13 +73,39 @@ def draw_samples(
     if not config.augment:
         return _whole(positions, sample.row, whole_images(boxes, labels))
     sizes = split.pixel_sizes[sample.row]
-    crops = sample_crops(config.seed, sample.epoch, sample.row, boxes, labels, sizes)
+    if config.zoom_out:
+        crops = _zoomed_out_crops(config.seed, sample, boxes, labels, sizes)
+    else:
+        crops = sample_crops(config.seed, sample.epoch, sample.row, boxes, labels, sizes)
     flip = uniform(FLIP_STREAM, config.seed, sample.epoch, sample.row) < 0.5
     mirrored = flip_boxes(crops.boxes, crops.labels)
     crops = crops._replace(boxes=np.where(flip[:, None, None], mirrored, crops.boxes))
     keys = (COLOUR_STREAM, config.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
     jitter = colour_jitter(uniform(*keys), config.hue_degrees)
     return Samples(positions, sample.row, crops, flip, jitter, is_whole=False)
+
+
+def _zoomed_out_crops(
+    seed: int,
+    sample: Sample,
+    boxes: Floats,
+    labels: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+) -> Crops:
+    """Draw crops of pictures that are placed on a larger canvas, half of them (SSD paper, 3.6).
+
+    The rectangles are in fractions of the picture and may leave it; the rest is filled.
+    """
+    draw = uniform(ZOOM_STREAM, seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
+    scale = np.where(draw[:, 0] < 0.5, 1 + (MAX_ZOOM - 1) * draw[:, 1], 1.0)[:, None]
+    canvas = np.rint(sizes * scale)
+    scale = canvas / sizes  # of whole pixels, both sides
+    offset = np.floor(draw[:, 2:] * (canvas - sizes)) / sizes
+    shift, factor = np.tile(offset, 2)[:, None], np.tile(scale, 2)[:, None]
+    placed = np.where(labels[..., None] > 0, (boxes + shift) / factor, 0.0)
+    crops = sample_crops(seed, sample.epoch, sample.row, placed, labels, canvas.astype(np.int32))
+    rect = crops.rect * np.tile(scale, 2) - np.tile(offset, 2)
+    return crops._replace(rect=rect)
 
 
 def whole_samples(split: Split, rows: NDArray[np.int64]) -> Samples:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ssdctl.errors import DistributedError, UsageError
+from ssdctl.errors import DistributedError, ExitCode, UsageError
 from ssdctl.launch import pod_status
-from ssdctl.launch.exit_codes import DISTRIBUTED, INTERRUPTED, PASSED_ON
+from ssdctl.launch.exit_codes import PASSED_ON
 from ssdctl.launch.request import LaunchPlan
 
 Write = Callable[[str], object]
@@ -97,8 +97,8 @@ def _slurm_exit(state: str, code: int) -> int:
     if state == "COMPLETED":
         return 0
     if state.startswith("CANCELLED"):
-        return INTERRUPTED
-    return code if state == "FAILED" and code in PASSED_ON else DISTRIBUTED
+        return ExitCode.INTERRUPTED
+    return code if state == "FAILED" and code in PASSED_ON else ExitCode.DISTRIBUTED
 
 
 def _slurm_facts(line: str) -> dict[str, str]:

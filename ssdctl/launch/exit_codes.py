@@ -17,13 +17,14 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ssdctl.errors import ExitCode
+from ssdctl.files import no_follow
+
 # Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-PASSED_ON = (2, 3, 4, 5, 6, 7, 8, 75, 130)  # the contract's codes, which no launcher makes up
-DISTRIBUTED = 8
-STOPPED = 75
-INTERRUPTED = 130
+# The codes that no launcher makes up.
+PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
 TERMINATED = 15
 
 
@@ -36,7 +37,7 @@ def recorded_exit() -> Iterator[None]:
         yield
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if _record(folder, code) and code == STOPPED:
+        if _record(folder, code) and code == ExitCode.STOPPED:
             # To a launcher every code but 0 is a failure: it would end the ranks that are not
             # through yet, and print a traceback. The launch reads what was recorded.
             raise SystemExit(0) from None
@@ -56,7 +57,9 @@ def _record(folder: str | None, code: int) -> bool:
     target = Path(folder, rank)
     with contextlib.suppress(OSError):  # the launch is gone, or on another node
         temporary = target.with_name(f"{rank}.tmp")
-        temporary.write_text(str(code))
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", opener=no_follow) as file:
+            file.write(str(code))
         temporary.replace(target)
         return True
     return False
@@ -83,21 +86,21 @@ def job_exit_code(
         stop_signal: The signal that asked the job to stop a short while ago; None otherwise.
     """
     if launcher_code == 0:
-        return STOPPED if STOPPED in exits else 0
+        return ExitCode.STOPPED if ExitCode.STOPPED in exits else 0
     # A rank that lost another one says 8, perhaps before the other has said why it went.
-    for not_a_reason in ((0, STOPPED, DISTRIBUTED), (0, STOPPED)):
+    for not_a_reason in ((0, ExitCode.STOPPED, ExitCode.DISTRIBUTED), (0, ExitCode.STOPPED)):
         reasons = [code for code in exits if code not in not_a_reason]
         if reasons:
             return reasons[0]
-    if exits and len(exits) == num_ranks and set(exits) == {STOPPED}:
-        return STOPPED
+    if exits and len(exits) == num_ranks and set(exits) == {ExitCode.STOPPED}:
+        return ExitCode.STOPPED
     if stop_signal is not None:
         # Ranks that left no code died of the signal before Python had its handlers: nothing of
         # theirs was there to save.
         of_the_signal = {1, *(s for n in (stop_signal, TERMINATED) for s in (-n, 128 + n))}
         if exits or launcher_code in of_the_signal:
-            return STOPPED
-    return launcher_code if launcher_code in PASSED_ON else DISTRIBUTED
+            return ExitCode.STOPPED
+    return launcher_code if launcher_code in PASSED_ON else ExitCode.DISTRIBUTED
 
 
 def first_failure(
@@ -111,14 +114,16 @@ def first_failure(
         lost: The rank that was seen to end first without leaving a code.
     """
     silent = sorted(set(range(num_ranks or 0)) - set(exits))
-    reasons = [r for r, code in exits.items() if code not in (0, STOPPED, DISTRIBUTED)]
+    reasons = [
+        r for r, code in exits.items() if code not in (0, ExitCode.STOPPED, ExitCode.DISTRIBUTED)
+    ]
     if reasons:
         return reasons[:1], f"failed first, with exit code {exits[reasons[0]]}"
     if lost is not None:
         return [lost], "died or hung: no exit code was left"
     if silent and exits:
         return silent, "died or hung: no exit code was left"
-    reporting = [rank for rank, code in exits.items() if code == DISTRIBUTED]
+    reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
     if reporting:
         return reporting[:1], "was the first to miss another rank"
     return None
@@ -138,7 +143,7 @@ def main(arguments: list[str]) -> int:
     folder, launcher_code, num_ranks = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     exits = read_exits(folder)
     code = job_exit_code(launcher_code, list(exits.values()), num_ranks=num_ranks, stop_signal=None)
-    if code not in (0, STOPPED) and (words := described(exits, num_ranks)):
+    if code not in (0, ExitCode.STOPPED) and (words := described(exits, num_ranks)):
         sys.stderr.write(f"error: {words}\n")
     return code
 

@@ -13,24 +13,22 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from ssdctl.files import no_follow
+
 SHOWN_LINES = 15
 HEADER = "--- rank "
 
 
-def log_path(folder: Path, rank: int) -> Path:
-    """Where a rank of the run in `folder` writes."""
-    return folder / "logs" / f"rank-{rank}.log"
-
-
-def start_rank_log(folder: Path, rank: int) -> None:
+def start_rank_log(path: Path, rank: int) -> None:
     """From now on this process's words go to its log, to the end of the process.
 
     Where the log cannot be written they stay on the terminal: a log is no reason to fail.
     """
-    path = log_path(folder, rank)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        log = open(  # noqa: SIM115 - until the process ends
+            path, "a", 1, encoding="utf-8", errors="replace", opener=no_follow
+        )
         log.write(f"{HEADER}{rank}, process {os.getpid()}, {time.strftime('%F %T')}\n")
         if rank == 0:
             sys.stderr = _Tee(sys.stderr, log)

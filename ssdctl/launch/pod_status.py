@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ssdctl.launch.exit_codes import DISTRIBUTED, PASSED_ON
+from ssdctl.errors import ExitCode
+from ssdctl.launch.exit_codes import PASSED_ON
 
 Pod = dict[str, Any]
 
@@ -60,12 +61,12 @@ def exit_code(pods: list[Pod]) -> int:
     """The exit code of the last pod that ended."""
     for pod in reversed(pods):
         if installation_failure(pod):
-            return DISTRIBUTED
+            return ExitCode.DISTRIBUTED
         for container in pod["status"].get("containerStatuses", []):
             code = container.get("state", {}).get("terminated", {}).get("exitCode")
             if code is not None:
-                return code if code in PASSED_ON else DISTRIBUTED
-    return DISTRIBUTED
+                return code if code in PASSED_ON else ExitCode.DISTRIBUTED
+    return ExitCode.DISTRIBUTED
 
 
 def _words(found: dict[str, Any]) -> str:

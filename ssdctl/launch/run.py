@@ -27,13 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ssdctl.errors import UsageError
+from ssdctl.errors import ExitCode, UsageError
 from ssdctl.launch.exit_codes import (
-    DISTRIBUTED,
     EXITS_VARIABLE,
-    INTERRUPTED,
     RANK_VARIABLES,
-    STOPPED,
     job_exit_code,
     read_exits,
 )
@@ -147,7 +144,7 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
             signal.signal(number, handler)
         os.close(held)
         shutil.rmtree(exits, ignore_errors=True)
-    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else DISTRIBUTED
+    code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED
     return JobOutcome(code, left, lost)
 
 
@@ -210,7 +207,9 @@ def _guard(
     while launcher.poll() is None and not (interrupted or abandoned or hung):
         if asked:
             stop.ask(asked[0])
-        if failed_at is None and any(c not in (0, STOPPED) for c in read_exits(exits).values()):
+        if failed_at is None and any(
+            c not in (0, ExitCode.STOPPED) for c in read_exits(exits).values()
+        ):
             failed_at = time.monotonic()
         hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
         interrupted = asked.count(signal.SIGINT) > 1
@@ -223,9 +222,9 @@ def _guard(
     if abandoned:
         shutil.rmtree(exits, ignore_errors=True)
     if interrupted or (launcher_code is None and not hung):
-        return INTERRUPTED
+        return ExitCode.INTERRUPTED
     return job_exit_code(
-        DISTRIBUTED if launcher_code is None else launcher_code,
+        ExitCode.DISTRIBUTED if launcher_code is None else launcher_code,
         list(read_exits(exits).values()),
         num_ranks=plan.num_ranks,
         stop_signal=asked[0] if early else None,

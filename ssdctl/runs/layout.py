@@ -1,6 +1,6 @@
 """File names of a run folder, and its default place. Torch-free.
 
-RUN/config.toml          every setting, with the source of its value
+RUN/config.toml          the settings that explain the result, with their sources
 RUN/environment.json     versions, device, command
 RUN/metrics.jsonl        one record per line
 RUN/evaluation.json      the best evaluation
@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ssdctl.config.sections.train import TrainConfig
 from ssdctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from ssdctl.config.sections.train import TrainConfig
 
 RUNS = Path("runs")  # holds the run folders that --out does not name
 

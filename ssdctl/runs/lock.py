@@ -1,58 +1,62 @@
-"""One run folder, one run: a second process that would train in it is refused. Torch-free.
+"""Hold an exclusive lock on the run directory, so that a second process cannot train in it.
 
-The first rank locks `RUN/.lock`, which names it. The kernel drops a lock with the process that held
-it, so a dead run is never in the way; and where a file system knows no locks, nothing is checked.
+The first rank locks `RUN/.lock`, which contains its process id and host. The kernel releases a
+lock when the process ends, so a dead run never blocks a new one. On a file system without locks
+nothing is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ssdctl.errors import UsageError
-from ssdctl.files import disk_errors, make_dir
+from ssdctl.files import make_dir, try_lock
+from ssdctl.runs.layout import RunDir
 
-LOCK = ".lock"
-PATIENCE_S = 10.0  # the processes of a launch that was killed take some seconds to end
-TICK_S = 0.2
+WAIT_S = 10.0  # the processes of a killed launch take some seconds to end
+POLL_S = 0.2
+
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def exclusive_run(
-    out: Path, say: Callable[[str], None], warn: Callable[[str], None]
-) -> Iterator[None]:
-    """Be the only one that trains in `out`, which is created; wait a little for one that ends.
+def exclusive_run(out: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the run directory, which is created; wait a little for its owner.
 
-    A holder on another machine is warned of and no more: some network file systems remember the
-    locks of a node that is gone, and its run must go on elsewhere.
+    An owner on another machine causes only a warning: some network file systems keep the locks of
+    a node that is gone, and its run must be able to continue elsewhere.
 
     Raises:
-        UsageError: Another process of this machine trains there.
+        UsageError: Another process of this machine trains in it.
         DiskError: The folder cannot be created.
     """
     is_new = not out.is_dir()
-    path = make_dir(out) / LOCK
-    descriptor = _patiently(path, say)
+    path = RunDir(make_dir(out)).lock
+    descriptor = _wait_for_lock(path)
     if descriptor is None:
-        process, _, host = _holder(path).partition(" on ")
+        process, _, host = _owner(path).partition(" on ")
         if host == socket.gethostname():
             raise UsageError(
-                f"{out}: another ssdctl trains there (process {process})",
-                hint="wait for it or stop it; a run beside it wants another --out",
+                f"{out}: another ssdctl process trains in this folder (process {process})",
+                hint="wait for it or stop it; use a different --out to run both",
             )
-        warn(
-            f"{out}: process {process or '?'} on {host or 'another machine'} seems to train there "
-            "too; where it still lives, stop one of the two"
+        log.warning(
+            "%s: process %s on %s seems to train in this folder too; if it is still running, stop "
+            "one of them",
+            out,
+            process or "?",
+            host or "another machine",
         )
         yield
         return
     try:
-        with contextlib.suppress(OSError):  # a full disk is for the first save to tell
+        with contextlib.suppress(OSError):  # a full disk is reported by the first save
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
@@ -61,42 +65,29 @@ def exclusive_run(
         os.close(descriptor)
         if is_new:
             with contextlib.suppress(OSError):
-                out.rmdir()  # empty where the run was refused
+                out.rmdir()  # empty if the run was refused
 
 
-def _patiently(path: Path, say: Callable[[str], None]) -> int | None:
-    """The lock, or None where it stays another's."""
-    end = None
+def _wait_for_lock(path: Path) -> int | None:
+    """Return the locked file's descriptor, or None if another process keeps the lock."""
+    deadline = None
     while True:
-        descriptor, is_ours = _attempt(path)
-        if is_ours:
+        descriptor = try_lock(path)
+        if descriptor is not None:
             return descriptor
-        os.close(descriptor)
-        if end is None:
-            end = time.monotonic() + PATIENCE_S
-            say(f"another ssdctl trains in {path.parent}: waiting {PATIENCE_S:.0f} s for its end")
-        elif time.monotonic() > end:
+        if deadline is None:
+            deadline = time.monotonic() + WAIT_S
+            log.info(
+                "another ssdctl process trains in %s: waiting %.0f s for its end",
+                path.parent,
+                WAIT_S,
+            )
+        elif time.monotonic() > deadline:
             return None
-        time.sleep(TICK_S)
+        time.sleep(POLL_S)
 
 
-def _attempt(path: Path) -> tuple[int, bool]:
-    """The lock file, open, and whether we hold its lock."""
-    with disk_errors(path, "locking"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return descriptor, False
-    except OSError:
-        return descriptor, True  # no locks on this file system
-    try:  # whoever held it removes it at the end
-        return descriptor, path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return descriptor, False
-
-
-def _holder(path: Path) -> str:
+def _owner(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:

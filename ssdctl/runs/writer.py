@@ -1,127 +1,65 @@
-"""What a run tells, and whom: metrics.jsonl, the display, TensorBoard, MLPerf's log.
-
-On every rank but the first it says nothing.
-"""
+"""Write the files of a run: config.toml, environment.json, metrics.jsonl, evaluation.json."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from ssdctl.config.render import to_toml
+from ssdctl.config.render import to_snapshot_toml
 from ssdctl.config.resolve import Resolved
-from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import make_dir, remove_stale_temporaries, write_text
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import MetricsFile, Record, environment
-from ssdctl.train.mllog import MLLog
-from ssdctl.train.setup import Setup
-from ssdctl.train.tensorboard import TensorBoard
+from ssdctl.runs.metrics import MetricsFile, Record
 
 
 class RunWriter:
-    """The run folder's files that tell of a run.
+    """Writes a run folder, which it creates.
 
     Args:
-        setup: The run.
-        resolved: Its config, with the source of every value.
-        start_step: Where it begins.
-        emit: Gets every record as it is written.
+        run: The run folder.
+        resolved: The config, with the source of every value.
+        environment: What the run uses: versions, device, command.
+        start_step: The step from which the run continues. Later records are dropped.
+        trackers: Called with every record after it is written to metrics.jsonl.
     """
 
     def __init__(
-        self, setup: Setup, resolved: Resolved, start_step: int, emit: Callable[[Record], None]
+        self,
+        run: RunDir,
+        resolved: Resolved,
+        environment: Record,
+        start_step: int,
+        trackers: Sequence[Callable[[Record], None]],
     ) -> None:
-        self._setup = setup
-        self._emit = emit
-        self._board: TensorBoard | None = None
-        self._mllog: MLLog | None = None
-        self.last_evaluation: int | None = None
-        self.past_aps: list[float] = []
-        if not setup.ranks.is_main:
-            return
-        config, out = setup.config.train, make_dir(setup.out)
-        make_dir(out / "logs")
-        remove_stale_temporaries(out)
-        resolved = resolved.with_value("train.precision", setup.precision)
-        resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
-        write_text(out / "config.toml", to_toml(resolved))
-        facts = environment(setup.device.label, setup.ranks.world_size)
-        write_text(out / "environment.json", json.dumps(facts, indent=2) + "\n")
-        self._metrics = MetricsFile(out / "metrics.jsonl", start_step)
-        self.last_evaluation = self._metrics.last_evaluation
-        self.past_aps = self._metrics.past_aps
-        if config.tensorboard:
-            self._board = TensorBoard(out / "tensorboard", start_step)
-        if config.mllog is not None:
-            self._mllog = MLLog(Path(config.mllog))
-            self._mllog.run(
-                config, setup.plan, 0 if setup.val is None else len(setup.val.image_ids)
-            )
+        self._run = run
+        self._trackers = trackers
+        make_dir(run.logs)
+        remove_stale_temporaries(run.path)
+        write_text(run.config, to_snapshot_toml(resolved))
+        write_text(run.environment, json.dumps(environment, indent=2) + "\n")
+        self._metrics = MetricsFile(run.metrics, start_step)
 
-        self.event(
-            "started",
-            start_step,
-            total_steps=setup.plan.total_steps,
-            global_batch_size=setup.plan.global_batch_size,
-            world_size=setup.ranks.world_size,
-        )
+    @property
+    def last_evaluation(self) -> int | None:
+        """The step of the last evaluation in metrics.jsonl."""
+        return self._metrics.last_evaluation
+
+    @property
+    def past_aps(self) -> list[float]:
+        """The APs of the evaluations in metrics.jsonl, in their order."""
+        return self._metrics.past_aps
 
     def rewind(self, step: int) -> None:
-        """Forget the steps after `step`: they come again."""
-        if self._setup.ranks.is_main:
-            self._metrics = MetricsFile(self._setup.out / "metrics.jsonl", step)
+        """Drop the records after `step`: those steps are trained again."""
+        self._metrics = MetricsFile(self._run.metrics, step)
 
-    def train(self, step: int, figures: Record) -> None:
-        """A line of kind `train`."""
-        self._record({"kind": "train", **self._position(step), **figures})
-
-    def event(self, name: str, step: int, **facts: Any) -> None:
-        """A line of kind `event`."""
-        self._record({"kind": "event", **self._position(step), "event": name, **facts})
-
-    def evaluation(self, evaluation: Evaluation) -> None:
-        """A line of kind `eval`, and the AP of each class."""
-        step = evaluation.about.step
-        assert step is not None
-        self._record({"kind": "eval", **self._position(step), **evaluation.figures})
-        self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
-        if self._mllog is not None:
-            epoch = self._position(step)["epoch"]
-            self._mllog.point("eval_accuracy", evaluation.figures["AP"], epoch_num=epoch)
-            self._mllog.stop("eval", epoch_num=epoch)
-
-    def evaluation_starts(self, step: int) -> None:
-        if self._mllog is not None:
-            self._mllog.start("eval", epoch_num=self._position(step)["epoch"])
-
-    def best(self, evaluation: Evaluation) -> None:
-        """Keep what lies behind the best evaluation, for the report."""
-        write_evaluation(RunDir(self._setup.out).evaluation, evaluation)
-
-    def pictures(self, found: Detections, step: int) -> None:
-        """Show what is found on the first validation pictures."""
-        if self._board is not None and self._setup.val is not None:
-            self._board.pictures(self._setup.val, found, step)
-
-    def close(self, step: int, *, is_success: bool) -> None:
-        """The run is over."""
-        if self._mllog is not None:
-            status = "success" if is_success else "aborted"
-            self._mllog.stop("run", status=status, epoch_num=self._position(step)["epoch"])
-        if self._board is not None:
-            self._board.close()
-
-    def _position(self, step: int) -> Record:
-        return {"step": step, "epoch": round(self._setup.plan.epoch(step), 4)}
-
-    def _record(self, record: Record) -> None:
-        if not self._setup.ranks.is_main:
-            return
+    def write(self, record: Record) -> None:
+        """Append a record to metrics.jsonl and pass it to the trackers."""
         self._metrics.write(record)
-        if self._board is not None:
-            self._board.write(record)
-        self._emit(record)
+        for track in self._trackers:
+            track(record)
+
+    def write_best(self, evaluation: Evaluation) -> None:
+        """Keep the details of the best evaluation, for the report."""
+        write_evaluation(self._run.evaluation, evaluation)

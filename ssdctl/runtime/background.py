@@ -1,4 +1,4 @@
-"""Work in a thread beside, which keeps nobody from exiting."""
+"""Run a function in a daemon thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def run_in_daemon_thread(work: Callable[[], T]) -> Future[T]:
-    """Do something beside. A thread that hangs (a dead file system) keeps nobody from exiting."""
+    """Run a function in a daemon thread and return its future.
+
+    The thread does not block interpreter exit, even if it hangs (a dead file system).
+    """
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,9 +1,9 @@
 """Keep freed memory in the process (glibc), for the commands that compute.
 
-By default glibc gives every tensor of some megabytes back to the system when it is freed, and the
-next step pays a page fault for each 4 KB of it again. Steps need the same memory each time, so they
-keep it; the peak grows by some percent (benchmarks/RESULTS.md). It is for the whole process, so
-the command line's affair: `ssdctl.load` changes nothing in the program of its user.
+By default glibc returns the memory of a freed tensor of some megabytes to the system, and the next
+step causes a page fault for each 4 KB of it. Every step needs the same memory, so it is kept; the
+peak grows by some percent (benchmarks/RESULTS.md). The setting is process-wide, so only the command
+line makes it: `ssdctl.load` changes nothing in the user's program.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Mapping
 # malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 NEVER = 2**31 - 1
-STEP_BYTES = 64 << 20  # by which the heap grows
-# Whoever sets these knows what they want.
-USERS_WISHES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
+STEP_BYTES = 64 << 20  # step of heap growth
+# If the user sets one of these, nothing is changed.
+USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Have malloc keep what is freed, for the whole process; whether it will."""
-    if any(name in environment for name in USERS_WISHES):
+    """Let malloc keep freed memory, process-wide; return whether it does."""
+    if any(name in environment for name in USER_SETTINGS):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,11 +1,11 @@
-"""Signals ask; the loop answers at a step's end, once all ranks agree. Torch-free.
+"""Signals set a flag; the training loop acts on it between steps, when all ranks agree. Torch-free.
 
     signals.install()        # first thing, before torch is imported
     signals.stop_requested()
 
-SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) ask the run to save and stop with exit 75. A second
+SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a save and a stop with exit 75. A second
 SIGINT interrupts at once: exit 130. Before the first step there is nothing to save, so the run ends
-on the spot.
+immediately.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, TypeVar
 
 from ssdctl.errors import Stopped
 
-ASKS_TO_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 T = TypeVar("T")
 
 _received: list[int] = []
-_ends_at_once = False  # whether a signal ends the run where it is
+_ends_at_once = False  # whether a signal ends the run immediately
 
 
 def install() -> None:
-    """Put the handlers in place (main thread only); what came already is kept."""
-    for number in ASKS_TO_STOP:
+    """Install the handlers (main thread only); signals received earlier are kept."""
+    for number in STOP_SIGNALS:
         signal.signal(number, _handle)
 
 
 def restore() -> None:
-    """Give the signals their default meaning back."""
+    """Restore the default handlers."""
     _received.clear()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -40,13 +40,13 @@ def restore() -> None:
 
 
 def stop_requested() -> str | None:
-    """The name of the first signal that came, or None."""
+    """Return the name of the first signal received, or None."""
     return signal.Signals(_received[0]).name if _received else None
 
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """A block in which nothing is trained yet: a signal ends it where it is.
+    """End the block immediately at a signal: nothing is trained yet.
 
     Raises:
         Stopped: A signal came, before or within.
@@ -62,7 +62,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def until_stopped(items: Iterable[T], **_: Any) -> Iterator[T]:
-    """The items, cut short where a signal asks to stop."""
+    """Yield the items until a signal requests a stop."""
     for item in items:
         if _received:
             return
@@ -80,6 +80,6 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def _stopped_before_the_first_step() -> Stopped:
     return Stopped(
         f"stopped by {stop_requested()} before the first step of this start; "
-        "what earlier starts saved is untouched",
-        hint="run the same command again to go on",
+        "earlier checkpoints are unchanged",
+        hint="run the same command again to continue",
     )

@@ -1,4 +1,4 @@
-"""One training run: the loop, the step, the schedule, checkpoints, ranks and signals.
+"""Training: loop, step, schedule, optimizer, EMA, non-finite guard, resume, trackers.
 
-Importing this package never imports torch: signals.py must be in place before.
+Importing the package itself does not import torch: signal handlers are installed before.
 """

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which often scores better than the last ones."""
+"""Exponential moving average of the weights, which often scores better than the last weights."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """The average of a network's weights and of batch norm's statistics, on its device.
+    """Averages a network's weights and batch norm's statistics, on its device.
 
     Args:
-        model: The network; the average starts from what it holds.
-        decay: The share of the average that stays, each step.
+        model: The network; the average starts from its weights.
+        decay: The weight of the old average at each step.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -24,7 +24,7 @@ class EMA:
         self._floats = [k for k, v in self._state.items() if v.is_floating_point()]
 
     def update(self) -> None:
-        """Move towards the network's weights, after a step. Never waits for the device."""
+        """Update the average after a step. Does not wait for the device."""
         live = self._model.state_dict()
         torch._foreach_lerp_(
             [self._state[k] for k in self._floats],
@@ -33,27 +33,27 @@ class EMA:
         )
 
     def state(self) -> Mapping[str, Tensor]:
-        """The average as a state dict of the network."""
+        """Return the average as a state dict of the network."""
         live = self._model.state_dict()
         return {**live, **{k: self._state[k] for k in self._floats}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from an average that was saved."""
+        """Restore a saved average."""
         for name in self._floats:
             self._state[name].copy_(state[name])
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The network computes with the average for the length of the block."""
+        """Use the average as the network's weights for the duration of the block."""
         live = self._model.state_dict()
-        kept = {k: live[k].detach().clone() for k in self._floats}
+        trained = {k: live[k].detach().clone() for k in self._floats}
         try:
-            _put(live, self._state, self._floats)
+            _copy(live, self._state, self._floats)
             yield
         finally:
-            _put(live, kept, self._floats)
+            _copy(live, trained, self._floats)
 
 
-def _put(target: Mapping[str, Tensor], source: Mapping[str, Tensor], names: list[str]) -> None:
+def _copy(target: Mapping[str, Tensor], source: Mapping[str, Tensor], names: list[str]) -> None:
     with torch.no_grad():
         torch._foreach_copy_([target[k] for k in names], [source[k] for k in names])

@@ -1,15 +1,16 @@
-"""The training loop: linear, from the first step to the last, on one screen.
+"""The training loop.
 
-    summary = run_training(resolved, say=print, warn=print, emit=show, progress=tqdm_like)
+    summary = run_training(resolved, emit=show, progress=tqdm_like)
 
-`emit` gets every record of metrics.jsonl as it is written; `say` and `warn` get
-what a user should read.
+`emit` is called with every record of metrics.jsonl after it is written. Messages go to the logger
+`ssdctl.train`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
-from ssdctl.checkpoint.writer import CheckpointDir, payload
-from ssdctl.config.render import values
+from ssdctl.checkpoint.writer import payload
+from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.distributed import collectives
@@ -28,10 +29,10 @@ from ssdctl.errors import Stopped
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
-from ssdctl.runs.writer import RunWriter
 from ssdctl.runtime import signals
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
@@ -43,14 +44,16 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Progress, Say, Setup, prepare_run, with_usable_precision
-from ssdctl.train.step import TrainStep, copied_ahead
+from ssdctl.train.setup import Progress, Setup, prepare_run, with_usable_precision
+from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
 
+log = logging.getLogger(__name__)
+
 
 class Summary(NamedTuple):
-    """How a run ended."""
+    """The result of a run."""
 
     out: str
     step: int
@@ -58,162 +61,166 @@ class Summary(NamedTuple):
     best_ap: float | None
     peak_memory_bytes: int
     total_s: float
-    data_wait: float  # share of the training time that went by waiting for images
+    data_wait: float  # fraction of the training time spent waiting for images
 
 
 def run_training(
-    resolved: Resolved,
-    *,
-    say: Say,
-    warn: Say,
-    emit: Callable[[Record], None],
-    progress: Progress,
+    resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
 ) -> Summary:
-    """Train to the end of the plan, or to the target AP, going on where an earlier run stopped.
+    """Train to the last step of the schedule, or to the target AP; resume if a run was stopped.
 
     Raises:
-        UsageError: Another process trains in the run folder, or see `prepare_run`.
+        UsageError: Another process trains in the run folder; or see `prepare_run`.
         Stopped: A signal came; everything is saved.
-        NonFiniteError: Too many steps went bad.
+        NonFiniteError: Too many steps had a NaN or infinite loss or gradient.
         DistributedError: Another rank was lost.
         DiskError: A checkpoint cannot be written.
     """
     ranks = find_ranks()
-    wishes = resolved.config.train
-    quiet = not ranks.is_main
-    say, warn, emit = (_muted(speak, quiet) for speak in (say, warn, emit))
+    config = resolved.config.train
     with signals.ending_at_once():
-        device = open_device(wishes.device, ranks.local_rank, wishes.execution)
-    with process_group(ranks, device, wishes.rank_timeout):
+        device = open_device(config.device, ranks.local_rank, config.execution)
+    with process_group(ranks, device, config.rank_timeout):
         resolved, precision_notice = with_usable_precision(resolved, device)
         for notice in (*device.notices, *filter(None, [precision_notice])):
-            warn(notice)
-        with contextlib.ExitStack() as held:
+            log.warning("%s", notice)
+        with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
                 setup = prepare_run(
-                    resolved.config, device, ranks, say, progress if not quiet else _plain
+                    resolved.config, device, ranks, progress if ranks.is_main else _no_progress
                 )
                 if ranks.is_main:
-                    held.enter_context(exclusive_run(setup.out, say, warn))
-                run = _Run(setup, resolved, say, warn, emit)
-            held.callback(run.saver.close)
-            return run.train()
+                    exit_stack.enter_context(exclusive_run(setup.out))
+                trainer = _Trainer(setup, resolved, emit)
+            exit_stack.callback(trainer.checkpoint_writer.close)
+            return trainer.train()
 
 
-class _Run:
+class _Trainer:
     """The state of a run between its steps."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        resolved: Resolved,
-        say: Say,
-        warn: Say,
-        emit: Callable[[Record], None],
-    ) -> None:
+    def __init__(self, setup: Setup, resolved: Resolved, emit: Callable[[Record], None]) -> None:
         config, self.plan = setup.config.train, setup.plan
-        self.setup, self.say = setup, say
+        self.setup = setup
         self.optimizer = build_optimizer(setup.model, config, setup.device)
-        self.scale = loss_scale(setup.precision, setup.device, self.optimizer)
+        self.loss_scale = loss_scale(setup.precision, setup.device, self.optimizer)
         self.checkpoints = CheckpointDir(setup.out, config.keep)
-        self.saver = AsyncCheckpointWriter(self.checkpoints)
+        self.checkpoint_writer = AsyncCheckpointWriter(self.checkpoints)
         eval_every = every(config.eval_every, self.plan) if config.eval_every else None
         self.validator = Validator(setup, eval_every)
         self.save_every = every(config.save_every, self.plan)
 
-        start = load_or_initialize(setup, self.checkpoints, self.optimizer, say, warn)
+        start = load_or_initialize(setup, self.checkpoints, self.optimizer)
         self.step = self.first_step = start.step
         self.first_sample = start.samples_seen
-        self.average = EMA(setup.model, config.ema) if config.ema else None
-        if self.average is not None and start.averaged is not None:
-            self.average.load(start.averaged)
+        self.ema = EMA(setup.model, config.ema) if config.ema else None
+        if self.ema is not None and start.averaged is not None:
+            self.ema.load(start.averaged)
         self.saved_step = start.step if start.is_saved else None
         if setup.ranks.is_main:
             self.checkpoints.clean()
             for path in self.checkpoints.retire(self.step):
-                warn(f"{path.name}: set aside, the run goes on from step {self.step}")
-        self.recorder = RunWriter(setup, resolved, self.step, emit)
-        self.evaluated_step = collectives.broadcast(self.recorder.last_evaluation, setup.ranks)
-        self.best = EarlyStopping(None, config.target_ap, config.patience)
-        for ap in self.recorder.past_aps:
-            self.best.update(ap)
-        if self.best.ap is None:
-            self.best.ap = start.best_ap
+                log.warning("%s: set aside, the run continues from step %d", path.name, self.step)
+        self.throughput = ThroughputMeter(self.plan.global_batch_size)
+        self.progress_log = ProgressLog(setup, resolved, self.step, emit, self.throughput)
+        self.evaluated_step = collectives.broadcast(self.progress_log.last_evaluation, setup.ranks)
+        self.early_stopping = EarlyStopping(None, config.target_ap, config.patience)
+        for ap in self.progress_log.past_aps:
+            self.early_stopping.update(ap)
+        if self.early_stopping.ap is None:
+            self.early_stopping.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
-        self.pace = ThroughputMeter(self.plan.global_batch_size)
-        self.reporter = ProgressLog(setup, self.recorder, self.pace, warn)
         self.saved_at = time.monotonic()
+        self.guard = NonFiniteGuard(config.on_nonfinite)
+        self.profiler = StepProfiler(
+            config.profile, RunDir(setup.out).profile, setup.device, setup.ranks
+        )
 
     def train(self) -> Summary:
-        setup, config, plan = self.setup, self.setup.config.train, self.plan
-        take_step = TrainStep(
+        setup, total_steps = self.setup, self.plan.total_steps
+        log_every = setup.config.train.log_every
+        train_step = TrainStep(
             setup.model,
             self.optimizer,
             setup.device,
-            config,
+            setup.config.train,
             setup.precision,
             setup.ranks,
-            self.scale,
+            self.loss_scale,
         )
-        guard = NonFiniteGuard(config.on_nonfinite)
-        profiler = StepProfiler(config.profile, setup.out, setup.device, setup.ranks)
         self._start_input()
         setup.model.train()
-        self.pace.start()
+        self.throughput.start()
 
         is_over = self._between_steps()
         if self.step > 0 and self.validator.is_due(self.step):
-            self._evaluate()  # where the run was stopped before it came to that
-        while self.step < plan.total_steps and not is_over:
-            lr = plan.lr(self.step)
-            profiler.before(self.step + 1)
-            with torch.profiler.record_function("wait: next batch"), self.pace.waiting():
-                batches = list(itertools.islice(self.batches, config.accumulate))
-            self.reporter.watch(batches)
-            with out_of_memory_hints(setup.architecture, config, setup.device, setup.precision):
-                result = take_step(batches, lr)
-            self.step += 1
-            self.pace.step_done()
-            guard.watch(self.step, result.is_bad, self._image_ids(batches))
-            if self.average is not None:
-                self.average.update()
-
-            if self.step % config.log_every == 0 or self.step == plan.total_steps:
+            self._evaluate()  # the run was stopped before this evaluation
+        while self.step < total_steps and not is_over:
+            lr = self.plan.lr(self.step)
+            result = self._train_step(train_step, lr)
+            if self.step % log_every == 0 or self.step == total_steps:
                 with torch.profiler.record_function("wait: device, at a log point"):
-                    figures = result.read(setup.ranks)
-                self.reporter.step(self.step, figures, lr)
-                self.reporter.bad_images(self.step)
-                if bad := guard.check():
-                    self.reporter.bad_steps(self.step, bad)
-                    if guard.should_roll_back(bad, str(self.setup.out / "nonfinite")):
-                        self._roll_back()
-
-            with self.pace.paused():
-                if profile := profiler.after(self.step, is_last=self.step == plan.total_steps):
-                    self.say(profile)
+                    losses = result.read(setup.ranks)
+                self.progress_log.step(self.step, losses, lr)
+                self.progress_log.bad_images(self.step)
+                self._handle_bad_steps()
+            with self.throughput.paused():
+                if message := self.profiler.after(self.step, is_last=self.step == total_steps):
+                    log.info("%s", message)
                 is_over = self._between_steps()
                 if self.validator.is_due(self.step):
                     self._evaluate()
         return self._finish(ended_early=is_over)
 
+    def _train_step(self, train_step: TrainStep, lr: float) -> StepResult:
+        """Take the next optimizer step. Does not wait for the device."""
+        setup, config = self.setup, self.setup.config.train
+        self.profiler.before(self.step + 1)
+        with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
+            batches = list(itertools.islice(self.batches, config.accumulate))
+        self.progress_log.watch(batches)
+        with out_of_memory_hints(setup.architecture, config, setup.device, setup.precision):
+            result = train_step(batches, lr)
+        self.step += 1
+        self.throughput.step_done()
+        self.guard.watch(self.step, result.is_bad, self._image_ids(batches))
+        if self.ema is not None:
+            self.ema.update()
+        return result
+
+    def _handle_bad_steps(self) -> None:
+        """Record the skipped steps since the last log point; roll back if the policy is that.
+
+        Raises:
+            NonFiniteError: The policy is `stop`, or there were too many.
+        """
+        if bad := self.guard.check():
+            self.progress_log.bad_steps(self.step, bad)
+            if self.guard.should_roll_back(bad, str(RunDir(self.setup.out).nonfinite)):
+                self._roll_back()
+
     def _between_steps(self) -> bool:
-        """Between two steps: stop or save if that is due; whether the run has reached its end.
+        """Stop or save if that is due; return whether the run ends early.
 
         Raises:
             Stopped: A signal came to any of the ranks.
             DiskError: The last save failed.
         """
-        self.saver.check()
+        self.checkpoint_writer.check()
         self._collect_evaluation(wait=False)
-        asked = signals.stop_requested()
+        signal_name = signals.stop_requested()
         period = self.save_every
-        is_time = period.is_due(self.step)
+        is_save_due = period.is_due(self.step)
         if period.seconds is not None:
-            is_time = time.monotonic() - self.saved_at >= period.seconds
-        flags = (asked is not None, is_time, self.best.reason_to_end() is not None)
+            is_save_due = time.monotonic() - self.saved_at >= period.seconds
+        flags = (
+            signal_name is not None,
+            is_save_due,
+            self.early_stopping.reason_to_end() is not None,
+        )
         stop, save, is_over = collectives.any_rank(flags, self.setup.ranks)
         if stop:
-            self._stop(asked)
+            self._stop(signal_name)
         if save and self.step > self.first_step:
             self._save()
         return is_over
@@ -221,19 +228,19 @@ class _Run:
     def _stop(self, signal_name: str | None) -> None:
         self._collect_evaluation(wait=True)
         self._save()
-        self.saver.wait()
-        self.recorder.event("stopped", self.step, signal=signal_name)
-        self.recorder.close(self.step, is_success=False)
-        # mpirun ends the others soon after the first rank is gone: not in mid-save.
+        self.checkpoint_writer.wait()
+        self.progress_log.event("stopped", self.step, signal=signal_name)
+        self.progress_log.close(self.step, is_success=False)
+        # mpirun ends the other ranks soon after the first exits: not during a save.
         collectives.barrier(self.setup.ranks)
         raise Stopped(
             f"stopped by {signal_name or 'another rank'} after step {self.step}; "
             f"everything is saved in {self.setup.out}",
-            hint="run the same command again to go on",
+            hint="run the same command again to continue",
         )
 
     def _start_input(self) -> None:
-        """Read on from the next sample of the stream."""
+        """Open the input at the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
         plan = LoaderConfig(
             seed=config.seed,
@@ -242,7 +249,8 @@ class _Run:
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
             accumulate=config.accumulate,
-            augment=config.augment == "ssd" and config.overfit is None,
+            augment=config.augment != "none" and config.overfit is None,
+            zoom_out=config.augment == "ssd-zoom" and config.overfit is None,
             hue_degrees=config.hue_degrees,
             threads=setup.threads,
             max_boxes=max(setup.train.most_boxes, 1),
@@ -255,30 +263,30 @@ class _Run:
             decoder=setup.device.decoder,
         )
         batches = source.batches(0, self.plan.total_steps - self.step)
-        self.batches = copied_ahead(batches, setup.device)
+        self.batches = copy_ahead(batches, setup.device)
 
     def _next_sample(self) -> int:
-        """The stream's first sample that no step has taken yet."""
+        """Return the position of the first sample in the stream that was not trained on yet."""
         return self.first_sample + (self.step - self.first_step) * self.plan.global_batch_size
 
     def _image_ids(self, batches: Sequence[Batch]) -> list[int]:
         return [int(i) for batch in batches for i in self.setup.train.image_ids[batch.rows]]
 
     def _roll_back(self) -> None:
-        """Go back to the last checkpoint's weights, and on with the images that come next."""
+        """Restore the last checkpoint's weights and continue with the next images of the stream."""
         setup = self.setup
         self._collect_evaluation(wait=True)
-        self.saver.wait()
+        self.checkpoint_writer.wait()
         checkpoint = None
         if setup.ranks.is_main:
             checkpoint, _ = self.checkpoints.newest_intact()
         checkpoint = collectives.broadcast(checkpoint, setup.ranks)
-        if checkpoint is None:  # nothing saved yet; the bad steps moved nothing either
+        if checkpoint is None:  # nothing saved yet, and skipped steps changed no weight
             return
         next_sample, bad_step = self._next_sample(), self.step
         averaged = restore(setup.model, self.optimizer, checkpoint)
-        if self.average is not None and averaged is not None:
-            self.average.load(averaged)
+        if self.ema is not None and averaged is not None:
+            self.ema.load(averaged)
         self.first_sample, self.first_step, self.step = (
             next_sample,
             checkpoint.step,
@@ -288,101 +296,98 @@ class _Run:
         self.saved_step = self.evaluated_step = None
         if setup.ranks.is_main:
             self.checkpoints.retire(self.step)
-        self.recorder.rewind(self.step)
-        self._save()  # so that a resume too goes on past the offending images
-        self.recorder.event("rolled_back", self.step, from_step=bad_step)
-        self.say(f"back to {checkpoint.path} (step {self.step}), past the images up to here")
+        self.progress_log.rewind(self.step)
+        self._save()  # so that a resumed run skips the offending images too
+        self.progress_log.event("rolled_back", self.step, from_step=bad_step)
+        log.info("rolled back to %s (step %d); the next images follow", checkpoint.path, self.step)
 
     def _evaluate(self) -> None:
-        """Detect, save, and have the detections scored beside the steps that follow."""
+        """Detect and save; start to score the detections while the next steps run."""
         setup = self.setup
         if setup.val is None or self.evaluated_step == self.step:
             return
         self._collect_evaluation(wait=True)
-        self.recorder.evaluation_starts(self.step)
+        self.progress_log.evaluation_started(self.step)
         collectives.average_batch_norms(setup.model, setup.ranks)
-        if self.average is None:
-            found = self.validator.detect()
+        if self.ema is None:
+            detections = self.validator.detect()
         else:
-            with self.average.in_place():
-                found = self.validator.detect()
+            with self.ema.in_place():
+                detections = self.validator.detect()
         if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
-            self._between_steps()  # stops here: not all images were seen, the resumed run evaluates
+            self._between_steps()  # stops: not all images were seen; the resumed run evaluates
             return
         self.evaluated_step = self.step
         self._save()
-        if found is not None:
-            self.recorder.pictures(found, self.step)
-            self.validator.start_scoring(found, self.step, round(self.plan.epoch(self.step), 4))
+        if detections is not None:
+            self.progress_log.detections(detections, self.step)
+            self.validator.start_scoring(
+                detections, self.step, round(self.plan.epoch(self.step), 4)
+            )
 
     def _collect_evaluation(self, *, wait: bool) -> None:
-        """Write down the score that has been worked out since the last look, if one has."""
-        evaluation: Evaluation | None = self.validator.scored(wait=wait)
+        """Record the evaluation that was scored in the background, if one is done."""
+        evaluation = self.validator.scored(wait=wait)
         if evaluation is None:
             return
-        if self.best.update(evaluation.figures["AP"]):
+        is_best = self.early_stopping.update(evaluation.figures["AP"])
+        if is_best:
             assert evaluation.about.step is not None
-            self.saver.mark_best(evaluation.about.step)
-            self.recorder.best(evaluation)
-        # The line comes last: an evaluation without one is made again by the next start.
-        self.recorder.evaluation(evaluation)
+            self.checkpoint_writer.mark_best(evaluation.about.step)
+        self.progress_log.evaluation(evaluation, is_best=is_best)
 
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
         setup = self.setup
-        # A checkpoint knows the scores of the steps before it: a resumed run need not make them.
+        # A checkpoint has the best AP of the steps before it: a resumed run need not repeat them.
         self._collect_evaluation(wait=True)
         collectives.average_batch_norms(setup.model, setup.ranks)
         if setup.ranks.is_main:
-            self.saver.save(
+            self.checkpoint_writer.save(
                 payload(
                     model=setup.model,
-                    averaged=None if self.average is None else self.average.state(),
+                    averaged=None if self.ema is None else self.ema.state(),
                     architecture=setup.architecture,
                     classes=setup.train.classes,
-                    config=values(setup.config),
+                    config=snapshot(setup.config),
                     step=self.step,
                     samples_seen=self._next_sample(),
                     images=self.plan.images,
                     global_batch=self.plan.global_batch_size,
-                    best_ap=self.best.ap,
+                    best_ap=self.early_stopping.ap,
                     optimizer=self.optimizer,
                 )
             )
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
     def _finish(self, *, ended_early: bool) -> Summary:
-        was_finished = self.pace.images == 0 and self.evaluated_step == self.step
+        was_finished = self.throughput.images == 0 and self.evaluated_step == self.step
         if self.setup.val is None:
-            self.say("no validation split: nothing to evaluate")
-        if reason := self.best.reason_to_end():
-            self.say(reason)
+            log.info("no validation split: nothing to evaluate")
+        if reason := self.early_stopping.reason_to_end():
+            log.info("%s", reason)
         if not ended_early:
             self._evaluate()
-        self._between_steps()  # a signal that came meanwhile
+        self._between_steps()  # handle a signal that came in the meantime
         self._collect_evaluation(wait=True)
         self._save()
-        self.saver.wait()
+        self.checkpoint_writer.wait()
         summary = Summary(
             out=str(self.setup.out),
             step=self.step,
-            images_per_second=round(self.pace.images_per_second, 2),
-            best_ap=self.best.ap,
+            images_per_second=round(self.throughput.images_per_second, 2),
+            best_ap=self.early_stopping.ap,
             peak_memory_bytes=self.setup.device.peak_memory_bytes(),
-            total_s=round(self.pace.total_s, 1),
-            data_wait=round(self.pace.data_wait, 4),
+            total_s=round(self.throughput.total_s, 1),
+            data_wait=round(self.throughput.data_wait, 4),
         )
         if not was_finished:
             facts = {k: v for k, v in summary._asdict().items() if k not in ("out", "step")}
-            self.recorder.event("finished", self.step, **facts)
-        self.recorder.close(self.step, is_success=True)
+            self.progress_log.event("finished", self.step, **facts)
+        self.progress_log.close(self.step, is_success=True)
         return summary
 
 
-def _muted(speak: Callable[[Any], None], quiet: bool) -> Callable[[Any], None]:
-    return (lambda _: None) if quiet else speak
-
-
-def _plain(items: Any, **_: Any) -> Any:
+def _no_progress(items: Any, **_: Any) -> Any:
     return items

@@ -1,4 +1,4 @@
-"""MLPerf's log lines (`:::MLLOG {...}`), for tools that read submissions. Torch-free."""
+"""Write MLPerf log lines (`:::MLLOG {...}`), for tools that read submissions. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.config import TrainConfig
-from ssdctl.files import disk_errors
+from ssdctl.files import disk_errors, no_follow
 from ssdctl.train.schedule import TrainSchedule
 
 BENCHMARK = "ssd"
 
 
 class MLLog:
-    """Appends to a file.
+    """Appends MLPerf log lines to a file.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class MLLog:
         self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
     def run(self, config: TrainConfig, plan: TrainSchedule, val_images: int) -> None:
-        """What a run is, once it is set up; then its start."""
+        """Log the run's settings after its setup, then its start."""
         facts = {
             "submission_benchmark": BENCHMARK,
             "submission_division": "open",
@@ -70,5 +70,8 @@ class MLLog:
             "value": value,
             "metadata": {"file": "ssdctl/train/mllog.py", "lineno": 1, **metadata},
         }
-        with disk_errors(self._path, "writing"), self._path.open("a", encoding="utf-8") as file:
+        with (
+            disk_errors(self._path, "writing"),
+            open(self._path, "a", encoding="utf-8", opener=no_follow) as file,
+        ):
             file.write(f":::MLLOG {json.dumps(line)}\n")

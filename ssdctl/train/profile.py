@@ -17,59 +17,59 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.files import atomic_write, write_text
 
 ROWS = 40
-WAIT = "wait: "  # what the loop calls the places where it waits
+WAIT = "wait: "  # prefix of the loop's waits
 
 
 class StepProfiler:
-    """Watches the steps that it was told to.
+    """Profiles a range of steps.
 
     Args:
-        wanted: `FIRST,LAST` as on the command line, both included; None watches nothing.
-        out: The run folder.
-        device: Whose work is watched.
-        ranks: Each rank writes its own files; the first one's names are plain.
+        steps: `FIRST,LAST` as on the command line, both included; None profiles nothing.
+        folder: Where to write.
+        device: The device to profile, besides the host.
+        ranks: Each rank writes its own files; the rank is in the names of all but the first.
     """
 
-    def __init__(self, wanted: str | None, out: Path, device: Device, ranks: Ranks) -> None:
-        first, last = (int(part) for part in wanted.split(",")) if wanted else (0, -1)
+    def __init__(self, steps: str | None, folder: Path, device: Device, ranks: Ranks) -> None:
+        first, last = (int(part) for part in steps.split(",")) if steps else (0, -1)
         self._steps = range(first, last + 1)
-        self._folder = out / "profile"
+        self._folder = folder
         self._suffix = "" if ranks.is_main else f"-rank{ranks.rank}"
         self._device = device
         self._profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
-        """Begin, if that step is to be watched."""
+        """Start the profiler before the first step of the range."""
         if step in self._steps and self._profiler is None:
-            self._device.synchronize()  # what came before is not part of it
+            self._device.synchronize()  # exclude earlier work
             self._profiler = torch.profiler.profile(activities=_activities(self._device))
             self._profiler.start()
 
     def after(self, step: int, *, is_last: bool) -> str | None:
-        """End, if that was the last step to be watched; what to tell the user then."""
+        """Stop after the last step of the range and write the files; return a message if it did."""
         if self._profiler is None or not (step == self._steps[-1] or is_last):
             return None
         self._device.synchronize()
         self._profiler.stop()
-        found, self._profiler = self._profiler, None
+        profiler, self._profiler = self._profiler, None
         trace = self._folder / f"trace{self._suffix}.json"
         with atomic_write(trace) as file:
-            found.export_chrome_trace(file.name)
-        averages = found.key_averages()
+            profiler.export_chrome_trace(file.name)
+        averages = profiler.key_averages()
         on_device = any(row.self_device_time_total for row in averages)
         key = "self_device_time_total" if on_device else "self_cpu_time_total"
         table = averages.table(sort_by=key, row_limit=ROWS, max_name_column_width=70)
         lines = [table, "Waits of the host:", *waits(averages)]
         write_text(self._folder / f"table{self._suffix}.txt", "\n".join(lines) + "\n")
-        return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt beside it"
+        return f"profile of steps {self._steps[0]} to {step}: {trace}, and table.txt next to it"
 
 
 def waits(averages: Iterable[Any]) -> list[str]:
-    """What the loop waited for, in ms.
+    """Return a line for each wait of the loop, in ms.
 
     Args:
-        averages: Of the profiler. A GPU's share of a wait is a row of its own, of the same name and
-            without time of the host.
+        averages: Of the profiler. The GPU's time of a wait is a separate row of the same name,
+            without host time.
     """
     return [
         f"  {row.key:<40}{row.cpu_time_total / 1000:>12.3f} ms in {row.count}"
@@ -79,6 +79,6 @@ def waits(averages: Iterable[Any]) -> list[str]:
 
 
 def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
-    """The host's, and the device's where PyTorch's profiler knows it."""
+    """Return the profiler's activities: host, and device if PyTorch's profiler supports it."""
     known = torch.profiler.supported_activities()
     return [a for a in known if a.name.lower() in {"cpu", device.name}]

@@ -1,84 +1,197 @@
-"""What is told at the log points of a run: figures, images and steps that were left out."""
+"""Record the progress of a run: metrics.jsonl, terminal, TensorBoard, MLPerf's log.
+
+Only the first rank writes. Every rank calls the methods, since some of them gather from all ranks.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+from ssdctl.config.resolve import Resolved
 from ssdctl.distributed import collectives
+from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.input.loader import Batch
+from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import Record, environment
 from ssdctl.runs.writer import RunWriter
 from ssdctl.train.bad_images import BadImages
+from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
-from ssdctl.train.setup import Say, Setup
+from ssdctl.train.setup import Setup
+from ssdctl.train.tensorboard import TensorBoard
 from ssdctl.train.throughput import ThroughputMeter
+
+log = logging.getLogger(__name__)
 
 
 class ProgressLog:
-    """Puts together what happened since the last log point, and tells it.
+    """Records steps, events and evaluations of a run.
 
     Args:
         setup: The run.
-        recorder: Where it is written down.
-        pace: How fast the run goes.
-        warn: Tells the user.
+        resolved: Its config, with the source of every value.
+        start_step: The step from which it continues.
+        emit: Called with every record.
+        throughput: Measures the rate of the steps.
     """
 
-    def __init__(self, setup: Setup, recorder: RunWriter, pace: ThroughputMeter, warn: Say) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        resolved: Resolved,
+        start_step: int,
+        emit: Callable[[Record], None],
+        throughput: ThroughputMeter,
+    ) -> None:
         self._setup = setup
-        self._recorder = recorder
-        self._pace = pace
-        self._warn = warn
+        self._run = RunDir(setup.out)
+        self._throughput = throughput
         self._bad_images = BadImages(setup.plan.images)
+        self._writer: RunWriter | None = None
+        self._tensorboard: TensorBoard | None = None
+        self._mllog: MLLog | None = None
+        if setup.ranks.is_main:
+            self._open(resolved, start_step, emit)
+        self.event(
+            "started",
+            start_step,
+            total_steps=setup.plan.total_steps,
+            global_batch_size=setup.plan.global_batch_size,
+            world_size=setup.ranks.world_size,
+        )
+
+    def _open(self, resolved: Resolved, start_step: int, emit: Callable[[Record], None]) -> None:
+        setup, config = self._setup, self._setup.config.train
+        trackers = [emit]
+        if config.tensorboard:
+            self._tensorboard = TensorBoard(self._run.tensorboard, start_step)
+            trackers.insert(0, self._tensorboard.write)
+        resolved = resolved.with_value("train.precision", setup.precision)
+        resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
+        facts = environment(setup.device.label, setup.ranks.world_size)
+        self._writer = RunWriter(self._run, resolved, facts, start_step, trackers)
+        if config.mllog is not None:
+            self._mllog = MLLog(Path(config.mllog))
+            val_images = 0 if setup.val is None else len(setup.val.image_ids)
+            self._mllog.run(config, setup.plan, val_images)
+
+    @property
+    def last_evaluation(self) -> int | None:
+        """The step of the last recorded evaluation; None on ranks other than the first."""
+        return None if self._writer is None else self._writer.last_evaluation
+
+    @property
+    def past_aps(self) -> list[float]:
+        """The APs of the recorded evaluations; empty on ranks other than the first."""
+        return [] if self._writer is None else self._writer.past_aps
 
     def watch(self, batches: Sequence[Batch]) -> None:
-        """Note the images of a step's batches that were replaced."""
+        """Note the replaced images of a step's batches."""
         self._bad_images.watch(batches)
 
-    def step(self, step: int, figures: dict[str, float], lr: float) -> None:
-        """The figures of a step, and a warning where the device waits for its images."""
-        lap = self._pace.lap()
-        record = {
-            "loss": figures["loss"],
-            "loss_box": figures["loss_box"],
-            "loss_class": figures["loss_class"],
-            "lr": lr,
-            "images_per_second": round(lap.images_per_second, 3),
-            "grad_norm": figures["grad_norm"],
-            "data_wait": round(lap.data_wait, 4),
-            "memory_bytes": self._setup.device.peak_memory_bytes(),
-        }
-        self._recorder.train(step, record)
-        if self._pace.is_input_bound():
-            self._recorder.event("input_starves", step, data_wait=round(lap.data_wait, 4))
-            self._warn(
-                f"the device waits for images {lap.data_wait:.0%} of the time: give it more "
-                "--workers, or smaller images (ssdctl prepare --shrink 512)"
+    def step(self, step: int, losses: dict[str, float], lr: float) -> None:
+        """Record the metrics of a step; warn once if training is input-bound."""
+        lap = self._throughput.lap()
+        data_wait = round(lap.data_wait, 4)
+        self._record(
+            "train",
+            step,
+            loss=losses["loss"],
+            loss_box=losses["loss_box"],
+            loss_class=losses["loss_class"],
+            lr=lr,
+            images_per_second=round(lap.images_per_second, 3),
+            grad_norm=losses["grad_norm"],
+            data_wait=data_wait,
+            memory_bytes=self._setup.device.peak_memory_bytes(),
+        )
+        if self._throughput.is_input_bound():
+            self.event("input_starves", step, data_wait=data_wait)
+            log.warning(
+                "the device waits for images %.0f%% of the time: use more --workers, or smaller "
+                "images (ssdctl prepare --shrink 512)",
+                100 * lap.data_wait,
             )
 
+    def event(self, name: str, step: int, **facts: Any) -> None:
+        """Record an event."""
+        self._record("event", step, event=name, **facts)
+
     def bad_images(self, step: int) -> None:
-        """Images that were replaced since the last time.
+        """Record the images that were replaced since the last call, on any rank.
 
         Raises:
             DataError: There are too many of them.
         """
         for bad in self._bad_images.collect(self._setup.ranks):
-            self._recorder.event("bad_image", step, **bad._asdict())
-            self._warn(f"image {bad.image_id} was replaced: {bad.file}: {bad.problem}")
+            self.event("bad_image", step, **bad._asdict())
+            log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
         self._bad_images.refuse_too_many()
 
     def bad_steps(self, step: int, bad: list[BadStep]) -> None:
-        """Steps that were left out; their images are named in RUN/nonfinite/."""
-        folder = self._setup.out / "nonfinite"
+        """Record skipped steps, and write their image ids to RUN/nonfinite/."""
+        folder = self._run.nonfinite
         shares = collectives.gather_to_first([entry.image_ids for entry in bad], self._setup.ranks)
         for number, entry in enumerate(bad):
             ids = [i for share in shares for i in share[number]]
-            self._recorder.event("nonfinite", step, bad_step=entry.step)
+            self.event("nonfinite", step, bad_step=entry.step)
             if self._setup.ranks.is_main:
                 content = json.dumps({"step": entry.step, "image_ids": ids})
                 write_text(folder / f"step-{entry.step:08d}.json", content)
-        self._warn(
-            f"{len(bad)} steps up to step {bad[-1].step} had a NaN or infinite loss or "
-            f"gradient and were left out; their images are in {folder}"
+        log.warning(
+            "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
+            "their images are in %s",
+            len(bad),
+            bad[-1].step,
+            folder,
         )
+
+    def evaluation_started(self, step: int) -> None:
+        """Record the start of an evaluation, in MLPerf's log only."""
+        if self._mllog is not None:
+            self._mllog.start("eval", epoch_num=self._epoch(step))
+
+    def detections(self, detections: Detections, step: int) -> None:
+        """Draw the detections on the first validation images, in TensorBoard only."""
+        if self._tensorboard is not None and self._setup.val is not None:
+            self._tensorboard.images(self._setup.val, detections, step)
+
+    def evaluation(self, evaluation: Evaluation, *, is_best: bool) -> None:
+        """Record an evaluation and the AP of each class; keep its details if it is the best."""
+        step = evaluation.about.step
+        assert step is not None
+        if is_best and self._writer is not None:
+            self._writer.write_best(evaluation)
+        # The record comes last: an evaluation without one is repeated at the next start.
+        self._record("eval", step, **evaluation.figures)
+        self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
+        if self._mllog is not None:
+            epoch = self._epoch(step)
+            self._mllog.point("eval_accuracy", evaluation.figures["AP"], epoch_num=epoch)
+            self._mllog.stop("eval", epoch_num=epoch)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: those steps are trained again."""
+        if self._writer is not None:
+            self._writer.rewind(step)
+
+    def close(self, step: int, *, is_success: bool) -> None:
+        """End the trackers' logs."""
+        if self._mllog is not None:
+            status = "success" if is_success else "aborted"
+            self._mllog.stop("run", status=status, epoch_num=self._epoch(step))
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def _epoch(self, step: int) -> float:
+        return round(self._setup.plan.epoch(step), 4)
+
+    def _record(self, kind: str, step: int, **values: Any) -> None:
+        if self._writer is not None:
+            self._writer.write({"kind": kind, "step": step, "epoch": self._epoch(step), **values})

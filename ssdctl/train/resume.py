@@ -1,7 +1,8 @@
-"""Where a run begins: anew, or where an earlier one stopped. The first rank reads, all follow."""
+"""Start a run from first weights, or from a checkpoint. The first rank reads and broadcasts it."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,98 +10,99 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
-from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.data.class_match import class_differences
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.runs.lock import LOCK
+from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.runs.layout import RunDir
 from ssdctl.train.optimizer import is_adamw, load_optimizer
-from ssdctl.train.setup import Say, Setup, load_first_weights
+from ssdctl.train.setup import Setup, load_first_weights
+
+log = logging.getLogger(__name__)
 
 
 class StartState(NamedTuple):
-    """The first step of this process, and what is known before it."""
+    """The first step of this process, and the state before it."""
 
     step: int
     samples_seen: int
     best_ap: float | None
-    is_saved: bool  # whether the run folder holds a checkpoint of it
-    averaged: dict[str, Tensor] | None = None  # the average of the weights, where one is kept
+    is_saved: bool  # whether the run folder has a checkpoint of it
+    averaged: dict[str, Tensor] | None = None  # the EMA's weights, with --ema
 
 
 def load_or_initialize(
-    setup: Setup, folder: CheckpointDir, optimizer: torch.optim.Optimizer, say: Say, warn: Say
+    setup: Setup, checkpoints: CheckpointDir, optimizer: torch.optim.Optimizer
 ) -> StartState:
-    """Load the checkpoint to go on from into network and optimizer; without one, first weights.
+    """Load a checkpoint into network and optimizer; if there is none, load the first weights.
 
     Raises:
-        UsageError: `--resume never` on a run that has checkpoints; a setting that changes the
-            maths differs.
-        IntegrityError: The named checkpoint, or every one of the run, is damaged; or it knows
+        UsageError: `--resume never` on a run that has checkpoints; a setting that affects the
+            results differs.
+        IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
     checkpoint = None
     if setup.ranks.is_main:
-        checkpoint = _find(setup, folder, warn)
+        checkpoint = _find(setup, checkpoints)
     checkpoint = collectives.broadcast(checkpoint, setup.ranks)
     if checkpoint is None:
-        load_first_weights(setup, say)
+        load_first_weights(setup)
         return StartState(0, 0, None, False)
-    averaged = restore(setup.model, optimizer, checkpoint, warn)
+    averaged = restore(setup.model, optimizer, checkpoint)
     step = checkpoint.step
     if checkpoint.global_batch != setup.plan.global_batch_size:
-        # The schedule counts in the new batch: the step that has seen as many samples.
+        # The schedule counts in steps of the new batch: the one with as many samples.
         step = checkpoint.samples_seen // setup.plan.global_batch_size
     total = setup.plan.total_steps
     if step < total:
-        say(f"going on from {checkpoint.path} (step {step} of {total})")
+        log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
     else:
-        say(f"{checkpoint.path} is at step {step} of {total}: nothing is left to train")
-    is_own = checkpoint.path.parent == folder.path and step == checkpoint.step
+        log.info("%s is at step %d of %d: nothing left to train", checkpoint.path, step, total)
+    is_own = checkpoint.path.parent == checkpoints.path and step == checkpoint.step
     return StartState(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
 
 
-def _find(setup: Setup, folder: CheckpointDir, warn: Say) -> Checkpoint | None:
-    """The checkpoint to go on from, once it has been found to belong to this run."""
-    wanted = setup.config.train.resume
-    if wanted == "never":
-        # The lock is this process's; the other ranks write their logs there already.
-        if any(p.name not in ("logs", LOCK) for p in setup.out.iterdir()):
+def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
+    """Return the checkpoint to resume from, after checking that it belongs to this run."""
+    resume = setup.config.train.resume
+    if resume == "never":
+        if RunDir(setup.out).is_started():
             raise UsageError(
                 f"{setup.out} is not empty, and --resume never would mix a new run into it",
-                hint="choose another --out, or leave --resume out to go on with it",
+                hint="choose another --out, or leave --resume out to continue it",
             )
         return None
-    if wanted == "auto":
-        checkpoint, warnings = folder.newest_intact()
+    if resume == "auto":
+        checkpoint, warnings = checkpoints.newest_intact()
         for warning in warnings:
-            warn(warning)
+            log.warning("%s", warning)
         if checkpoint is None:
             return None
     else:
-        checkpoint = read_checkpoint(Path(wanted))
+        checkpoint = read_checkpoint(Path(resume))
     if checkpoint.peer is not None:
         raise UsageError(
-            f"{checkpoint.path} is {checkpoint.peer}'s: it lacks what a resume needs",
+            f"{checkpoint.path} is a checkpoint of {checkpoint.peer}: it lacks the state to resume",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):
         if not setup.config.train.resume_changed:
             raise UsageError(
                 f"{checkpoint.path} was trained with other settings: {changes}",
-                hint="--resume-changed goes on all the same; another --out starts anew",
+                hint="--resume-changed continues anyway; another --out starts a new run",
             )
-        warn(f"changed since {checkpoint.path}: {changes}")
-    _tell_of_other_data(setup, checkpoint, warn)
-    _check_classes(checkpoint, setup.train.classes, warn)
+        log.warning("changed since %s: %s", checkpoint.path, changes)
+    _warn_of_other_data(setup, checkpoint)
+    _check_classes(checkpoint, setup.train.classes)
     return checkpoint
 
 
-def _check_classes(checkpoint: Checkpoint, classes: list[ClassName], warn: Say) -> None:
-    """Compare the classes by name; other category ids are no reason to stop.
+def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
+    """Compare the classes by name; warn if only the category ids differ.
 
     Raises:
         IntegrityError: The names differ, or come in another order.
@@ -113,24 +115,28 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName], warn: Say) 
             hint="--init takes its weights into a new run, those of the classes by name",
         )
     if [c.id for c in checkpoint.classes] != [c.id for c in classes]:
-        warn(f"the category ids differ from those of {checkpoint.path}: classes matched by name")
+        log.warning(
+            "the category ids differ from those of %s: classes matched by name", checkpoint.path
+        )
 
 
-def _tell_of_other_data(setup: Setup, checkpoint: Checkpoint, warn: Say) -> None:
-    """Datasets move, so another folder is no refusal; nor should it pass unseen."""
-    known, now = checkpoint.config.get("data.root"), setup.config.data.root
-    if known and now and known != now:
-        warn(f"{checkpoint.path} was trained on {known}, this goes on with {now}")
+def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
+    """Warn if the dataset folder differs. Datasets are moved, so this is not an error."""
+    before, now = checkpoint.config.get("data.root"), setup.config.data.root
+    if before and now and before != now:
+        log.warning(
+            "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
+        )
 
 
 def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
-    """What changes the maths and differs from the checkpoint's run; empty where nothing does."""
+    """List the settings that affect results and differ from the checkpoint's; empty if none do."""
     now = values(setup.config)
     before = with_current_keys(checkpoint.config)
     differing = [
         f"{path} was {known!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
-        # A setting that the checkpoint's version did not know was what its default stands for.
+        # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
         and _plain(known := before.get(path, setting.default)) != _plain(now[path])
     ]
@@ -148,22 +154,21 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
-    warn: Say = lambda _: None,
 ) -> dict[str, Tensor] | None:
-    """Load a checkpoint into network and optimizer; return the average of the weights, if any."""
+    """Load a checkpoint into network and optimizer; return the EMA's weights, if any."""
     trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
     load_state(model, trained, checkpoint.path)
-    _load_optimizer(optimizer, checkpoint, warn)
+    _load_optimizer(optimizer, checkpoint)
     return None if checkpoint.trained is None else checkpoint.model
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, warn: Say) -> None:
-    """The state of the checkpoint's optimizer, with this run's settings."""
+def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+    """Load the state of the checkpoint's optimizer, with this run's settings."""
     kind = "adamw" if is_adamw(optimizer) else "sgd"
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    known = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    if kind != checkpoint.config.get("train.optimizer") or sizes != known:
-        warn("the optimizer differs from the checkpoint's: its momentum starts anew")
+    saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
+    if kind != checkpoint.config.get("train.optimizer") or sizes != saved_sizes:
+        log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
         return
     load_optimizer(optimizer, checkpoint.optimizer)
 

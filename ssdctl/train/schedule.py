@@ -1,4 +1,4 @@
-"""From durations to steps, and from a step to its learning rate. Torch-free.
+"""Convert durations to steps, and a step to its learning rate. Torch-free.
 
 With `images` in the dataset and a global batch of G, epoch e ends at step e * images / G, rounded
 down: samples form one endless stream (docs/recipes.md), so an epoch need not end with a step.
@@ -13,30 +13,30 @@ from typing import Any, NamedTuple
 from ssdctl.config import TrainConfig
 from ssdctl.errors import UsageError
 
-COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 on the plateau, 0.01 at the end
+COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
 
 
 class Every(NamedTuple):
-    """A duration between two actions: optimizer steps, or seconds.
+    """An interval between two actions: optimizer steps, or seconds.
 
-    Epochs are fractions of steps, so that the n-th action comes with the end of the n-th period and
-    does not drift away: 95 images in batches of 4 end their epochs at steps 23, 47, 71.
+    Steps are fractional, so that the n-th action is at the end of the n-th epoch without drift:
+    95 images in batches of 4 end their epochs at steps 23, 47, 71.
     """
 
     steps: Fraction | None
     seconds: float | None
 
     def is_due(self, step: int) -> bool:
-        """Whether a period ends with this step, rounded down; never where seconds count."""
+        """Return whether a period ends with this step, rounded down; never for seconds."""
         if self.steps is None:
             return False
-        periods = math.ceil(step / self.steps)  # the first number of them that reaches the step
+        periods = math.ceil(step / self.steps)  # the first period that reaches the step
         return step == math.floor(periods * self.steps)
 
 
 class TrainSchedule(NamedTuple):
-    """A run in numbers, as `train --dry-run --json` prints them."""
+    """Steps and learning rate of a run, as `train --dry-run --json` prints them."""
 
     images: int
     global_batch_size: int
@@ -49,45 +49,45 @@ class TrainSchedule(NamedTuple):
     batch_size: int  # per rank and micro-batch
 
     def as_json(self) -> dict[str, Any]:
-        """The keys of the contract."""
+        """Return the documented JSON keys."""
         fields = self._asdict()
         del fields["is_cosine"], fields["batch_size"]
         return {**fields, "decay_steps": list(self.decay_steps)}
 
     def lr(self, step: int) -> float:
-        """The learning rate of a step, the first being 0.
+        """Return the learning rate of a step; the first step is 0.
 
-        The warm-up is linear from 0, so the first step of a run with one moves nothing.
+        The warm-up is linear from 0, so the first step of a warm-up changes no weight.
         """
         if step < self.warmup_steps:
             plateau = self.peak_lr * (1 + COSINE_FLOOR * self.is_cosine)
             return plateau * step / self.warmup_steps
         if self.is_cosine:
             start, end = self.decay_steps
-            share = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
-            return self.peak_lr * (0.5 * (1 + math.cos(math.pi * share)) + COSINE_FLOOR)
+            progress = min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+            return self.peak_lr * (0.5 * (1 + math.cos(math.pi * progress)) + COSINE_FLOOR)
         return self.peak_lr * DECAY_FACTOR ** sum(step >= decay for decay in self.decay_steps)
 
     def epoch(self, step: int) -> float:
-        """How many passes over the dataset are done after `step` steps."""
+        """Return the number of passes over the dataset after `step` steps."""
         return step * self.global_batch_size / self.images
 
 
 def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedule:
-    """Work out a run's numbers.
+    """Compute the schedule of a run.
 
     Args:
         config: The run.
-        images: Images that are trained on.
-        world_size: Ranks.
+        images: Number of training images.
+        world_size: Number of ranks.
 
     Raises:
-        UsageError: The warm-up is longer than the run; the batch size is not known.
+        UsageError: The warm-up is longer than the run; the batch size is `auto`.
     """
     if isinstance(config.batch_size, str):
         raise UsageError(
-            "--bs auto asks the device's memory, which a plan alone does not open",
-            hint="give --bs a number",
+            "--bs auto depends on the device's memory, and a plan does not open the device",
+            hint="give a number, as in --bs 32",
         )
     global_batch = config.batch_size * world_size * config.accumulate
 
@@ -102,7 +102,7 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedul
     if warmup > total:
         raise UsageError(
             f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}",
-            hint=f"say it in steps: --warmup {max(total // 10, 1)}st",
+            hint=f"give it in steps: --warmup {max(total // 10, 1)}st",
         )
     return TrainSchedule(
         images=images,
@@ -126,7 +126,7 @@ def split_duration(text: str) -> tuple[float, str]:
 
 
 def every(text: str, plan: TrainSchedule) -> Every:
-    """A duration as the time between two actions, at least one step."""
+    """Parse a duration as the interval between two actions, at least one step."""
     value, unit = split_duration(text)
     if unit == "min":
         return Every(None, value * 60)
@@ -136,7 +136,7 @@ def every(text: str, plan: TrainSchedule) -> Every:
     return Every(max(steps, Fraction(1)), None)
 
 
-# Without classes, and for each class (the background is one); no batch norm in the extra blocks.
+# Shared parameters, and parameters per class (background included), without --extra-norm.
 PARAMETERS = {
     "resnet18": (6_578_360, 92_190),
     "resnet34": (12_131_896, 96_798),
@@ -148,11 +148,11 @@ PARAMETERS = {
 
 
 def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> int:
-    """The size of a run's checkpoint, about: weights, their average, the optimizer's state.
+    """Return the approximate size of a checkpoint: weights, EMA, optimizer state.
 
     Args:
         backbone: Its name.
-        num_classes: With the background.
+        num_classes: Background included.
         config: The run.
     """
     copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)

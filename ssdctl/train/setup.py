@@ -1,8 +1,9 @@
-"""Everything a run needs before its first step, in the order in which it is checked:
-options, device, dataset, weights."""
+"""Prepare a run before its first step, in the order of the checks: options, device, dataset,
+weights."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,19 +35,21 @@ from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 Progress = Callable[..., Iterable[Any]]
 
 
 class Setup(NamedTuple):
-    """A run before its first step."""
+    """The parts of a run before its first step."""
 
     config: Config
     device: Device
@@ -62,13 +65,8 @@ class Setup(NamedTuple):
     threads: int
 
 
-def run_folder(config: Config) -> Path:
-    """Where a run's files go."""
-    return Path(config.train.out or f"runs/{config.train.preset}")
-
-
 def choose_precision(wanted: str, device: Device) -> str:
-    """The arithmetic of the network.
+    """Return the precision of the network: fp32, bf16 or fp16.
 
     Raises:
         UsageError: The device cannot compute in it.
@@ -99,25 +97,23 @@ def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved,
     return resolved.with_value("train.precision", precision), notice.format(precision)
 
 
-def prepare_run(
-    config: Config, device: Device, ranks: Ranks, say: Say, progress: Progress
-) -> Setup:
-    """Open the dataset, make the plan, build the network with random weights.
+def prepare_run(config: Config, device: Device, ranks: Ranks, progress: Progress) -> Setup:
+    """Open the dataset, compute the schedule, build the network with random weights.
 
     Raises:
-        UsageError, DataError: See the modules that are asked.
+        UsageError, DataError: See the functions called.
     """
     check_pipeline(config.train.pipeline)
     if config.train.deterministic:
-        make_deterministic()  # first of all: the GPU's libraries read it at their first use
+        make_deterministic()  # first: the GPU's libraries read it at their first use
     precision = choose_precision(config.train.precision, device)
-    # What `auto` came down to belongs to the run: a resume elsewhere must notice.
+    # The resolved `auto` belongs to the run: a resume on another device compares it.
     train_config = msgspec.structs.replace(config.train, precision=precision)
     config = msgspec.structs.replace(config, train=train_config)
-    train, val = _open_splits(config, ranks, say, progress)
+    train, val = _open_splits(config, ranks, progress)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
     val_rows = None
-    if config.train.overfit is not None:  # these few, and scored on these few
+    if config.train.overfit is not None:  # train and evaluate on the same few images
         train = train._replace(trainable=train.trainable[: config.train.overfit])
         val, val_rows = train, train.trainable
     architecture = Architecture(
@@ -143,16 +139,16 @@ def prepare_run(
         val_rows=val_rows,
         architecture=architecture,
         model=device.place(model),
-        out=run_folder(config),
+        out=run_dir(config.train).path,
         threads=config.train.workers or usable_cores(ranks.world_size),
     )
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
-    """The network with batch norm over the images of all ranks.
+    """Return the network with batch norm over the images of all ranks.
 
     Raises:
-        UsageError: The device has no such thing, or not in compiled steps.
+        UsageError: The device does not support it, or not in compiled steps.
     """
     if not device.has_sync_bn:
         raise UsageError(
@@ -169,63 +165,64 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
 
 
 def make_deterministic() -> None:
-    """Have PyTorch choose kernels that give the same bits every time, or fail where it has none."""
+    """Let PyTorch choose deterministic kernels, or fail if there is none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
-def _open_splits(
-    config: Config, ranks: Ranks, say: Say, progress: Progress
-) -> tuple[Split, Split | None]:
-    """The splits to train and to validate on; with fake data, sizes alone."""
+def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
+    """Return the splits to train and to validate on; with fake data, only their sizes."""
     root, folder = dataset_folders(config.data)
     if config.train.fake_data and not root.exists():
-        say(f"fake data: {root} is not there, so as many images and classes as COCO has")
+        log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
-    if ranks.is_main:  # the others find it prepared
-        open_dataset(root, folder, say=say, progress=progress)
+    if ranks.is_main:  # prepares it for the other ranks
+        open_dataset(root, folder, say=log.info, progress=progress)
     wait_for_main(ranks, "dataset")
     splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
     if config.train.fake_data:
-        say("fake data: no image is read, nothing is evaluated")
+        log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
     return _checked_splits(splits, root)
 
 
 def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
-    """The splits to train and to validate on, once they are found to speak of the same classes."""
+    """Return the splits to train and to validate on, after checking that their classes agree."""
     train, val = require_split(splits, "train", root), splits.get("val")
     if not len(train.trainable):
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     if val is not None and val.classes != train.classes:
-        named = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
+        listed = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
         raise DataError(
             f"{root}: the splits list different categories, or in another order: "
-            f"train {named[0]}; val {named[1]}",
+            f"train {listed[0]}; val {listed[1]}",
             hint="give both annotation files the same list of categories",
         )
     return train, val
 
 
-def load_first_weights(setup: Setup, say: Say) -> None:
-    """The weights of a run that starts: of `--init`, or a backbone's.
+def load_first_weights(setup: Setup) -> None:
+    """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
 
     Raises:
-        UsageError, NetworkError, IntegrityError: They cannot be had, or do not fit.
+        UsageError, NetworkError, IntegrityError: They are not available, or do not fit.
     """
     config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = read_checkpoint(Path(config.train.init))
+        checkpoint = read_checkpoint(
+            locate_checkpoint(config.train.init, mirror=config.download.mirror)
+        )
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
-        say(f"starting from the weights of {checkpoint.path} (step {checkpoint.step})")
+        log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
-            but = f", but for {', '.join(kept)} that both know by name" if kept else ""
-            say(
-                f"it knows {checkpoint.architecture.num_classes - 1} classes, the dataset has "
-                f"{len(classes)}: the class heads start anew{but}"
+            log.info(
+                "it has %d classes, the dataset has %d: the class heads are re-initialised%s",
+                checkpoint.architecture.num_classes - 1,
+                len(classes),
+                f", except for {', '.join(kept)}, which both have" if kept else "",
             )
         load_state(model, state, checkpoint.path)
         return
@@ -236,19 +233,19 @@ def load_first_weights(setup: Setup, say: Say) -> None:
         path = Path(name)
     else:
         if setup.ranks.is_main:
-            fetch_weights(name, mirror=config.download.mirror, say=say)
+            fetch_weights(name, mirror=config.download.mirror, say=log.info)
         wait_for_main(setup.ranks, "weights")
-        # Found in the cache by now; on another node its first process fetches it.
+        # It is in the cache now; on another node that node's first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
-    say(f"backbone weights: {path}")
+    log.info("backbone weights: %s", path)
 
 
-def _refuse_another_network(checkpoint: Checkpoint, wanted: Architecture) -> None:
-    known = checkpoint.architecture
-    if (known.backbone, known.extra_norm) != (wanted.backbone, wanted.extra_norm):
+def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:
+    saved = checkpoint.architecture
+    if (saved.backbone, saved.extra_norm) != (expected.backbone, expected.extra_norm):
         raise IntegrityError(
-            f"{checkpoint.path}: does not fit the network: it is {known.backbone} with extra_norm "
-            f"{known.extra_norm}, the run has {wanted.backbone} with {wanted.extra_norm}",
-            hint=f"--backbone {known.backbone} --extra-norm {known.extra_norm}",
+            f"{checkpoint.path}: does not fit the network: it is {saved.backbone} with extra_norm "
+            f"{saved.extra_norm}, the run has {expected.backbone} with {expected.extra_norm}",
+            hint=f"--backbone {saved.backbone} --extra-norm {saved.extra_norm}",
         )

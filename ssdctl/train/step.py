@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.model.loss import Losses
 from ssdctl.train.loss_scale import LossScale
 from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import set_lr, update
-
-SINGLE_PROCESS = Ranks(0, 1, 0)
 
 
 class StepResult:
@@ -97,7 +95,7 @@ class TrainStep:
         norm, is_skipped = self._check_gradients(mean[0])
         is_bad = is_skipped
         if self._scale is not None:
-            is_bad = is_skipped * (~self._scale.is_ordinary(mean[0])).float()
+            is_bad = is_skipped * (~self._scale.explains(mean[0])).float()
         scale = None if self._scale is None else self._scale.scale
         update(self._optimizer, self._device, is_skipped, scale)
         if self._scale is not None:
@@ -162,7 +160,7 @@ class TrainStep:
         return contextlib.nullcontext()
 
 
-def copied_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
     """Copy batches to the device, each while the device works on the previous one."""
     if device.is_host:
         yield from map(trim_padding, batches) if device.execution == "eager" else batches

@@ -1,4 +1,4 @@
-"""TensorBoard: the figures of metrics.jsonl, and validation pictures with their boxes."""
+"""TensorBoard: the metrics of metrics.jsonl, and validation images with detections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdctl.errors import UsageError
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.runs.evaluation import SHOWN_SCORE
 
-NUM_PICTURES = 4
+NUM_IMAGES = 4
 SCALARS = ("loss", "loss_box", "loss_class", "lr", "images_per_second", "grad_norm", "data_wait")
 
 
@@ -22,8 +22,8 @@ class TensorBoard:
     """Writes RUN/tensorboard.
 
     Args:
-        folder: Where to.
-        start_step: What a killed run wrote beyond this step is hidden: it will come again.
+        folder: Where to write.
+        start_step: Later steps of a killed run are hidden: they are trained again.
 
     Raises:
         UsageError: The package is not installed.
@@ -40,7 +40,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """One record of metrics.jsonl."""
+        """Add a record of metrics.jsonl."""
         step = record["step"]
         if record["kind"] == "train":
             for name in SCALARS:
@@ -51,19 +51,21 @@ class TensorBoard:
                     self._writer.add_scalar(f"eval/{name}", value, step)
             self._writer.flush()
 
-    def pictures(self, split: Split, found: Detections, step: int) -> None:
-        """The first pictures with what was found on them."""
+    def images(self, split: Split, detections: Detections, step: int) -> None:
+        """Add the first images with their detections."""
         names = {c.id: c.name for c in split.classes}
-        for row in np.nonzero(split.usable)[0][:NUM_PICTURES]:
-            with Image.open(io.BytesIO(split.read(int(row)))) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-            is_shown = (found.image_ids == split.image_ids[row]) & (found.scores >= SHOWN_SCORE)
-            boxes = found.boxes[is_shown]
+        for row in np.nonzero(split.usable)[0][:NUM_IMAGES]:
+            with Image.open(io.BytesIO(split.read(int(row)))) as image:
+                pixels = np.asarray(image.convert("RGB"))
+            is_shown = (detections.image_ids == split.image_ids[row]) & (
+                detections.scores >= SHOWN_SCORE
+            )
+            boxes = detections.boxes[is_shown]
             labels = [
                 f"{names[c]} {s:.2f}"
                 for c, s in zip(
-                    found.category_ids[is_shown].tolist(),
-                    found.scores[is_shown].tolist(),
+                    detections.category_ids[is_shown].tolist(),
+                    detections.scores[is_shown].tolist(),
                     strict=True,
                 )
             ]

@@ -1,7 +1,7 @@
-"""Evaluate in the middle of a run: the ranks detect, a process beside training scores.
+"""Evaluate during a run: the ranks detect, and a separate process computes the score.
 
-Training waits for the detections alone. The score comes some steps later and belongs to the step
-that was detected; no other checkpoint is saved until it is known whether that one is the best.
+Training waits only for the detections. The score arrives some steps later and belongs to the step
+of the detections; the next checkpoint is saved only after it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.evaluate.scoring import BackgroundScoring
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.train.schedule import Every, TrainSchedule
 from ssdctl.train.setup import Setup
 
 
 class Validator:
-    """Knows when to evaluate, what is being scored, and how good the run has been.
+    """Evaluates a run on its validation split.
 
     Args:
         setup: The run.
-        eval_every: None evaluates at the end alone, or at the epochs of --eval-at.
+        eval_every: None evaluates only at the end, or at the epochs of --eval-at.
     """
 
     def __init__(self, setup: Setup, eval_every: Every | None) -> None:
@@ -36,29 +37,29 @@ class Validator:
         self._scoring: BackgroundScoring | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the plan has an evaluation after this step."""
+        """Return whether an evaluation is due after this step."""
         if self._setup.val is None:
             return False
         return step in self._at or (self._every is not None and self._every.is_due(step))
 
     def detect(self) -> Detections | None:
-        """The detections on the validation split; None on every rank but the first.
+        """Return the detections on the validation split; None on ranks other than the first.
 
-        Each image is detected by one rank, so none is counted twice whatever the number of ranks.
-        Where a signal asks to stop, the rest of the images is left out.
+        Each image is processed by one rank, so none is counted twice. A signal ends the detection
+        early.
 
         Raises:
-            NonFiniteError: An output is NaN or infinite, on whatever rank.
+            NonFiniteError: An output is NaN or infinite on any rank.
             DataError: An image cannot be decoded.
         """
-        setup, wishes = self._setup, self._setup.config.evaluate
+        setup, config = self._setup, self._setup.config.evaluate
         assert setup.val is not None
         options = DetectOptions(
-            batch_size=wishes.batch_size,
+            batch_size=config.batch_size,
             precision=setup.precision,
             threads=setup.threads,
-            score_threshold=wishes.score_threshold,
-            nms_iou=wishes.nms_iou,
+            score_threshold=config.score_threshold,
+            nms_iou=config.nms_iou,
         )
         rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
         rows = rows[setup.ranks.rank :: setup.ranks.world_size]
@@ -69,27 +70,27 @@ class Validator:
         parts = collectives.run_and_gather(detect, setup.ranks)
         return merge(parts) if setup.ranks.is_main else None
 
-    def start_scoring(self, found: Detections, step: int, epoch: float) -> None:
-        """Begin to score what `detect` found. One score is worked out at a time."""
+    def start_scoring(self, detections: Detections, step: int, epoch: float) -> None:
+        """Start to score detections in the background; only one score is computed at a time."""
         assert self._scoring is None
         setup = self._setup
         assert setup.val is not None
         root, store = dataset_folders(setup.config.data)
         image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
         about = EvaluationInfo(
-            source=str(setup.out / "checkpoints" / "best.pt"),
+            source=str(RunDir(setup.out).best),
             step=step,
             epoch=epoch,
             data=str(root),
             store=str(store),
             split="val" if setup.val_rows is None else "train",
             images=len(setup.val.image_ids if image_ids is None else image_ids),
-            detections=len(found.scores),
+            detections=len(detections.scores),
         )
-        self._scoring = BackgroundScoring(setup.val.annotations, found, about, image_ids)
+        self._scoring = BackgroundScoring(setup.val.annotations, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> Evaluation | None:
-        """The evaluation that has been finished since the last call, if one has."""
+        """Return the evaluation finished since the last call, if any."""
         if self._scoring is None or not (wait or self._scoring.is_done):
             return None
         scoring, self._scoring = self._scoring, None
@@ -97,5 +98,5 @@ class Validator:
 
 
 def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
-    """The steps with which these epochs end."""
+    """Return the steps with which these epochs end."""
     return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]

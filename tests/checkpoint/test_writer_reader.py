@@ -22,10 +22,10 @@ from ssdctl.checkpoint.reader import (
     same_classes,
 )
 from ssdctl.checkpoint.third_party import to_peer
-from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.checkpoints import CheckpointDir
 
 
 class Malice:
@@ -242,7 +242,7 @@ def test_none_intact_is_an_error(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
-    with pytest.raises(IntegrityError, match="none of the 1 checkpoints") as error:
+    with pytest.raises(IntegrityError, match="all 1 checkpoints") as error:
         CheckpointDir(tmp_path, keep=1).newest_intact()
     assert "trying the one before" not in str(error.value)
 

@@ -113,7 +113,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["predict", "text.pt", "text.pt"], 5, "no checkpoint"),
         (["predict", "none.pt", "none.jpg"], 2, "none.jpg"),
         (["prepare", "--data", "none"], 3, "no such dataset folder"),
-        (["report", "."], 2, "no run folder"),
+        (["report", "."], 2, "run folder"),
         (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "no checkpoint"),
         (["export", "text.pt", "--format", "zip", "--out", "x"], 2, "mlperf"),
         (["config", "validate", "none.toml"], 2, "no such config file"),
@@ -244,7 +244,8 @@ def test_data_that_moved_away_is_said(
     Path("data/coco").symlink_to(shapes)
     result = cli("evaluate", "moved.pt", "--json", "--device", "cpu", "--limit", 2)
     assert result.code == 0, result.err
-    assert "(/nowhere/coco) is gone: using data/coco" in result.err
+    assert "/nowhere/coco" in result.err
+    assert "using data/coco" in result.err
 
 
 def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:

@@ -21,7 +21,7 @@ from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
 from ssdctl.train.optimizer import load_optimizer
-from ssdctl.train.step import copied_ahead
+from ssdctl.train.step import copy_ahead
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
@@ -43,7 +43,7 @@ def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
 def on_the_gpu(step: Any, numbers: range, size: int = 2) -> list[float]:
     """The losses of steps whose batches are copied ahead, as in training."""
     device = open_device("cuda")
-    ahead = copied_ahead((batch(size, seed=n) for n in numbers), device)
+    ahead = copy_ahead((batch(size, seed=n) for n in numbers), device)
     results = [step([pictures], 1e-3 * n) for n, pictures in zip(numbers, ahead, strict=True)]
     return [float(result.losses.total) for result in results]
 
@@ -72,7 +72,7 @@ def test_a_step_never_waits_for_the_gpu_and_compiles_once(
     cuda: Device, optimizer: str, precision: str
 ) -> None:
     _, _, step = made(cuda, precision, optimizer=optimizer, clip_grad=1.0)
-    ahead = copied_ahead((batch(seed=n) for n in range(9)), cuda)
+    ahead = copy_ahead((batch(seed=n) for n in range(9)), cuda)
     for _ in range(4):  # compiled, recorded, replayed
         step([next(ahead)], 1e-3)
     torch.cuda.set_sync_debug_mode("error")
@@ -117,7 +117,7 @@ def test_copies_are_whole_though_the_hosts_buffer_is_used_again() -> None:
             images.fill_(number)
             yield batch()._replace(images=images)
 
-    for number, copied in enumerate(copied_ahead(reused(), device)):
+    for number, copied in enumerate(copy_ahead(reused(), device)):
         assert copied.images.amin() == copied.images.amax() == number
 
 
@@ -131,7 +131,7 @@ def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
     plan = LoaderConfig(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
     source = open_input("dali", split, plan, decoder=device.decoder)
     host = open_input("native", split, plan).batches(0, 8)
-    for ours, theirs in zip(copied_ahead(source.batches(0, 8), device), host, strict=True):
+    for ours, theirs in zip(copy_ahead(source.batches(0, 8), device), host, strict=True):
         assert ours.images.is_cuda
         assert ours.rows.tolist() == theirs.rows.tolist()
         difference = (ours.images.cpu().float() - theirs.images.float()).abs()

@@ -21,6 +21,7 @@ from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
+from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
 from ssdctl.train import memory
@@ -31,7 +32,6 @@ from ssdctl.train.memory import (
     out_of_memory_hints,
     with_batch_size,
 )
-from ssdctl.train.step import SINGLE_PROCESS
 
 Cli = Callable[..., Result]
 R18 = Architecture("resnet18", "none", 6)

@@ -12,8 +12,8 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
+from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.train.profile import StepProfiler, waits
-from ssdctl.train.step import SINGLE_PROCESS
 
 Cli = Callable[..., Result]
 CPU = open_device("cpu")

@@ -17,10 +17,10 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.train.loss_scale import FIRST, LossScale
+from ssdctl.train.loss_scale import INITIAL_SCALE, LossScale
 from ssdctl.train.nonfinite import NonFiniteGuard
 from ssdctl.train.setup import with_sync_bn
-from ssdctl.train.step import copied_ahead
+from ssdctl.train.step import copy_ahead
 
 CPU = open_device("cpu")
 # What makes the host wait for the device: reading a value, or shapes that depend on one.
@@ -200,7 +200,7 @@ def test_fp16_finds_its_scale_without_an_alarm() -> None:
 def test_fp16_raises_the_alarm_where_the_loss_is_not_finite() -> None:
     _, optimizer, step = made(CPU, "fp16")
     assert float(step([batch(jitter=float("inf"))], 1e-3).is_bad) == 1
-    assert optimizer.state_dict()["loss_scale"][0].item() == FIRST / 2
+    assert optimizer.state_dict()["loss_scale"][0].item() == INITIAL_SCALE / 2
 
 
 def test_fp16_gradients_are_those_of_fp32() -> None:
@@ -219,7 +219,7 @@ def test_scale_never_falls_below_its_floor_nor_hides_bad_steps_there() -> None:
     for _ in range(30):
         scale.adapt(torch.tensor(1.0))
     assert scale.scale.item() == 1
-    assert not scale.is_ordinary(torch.tensor(2.0))
+    assert not scale.explains(torch.tensor(2.0))
 
 
 def test_batches_are_copied_one_ahead_and_in_order() -> None:
@@ -239,7 +239,7 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
             yield batch(size=number + 1)
 
     sizes = []
-    for copied in copied_ahead(numbered(), Recording()):
+    for copied in copy_ahead(numbered(), Recording()):
         asked.append("step")
         assert copied.images.device.type == "meta"
         sizes.append(len(copied.images))
@@ -258,7 +258,7 @@ def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> Non
     full.labels[0] = torch.tensor([0, 2, 0])  # padding before a box stays
     empty = full._replace(labels=torch.zeros_like(full.labels))
     given = [full, empty]
-    less = list(copied_ahead(given, open_device("cpu")))
+    less = list(copy_ahead(given, open_device("cpu")))
     assert [len(b.boxes[0]) for b in less] == [len(b.labels[0]) for b in less] == [2, 1]
     ends = []
     for batches in (given, less):
@@ -272,7 +272,7 @@ def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> Non
 def test_compiled_steps_of_the_host_get_one_shape() -> None:
     device = Cpu()
     device.execution = "compile"
-    assert [b.boxes.shape[1] for b in copied_ahead([batch()], device)] == [3]
+    assert [b.boxes.shape[1] for b in copy_ahead([batch()], device)] == [3]
 
 
 def test_a_full_gpu_is_known_by_all_its_words() -> None:

@@ -17,8 +17,8 @@ from tiny_network import Tiny, batch, everything, losses, made
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
+from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.train.optimizer import load_optimizer
-from ssdctl.train.step import SINGLE_PROCESS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,

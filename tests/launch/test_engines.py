@@ -189,7 +189,7 @@ def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
     assert process.returncode == 0, words
     assert "rank 1 died" in words
     assert "restarting after exit code 8" in words
-    assert "going on from" in words
+    assert "resuming from" in words
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"]
     assert steps == [1, 2, 3, 4, 5, 6]

@@ -24,7 +24,7 @@ from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
 from ssdctl.launch.exit_codes import EXITS_VARIABLE, described, job_exit_code
-from ssdctl.launch.logs import last_lines, log_path, start_rank_log
+from ssdctl.launch.logs import last_lines, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
@@ -322,7 +322,7 @@ def test_logs_of_ranks(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom pathlib import Path\n"
         "from ssdctl.launch.logs import start_rank_log\n"
-        "start_rank_log(Path('run'), int(sys.argv[1]))\n"
+        "start_rank_log(Path(f'rank-{sys.argv[1]}.log'), int(sys.argv[1]))\n"
         "sys.stderr.write('\\r10%')\nprint('step 1', file=sys.stderr)\n"
         "os.write(2, b'a library speaks\\n')\n"
     )
@@ -332,17 +332,17 @@ def test_logs_of_ranks(tmp_path: Path) -> None:
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, check=True)
         heard.append(done.stderr)
     assert heard == [b"\r10%step 1\na library speaks\n", b"", b""]
-    assert last_lines(log_path(tmp_path / "run", 0)) == ["step 1"]
-    whole = log_path(tmp_path / "run", 1).read_text()
+    assert last_lines(tmp_path / "rank-0.log") == ["step 1"]
+    whole = (tmp_path / "rank-1.log").read_text()
     assert whole.count("--- rank 1, process") == 2
     assert "a library speaks\n" in whole
-    assert last_lines(log_path(tmp_path / "run", 1), count=1)[0].endswith(("speaks", "step 1"))
-    assert last_lines(log_path(tmp_path / "run", 7)) == []
+    assert last_lines((tmp_path / "rank-1.log"), count=1)[0].endswith(("speaks", "step 1"))
+    assert last_lines(tmp_path / "rank-7.log") == []
 
 
 def test_a_log_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    start_rank_log(tmp_path, 1)
+    start_rank_log(tmp_path / "logs" / "rank-1.log", 1)
 
 
 def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:

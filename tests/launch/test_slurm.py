@@ -252,7 +252,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     out, words = process.communicate(timeout=200)
     assert process.returncode == 0, out + words
     assert [r["step"] for r in records(run, "train")] == list(range(1, steps + 1))
-    assert "going on from" in out
+    assert "resuming from" in out
     assert "rank 1, process" in (run / "logs" / "rank-1.log").read_text()
     assert not list(run.parent.glob(".ssdctl-*"))
 

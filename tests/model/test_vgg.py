@@ -189,3 +189,14 @@ def test_classes_are_cocos_with_gaps(file: Path) -> None:
     assert (classes[0].id, classes[0].name) == (1, "person")
     assert (classes[89].id, classes[89].name) == (90, "toothbrush")
     assert classes[11].id is None  # 12 is a gap
+
+
+def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
+    from ssdctl.data.coco_classes import COCO_CLASSES
+    from ssdctl.data.formats.coco import ClassName
+    from ssdctl.evaluate.checkpoint import dataset_category_ids
+
+    renumbered = [ClassName(id_ + 1000, name) for id_, name in reversed(COCO_CLASSES)]
+    ids = dataset_category_ids(read_checkpoint(file), renumbered, Path("coco"))
+    assert (ids[0], ids[89], ids[11]) == (1001, 1090, -1)
+    assert (ids > 0).sum() == 80

@@ -1,7 +1,8 @@
-"""Two runs in one folder at once: the second one is refused, a dead one is in nobody's way."""
+"""A run folder has one run at a time; the lock of a dead run does not block a new one."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import sys
@@ -14,30 +15,27 @@ from conftest import TINY_RUN, Result
 
 from ssdctl.errors import UsageError
 from ssdctl.runs import lock
-from ssdctl.runs.lock import LOCK, exclusive_run
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.lock import exclusive_run
 
 Cli = Callable[..., Result]
-
-
-def never(words: str) -> None:
-    pytest.fail(words)
 
 
 def test_a_second_run_is_refused(
     cli: Cli, shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
     out = tmp_path / "run"
     train = ["train", "--data", shapes, "--out", out, "--steps", 1, *TINY_RUN.split()]
-    with exclusive_run(out, never, never):
+    with exclusive_run(out):
         refused = cli(*train)
         assert refused.code == 2, refused.err
-        assert f"{out}: another ssdctl trains there (process " in refused.err
+        assert f"{out}: another ssdctl process" in refused.err
         assert "Traceback" not in refused.err
-        assert [p.name for p in out.iterdir()] == [LOCK]
-    assert not out.exists()  # nothing came of it
+        assert list(out.iterdir()) == [RunDir(out).lock]
+    assert not out.exists()  # removed, since it is empty
     assert cli(*train, "--resume", "never").code == 0
-    assert not (out / LOCK).exists()
+    assert not RunDir(out).lock.exists()
 
 
 def test_a_refused_start_leaves_no_folder(cli: Cli, shapes: Path, tmp_path: Path) -> None:
@@ -47,35 +45,38 @@ def test_a_refused_start_leaves_no_folder(cli: Cli, shapes: Path, tmp_path: Path
     assert not out.exists()
 
 
-def test_one_that_ends_is_waited_for(tmp_path: Path) -> None:
+def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import time; from pathlib import Path; from ssdctl.runs.lock import exclusive_run\n"
-        f"with exclusive_run(Path({str(tmp_path)!r}), print, print): print('in', flush=True); time.sleep(60)"
+        f"with exclusive_run(Path({str(tmp_path)!r})): print('in', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "in\n"
-    told = threading.Event()
-    killer = threading.Thread(target=lambda: (told.wait(30), holder.kill()))
+    waits = threading.Event()
+    killer = threading.Thread(target=lambda: (waits.wait(30), holder.kill()))
     killer.start()
-    with exclusive_run(tmp_path, lambda _: told.set(), never):
-        assert told.is_set()
-        assert (tmp_path / LOCK).read_text().endswith(f" on {socket.gethostname()}")
+    caplog.set_level(logging.INFO, "ssdctl")
+    caplog.handler.addFilter(lambda record: waits.set() is None)
+    with exclusive_run(tmp_path):
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        assert RunDir(tmp_path).lock.read_text().endswith(f" on {socket.gethostname()}")
     killer.join()
     holder.communicate()
 
 
 def test_another_machines_lock_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be of a node that is gone, and the run must go on elsewhere."""
-    monkeypatch.setattr(lock, "PATIENCE_S", 0.1)
-    warned: list[str] = []
-    with exclusive_run(tmp_path, never, never):
-        (tmp_path / LOCK).write_text("7 on elsewhere")
-        with exclusive_run(tmp_path, lambda _: None, warned.append):
-            assert "process 7 on elsewhere seems to train there too" in warned[0]
-        assert (tmp_path / LOCK).exists()
-        (tmp_path / LOCK).write_text(f"7 on {socket.gethostname()}")
-        with pytest.raises(UsageError), exclusive_run(tmp_path, lambda _: None, never):
+    """Its node may be gone, and the run must be able to continue elsewhere."""
+    monkeypatch.setattr(lock, "WAIT_S", 0.1)
+    path = RunDir(tmp_path).lock
+    with exclusive_run(tmp_path):
+        path.write_text("7 on elsewhere")
+        with exclusive_run(tmp_path):
+            (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+            assert "process 7 on elsewhere" in warning
+        assert path.exists()
+        path.write_text(f"7 on {socket.gethostname()}")
+        with pytest.raises(UsageError), exclusive_run(tmp_path):
             pass

@@ -71,12 +71,12 @@ def test_images_that_go_bad_in_a_run_are_replaced_and_named(
 def test_too_many_bad_images_end_the_run(
     dataset: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bad_images, "LEAST_CAP", 3)
+    monkeypatch.setattr(bad_images, "MIN_LIMIT", 3)
     spoil_after_the_start(dataset, monkeypatch, 12)
     run = tmp_path / "run"
     result = cli("train", "--data", dataset, "--out", run, "--steps", 13, *OPTIONS)
     assert result.code == 3, result.err
-    assert "4 images could not be trained on, more than 3" in result.err
+    assert "4 images could not be decoded, the limit is 3" in result.err
     assert len(events(run, "bad_image")) == 4
 
 

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records, start, wait_for
 
-from ssdctl.checkpoint.writer import CheckpointDir
+from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.train import setup
 
 Cli = Callable[..., Result]
@@ -37,6 +37,8 @@ def test_run_folder_holds_what_the_contract_names(tiny_run: Path, shapes: Path) 
         evaluation
     )
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
+    config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
+    assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
 
 
 def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -46,7 +48,7 @@ def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, 
     more = ["train", "--data", shapes, "--steps", 6, *OPTIONS]
     again = cli(*more, "--out", resumed, "--workers", 3)
     assert again.code == 0, again.err
-    assert "going on from" in again.err
+    assert "resuming from" in again.err
     assert cli(*more, "--out", straight).code == 0
     assert_same_state(last(resumed), last(straight))
     assert [r["step"] for r in records(resumed, "train")] == [1, 2, 3, 4, 5, 6]
@@ -64,7 +66,7 @@ def test_finished_run_is_not_trained_again(
     result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["step"] == 3
-    assert "step 3 of 3: nothing is left to train" in result.err
+    assert "step 3 of 3: nothing left to train" in result.err
     assert_same_state(before, last(run))
 
 
@@ -76,7 +78,7 @@ def test_going_on_with_another_folder_is_told(
     moved.symlink_to(shapes)
     result = cli("train", "--data", moved, "--out", run, "--steps", 3, *OPTIONS)
     assert result.code == 0, result.err
-    assert f"was trained on {shapes}, this goes on with {moved}" in result.err
+    assert f"was trained on {shapes}, this run continues with {moved}" in result.err
     assert " 0.0 img/s" not in result.out
 
 
@@ -87,7 +89,7 @@ def test_going_on_with_another_folder_is_told(
         (["--seed", "5"], 2, "train.seed was 0, is 5"),
         (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0025, is 0.1"),
         (["--resume", "never"], 2, "--resume never"),
-        (["--keep", "5", "--save-every", "1st"], 0, "going on"),
+        (["--keep", "5", "--save-every", "1st"], 0, "resuming"),
     ],
 )
 def test_what_a_resume_refuses(

@@ -14,7 +14,7 @@ from ssdctl.errors import NonFiniteError
 from ssdctl.input.loader import Batch
 from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.train.nonfinite import MOST_IN_A_ROW, MOST_ROLLBACKS, BadStep, NonFiniteGuard
+from ssdctl.train.nonfinite import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.step import TrainStep
 
@@ -143,10 +143,10 @@ def test_guard_names_bad_steps_once() -> None:
 
 def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
     guard = NonFiniteGuard("skip")
-    flags(guard, *[True, False] * MOST_IN_A_ROW)
+    flags(guard, *[True, False] * MAX_CONSECUTIVE)
     guard.should_roll_back([BadStep(1, [1])], "folder")
-    flags(guard, *[True] * (MOST_IN_A_ROW // 2))
-    flags(guard, *[True] * (MOST_IN_A_ROW // 2))
+    flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
+    flags(guard, *[True] * (MAX_CONSECUTIVE // 2))
     with pytest.raises(NonFiniteError, match="folder"):
         guard.should_roll_back([BadStep(1, [1])], "folder")
 
@@ -158,7 +158,7 @@ def test_guard_stops_at_the_first_where_told() -> None:
 
 def test_guard_bounds_rollbacks() -> None:
     guard = NonFiniteGuard("rollback")
-    for _ in range(MOST_ROLLBACKS):
+    for _ in range(MAX_ROLLBACKS):
         assert guard.should_roll_back([BadStep(1, [1])], "folder")
     with pytest.raises(NonFiniteError):
         guard.should_roll_back([BadStep(1, [1])], "folder")

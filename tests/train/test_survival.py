@@ -18,10 +18,10 @@ import pytest
 from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records, start, wait_for
 
-from ssdctl.checkpoint.writer import CheckpointDir
 from ssdctl.errors import DiskError
 from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
+from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.train import validate
 from ssdctl.train.step import TrainStep
 
@@ -107,7 +107,7 @@ def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signa
 CRASH = """
 import json, os, pathlib, sys
 import torch
-from ssdctl.checkpoint.writer import CheckpointDir
+from ssdctl.runs.checkpoints import CheckpointDir
 
 run = pathlib.Path(sys.argv[1])
 payload = torch.load(run / "checkpoints/last.pt", weights_only=True)

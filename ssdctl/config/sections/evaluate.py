@@ -32,13 +32,27 @@ class EvaluateConfig(Section, frozen=True):
         setting("Score only the first N images", metavar="N", aliases=("--eval-samples",)),
     ] = None
     score_threshold: Annotated[
-        Fraction,
-        setting("Drop detections below this score", metavar="X", aliases=("--nms-valid-thresh",)),
-    ] = 0.05
+        Fraction | None,
+        setting(
+            "Drop detections below this score [default: the network's own, 0.05; vgg16 0.01]",
+            metavar="X",
+            aliases=("--nms-valid-thresh",),
+        ),
+    ] = None
     nms_iou: Annotated[
+<<<<<<< HEAD
         Fraction,
         setting("Suppress a box if its IoU with a better one is above this", metavar="X"),
     ] = 0.5
+=======
+        Fraction | None,
+        setting(
+            "Suppress a box that overlaps a better one by more "
+            "[default: the network's own, 0.5; vgg16 0.45]",
+            metavar="X",
+        ),
+    ] = None
+>>>>>>> main
     annotated_only: Annotated[
         bool, setting("Score only images with annotations, as the replaced systems do")
     ] = False

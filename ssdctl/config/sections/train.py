@@ -405,9 +405,13 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = False
     augment: Annotated[
-        Literal["ssd", "none"],
+        Literal["ssd", "ssd-zoom", "none"],
         setting(
+<<<<<<< HEAD
             "ssd = random crops, flips and colours; none = only resize the images",
+=======
+            "SSD crops, flips and colours; the same with zooming out; or plain resized images",
+>>>>>>> main
             panel="Input",
             affects_results=True,
         ),

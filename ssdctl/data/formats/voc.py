@@ -112,7 +112,7 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
     splits = {"train": known.get("train") or known.get("trainval", [])}
     if "train" in known and "val" in known:
         splits["val"] = known["val"]
-    elif known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
+    if known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
         splits["test"] = known["test"]  # of VOC2012 the list is public, the XML files are not
     return splits
 

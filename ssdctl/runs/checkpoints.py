@@ -1,0 +1,85 @@
+"""The checkpoints of a run: which are kept, which one a resumed run loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
+from ssdctl.checkpoint.writer import write_checkpoint
+from ssdctl.errors import IntegrityError
+from ssdctl.files import link_or_copy, remove_stale_temporaries
+from ssdctl.runs.layout import RunDir, step_of
+
+
+class CheckpointDir:
+    """The folder `checkpoints/` of a run.
+
+    Args:
+        run: The run folder.
+        keep: How many of the newest checkpoints are kept, besides the best.
+    """
+
+    def __init__(self, run: Path, keep: int) -> None:
+        self._run = RunDir(run)
+        self._keep = keep
+
+    @property
+    def path(self) -> Path:
+        return self._run.checkpoints
+
+    def steps(self) -> list[Path]:
+        """Return the checkpoints of steps, the oldest first."""
+        return self._run.step_checkpoints()
+
+    def write(self, payload: dict[str, Any]) -> None:
+        """Write a checkpoint (see `checkpoint.writer.payload`) and delete the oldest.
+
+        Raises:
+            DiskError: It cannot be written; the earlier ones are unchanged.
+        """
+        target = self._run.step_checkpoint(payload["step"])
+        write_checkpoint(target, payload)
+        link_or_copy(target, self._run.last)
+        for old in self.steps()[: -self._keep]:
+            old.unlink()
+
+    def mark_best(self, step: int) -> None:
+        """Publish the checkpoint of a step as the best."""
+        link_or_copy(self._run.step_checkpoint(step), self._run.best)
+
+    def clean(self) -> None:
+        """Remove temporary files of a save that was killed."""
+        if self.path.is_dir():
+            remove_stale_temporaries(self.path)
+
+    def retire(self, start_step: int) -> list[Path]:
+        """Rename the checkpoints after the step from which a run continues.
+
+        They are damaged, or the run was rolled back: those steps are trained again, and the newest
+        checkpoint must be one of the continued run.
+
+        Returns:
+            The new paths.
+        """
+        later = [path for path in self.steps() if step_of(path) > start_step]
+        return [path.replace(path.with_name(path.name + ".retired")) for path in later]
+
+    def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
+        """Return the newest intact checkpoint, and a warning for each damaged one after it.
+
+        Raises:
+            IntegrityError: There are checkpoints, and all are damaged.
+        """
+        damaged: list[str] = []
+        for path in reversed(self.steps()):
+            try:
+                return read_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
+            except IntegrityError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise IntegrityError(
+                f"all {len(damaged)} checkpoints in {self.path} are damaged: {damaged[0]}",
+                hint="start a new run with another --out, or name an intact one: --resume FILE",
+            )
+        return None, []
