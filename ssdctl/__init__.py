@@ -33,20 +33,12 @@ def load(
     """Load a detector from a checkpoint, ready to predict.
 
     Args:
-<<<<<<< HEAD
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA), or a run
             folder: its best checkpoint, else its last.
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
-=======
-        checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
-            best checkpoint, else its last.
-        device: `auto` is the accelerator that this machine has, else the CPU.
-        score: Detections score more than this, 0 to 1.
-        nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
-            None: the network's convention (0.5; VGG16 0.45).
->>>>>>> main
+            None: the convention of the network (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
 
     Raises:

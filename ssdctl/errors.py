@@ -1,26 +1,7 @@
-<<<<<<< HEAD
-"""Expected failures and their exit codes.
-
-    SsdctlError                1   base class, never raised itself
-    |- UsageError              2   an option, a config, a device or a tool
-    |- DataError               3   annotations, images, a dataset folder
-    |- NetworkError            4
-    |- IntegrityError          5   a hash, an archive, a checkpoint
-    |- DiskError               6   no space, no permission
-    |- NonFiniteError          7   NaN or infinity in a loss, a gradient or a weight
-    |- DistributedError        8   a rank died, hung or disagreed with the others
-    |- Stopped                75   a signal; everything is saved, run again to continue
-    `- Interrupted           130   a second signal; nothing more was saved
+"""Expected failures and exit codes.
 
 An error is one message: what is wrong, where, and (in `hint`) what to do next. The command line
-prints it without a traceback and exits with the code. Any other exception is a bug: exit 1.
-=======
-"""Exceptions and exit codes.
-
-An error is one message: what is wrong, where, and (in `hint`) what to do. The command line prints
-it without a traceback and exits with the error's code. Any other exception that escapes is a bug:
-exit 1.
->>>>>>> main
+prints it without a traceback and exits with the error's code. Any other exception is a bug: exit 1.
 """
 
 from __future__ import annotations
@@ -48,11 +29,7 @@ class ExitCode(enum.IntEnum):
 
 
 class SsdctlError(Exception):
-<<<<<<< HEAD
-    """An expected failure: `str(error)` is what is wrong and where, `hint` is what to do next."""
-=======
     """An expected failure; only its subclasses are raised.
->>>>>>> main
 
     Args:
         message: What is wrong, and where.
@@ -95,13 +72,8 @@ class DistributedError(SsdctlError):
     exit_code = ExitCode.DISTRIBUTED
 
 
-<<<<<<< HEAD
 class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request
-    exit_code = 75
-=======
-class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was asked to stop and did
     exit_code = ExitCode.STOPPED
->>>>>>> main
 
 
 class Interrupted(SsdctlError):  # noqa: N818 - as above

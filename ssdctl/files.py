@@ -1,9 +1,3 @@
-<<<<<<< HEAD
-"""Write files atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
-
-A reader sees the old file or the new one, never a part of it. A killed writer leaves a temporary
-file (`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
-=======
 """Atomic file writes (temporary file, fsync, rename, fsync of the folder), locks, safe paths.
 
 A reader sees the old file or the new one, never a part. A killed writer leaves a temporary file
@@ -11,7 +5,6 @@ A reader sees the old file or the new one, never a part. A killed writer leaves 
 
 Other users may write to the folder, too: every file is opened through `no_follow`, and temporary
 files have unpredictable names and are created exclusively.
->>>>>>> main
 """
 
 from __future__ import annotations
@@ -38,21 +31,13 @@ LOCK_POLL_S = 0.1
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-<<<<<<< HEAD
     """Convert errors of the file system to a `DiskError` (exit 6) that names the path."""
-=======
-    """Turn OSErrors of the disk into a `DiskError` (exit 6) that names the path."""
->>>>>>> main
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
-<<<<<<< HEAD
             where = path  # the user never named the temporary file
-=======
-            where = path  # the user does not know the temporary file
->>>>>>> main
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -132,13 +117,8 @@ def make_dir(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-<<<<<<< HEAD
-    """Yield a file that is moved to `path` if the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-=======
     """Open a file for writing that is published at `path` if the block ends without an error."""
     temporary = _temporary(path)
->>>>>>> main
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -165,11 +145,7 @@ def write_text(path: Path, content: str) -> None:
 
 
 def sync_dir(path: Path) -> None:
-<<<<<<< HEAD
     """Flush a folder to disk, so that a rename in it survives a power failure."""
-=======
-    """Make a rename in this folder survive a power failure."""
->>>>>>> main
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,13 +157,8 @@ def sync_dir(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-<<<<<<< HEAD
-    """Create `target` atomically as a hard link to `source` if possible, else as a copy."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
-=======
     """Publish `source` under a second name: as a hard link if possible, else as a copy."""
     temporary = _temporary(target)
->>>>>>> main
     with disk_errors(target, "writing"):
         try:
             os.link(source, temporary)
@@ -203,13 +174,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_stale_temporaries(folder: Path) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
-<<<<<<< HEAD
     Call it before this process writes to the folder: in a restarted pod this process often has
     the same id as the dead writer.
-=======
-    Call it before this process writes there: in a restarted pod it often has the dead writer's
-    process id.
->>>>>>> main
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -222,11 +188,7 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
-<<<<<<< HEAD
     """Return whether an untrusted name is a relative path that does not leave its folder."""
-=======
-    """Return whether an untrusted name is a relative path that stays below its base folder."""
->>>>>>> main
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
@@ -235,11 +197,7 @@ def is_plain_name(name: str) -> bool:
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name.
 
-<<<<<<< HEAD
     Only the name is checked, so symbolic links that the user made inside `root` still work.
-=======
-    Only the name is checked, so a symbolic link that the user made inside `root` stays usable.
->>>>>>> main
 
     Raises:
         IntegrityError: The path would leave `root`.
@@ -249,13 +207,6 @@ def safe_join(root: Path, name: str) -> Path:
     return root / name
 
 
-<<<<<<< HEAD
-@contextlib.contextmanager
-def lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; call `on_wait` if another process holds it.
-
-    The kernel releases the lock when the process that holds it ends, however it ends.
-=======
 def try_lock(path: Path) -> int | None:
     """Lock a file, created if missing, and return its descriptor; None if another process has it.
 
@@ -287,7 +238,6 @@ def lock(
         path: The lock file; created if missing, as are its parents.
         on_wait: Called once if another process has the lock.
         is_temporary: Delete the file at the end.
->>>>>>> main
     """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -306,11 +256,7 @@ def lock(
 
 
 def free_bytes(path: Path) -> int:
-<<<<<<< HEAD
     """Return the free bytes of the file system of `path`, which need not exist yet."""
-=======
-    """Return the free bytes on the disk of `path`, which need not exist yet."""
->>>>>>> main
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

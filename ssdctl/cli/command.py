@@ -79,16 +79,11 @@ def command(
                 quiet=values.pop("quiet"),
                 verbose=values.pop("verbose"),
             )
-<<<<<<< HEAD
-            with_exit_codes(
-                console, lambda: function(_call(console, selected, values, is_isolated), **values)
-            )
-=======
             with console.show_log():
                 with_exit_codes(
-                    console, lambda: function(_call(console, chosen, given, is_isolated), **given)
+                    console,
+                    lambda: function(_call(console, selected, values, is_isolated), **values),
                 )
->>>>>>> main
 
         def add_options() -> None:
             selected.extend(select(*settings) if settings else [])

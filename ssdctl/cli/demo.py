@@ -69,25 +69,14 @@ def demo(
     run_step("prepare", "--data", str(data))
     steps = steps_of_run(run)
     if steps is None:
-<<<<<<< HEAD
         step_s = seconds_per_step(call.config.train)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         call.console.say(f"\n{_training_length(steps, step_s)}")
     run_step("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
              *RECIPE.split(), "--steps", str(steps))  # fmt: skip
-    run_step("evaluate", str(run / "checkpoints" / "best.pt"))
+    run_step("evaluate", str(RunDir(run).best))
     run_step("report", str(run))
     _print_result(call, run, steps, commands, time.monotonic() - start)
-=======
-        pace_s = seconds_per_step(call.config.train)
-        steps = affordable_steps(pace_s, BUDGET_S - (time.monotonic() - start))
-        call.console.say(f"\n{_explain(steps, pace_s)}")
-    take("train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split(),
-         "--steps", str(steps))  # fmt: skip
-    take("evaluate", str(RunDir(run).best))
-    take("report", str(run))
-    _conclude(call, run, steps, done, time.monotonic() - start)
->>>>>>> main
 
 
 def seconds_per_step(config: TrainConfig) -> float:

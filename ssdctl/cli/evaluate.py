@@ -69,14 +69,7 @@ def evaluate(
     """
     path = Path(what)
     if not path.exists():
-<<<<<<< HEAD
-        raise UsageError(
-            f"{path}: no such file or run folder",
-            hint="the checkpoints of a run are in RUN/checkpoints/; RUN scores all of them",
-        )
-=======
         path = locate_checkpoint(what, mirror=call.config.download.mirror)
->>>>>>> main
     if path.suffix == ".json":
         if find_ranks().is_main:  # scored on one rank
             _score_file(call, path, report)
@@ -120,13 +113,8 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 file,
                 call.config,
                 device,
-<<<<<<< HEAD
                 given=call.resolved.explicit_settings(),
-                talk=_talk(call, ranks),
-=======
-                given=call.resolved.called_for(),
                 progress=call.console.progress,
->>>>>>> main
                 ranks=ranks,
                 detections_file=detections,
             )

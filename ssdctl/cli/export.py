@@ -86,13 +86,8 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.export.formats import export_onnx
 
     settings = call.config.evaluate
-<<<<<<< HEAD
     given = call.resolved.explicit_settings()
-    data = dataset_folders(choose_data(checkpoint, call.config.data, given, call.console.say))
-=======
-    given = call.resolved.called_for()
     data = dataset_folders(choose_data(checkpoint, call.config.data, given))
->>>>>>> main
     comparison, pictures = export_onnx(
         checkpoint,
         out,

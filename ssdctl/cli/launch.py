@@ -20,21 +20,12 @@ if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
     from ssdctl.launch.request import LaunchPlan, LaunchRequest
     from ssdctl.launch.run import JobOutcome
 
-<<<<<<< HEAD
-CRASHES = (1, 8)  # exit codes that --restarts applies to; other failures would repeat
-SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
-OUTCOMES = {
-    8: "a rank or the launcher died; the first failure is above",
-    75: "stopped; run the same command again to continue",
-    130: "interrupted",
-=======
-CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
+CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES: dict[int, str] = {
     ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
-    ExitCode.STOPPED: "stopped; run the same command again to go on",
+    ExitCode.STOPPED: "stopped; run the same command again to continue",
     ExitCode.INTERRUPTED: "interrupted",
->>>>>>> main
 }
 
 
@@ -215,13 +206,8 @@ def _show_failure(
     call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
-<<<<<<< HEAD
             continue  # the output of rank 0 is already on the terminal
-        path = log_path(Path(request.run_folder), rank)
-=======
-            continue  # the first rank's words are above
         path = RunDir(Path(request.run_folder)).rank_log(rank)
->>>>>>> main
         if lines := last_lines(path):
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 

@@ -36,13 +36,7 @@ def report(
     from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 
-<<<<<<< HEAD
     contents = read_runs([Path(run) for run in runs])
-    target = Path(out) if out else Path(runs[0]) / "report.html"
-    write_report(contents, target)
-=======
-    read = read_runs([Path(run) for run in runs])
     target = Path(out) if out else RunDir(Path(runs[0])).report
-    write_report(read, target)
->>>>>>> main
+    write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")

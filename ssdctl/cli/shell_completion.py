@@ -115,17 +115,11 @@ def _values(option: Mapping[str, Any], word: str) -> list[Completion]:
 
 
 def _run_folders() -> list[str]:
-<<<<<<< HEAD
     """Return run folders in the usual places, the newest first."""
-    configs = [*Path().glob("runs/*/config.toml"), *Path().glob("*/config.toml")]
-    configs += Path().glob("*/run/config.toml")
-=======
-    """Run folders in the usual places, the newest first."""
     from ssdctl.runs.layout import RUNS, RunDir
 
     folders = [path for pattern in (f"{RUNS}/*", "*", "*/run") for path in Path().glob(pattern)]
     configs = [config for path in folders if (config := RunDir(path).config).is_file()]
->>>>>>> main
     configs.sort(key=lambda path: -path.stat().st_mtime)
     return [str(path.parent) for path in configs]
 

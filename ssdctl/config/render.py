@@ -26,11 +26,7 @@ def values(config: Config) -> dict[str, Any]:
 
 
 def to_toml(resolved: Resolved) -> str:
-<<<<<<< HEAD
     """Return the config as a file for `--config`, with the sources. Unset values are comments."""
-    return _tables(resolved, _with_source)
-=======
-    """The config as a file that `--config` reads back, with sources. Unset values are comments."""
     return _tables(resolved, _with_source, values(resolved.config))
 
 
@@ -57,7 +53,6 @@ def redact_toml(text: str) -> str:
         if is_kept:
             lines.append(redact_urls(line))
     return "\n".join(lines).rstrip("\n") + "\n"
->>>>>>> main
 
 
 def to_template_toml(resolved: Resolved) -> str:

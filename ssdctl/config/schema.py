@@ -46,13 +46,9 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
     if config.model.backbone == "vgg16" and config.model.extra_norm != "none":
         problems.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
-<<<<<<< HEAD
         problems.append(("train.decay_epochs", "cosine needs two epochs, its start and its end"))
-=======
-        found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
     if config.train.augment == "ssd-zoom" and config.train.pipeline == "dali":
-        found.append(("train.augment", "ssd-zoom needs --pipeline native"))
->>>>>>> main
+        problems.append(("train.augment", "ssd-zoom needs --pipeline native"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):
         problems.append(("train.init", "--init starts a new run, --resume FILE continues one"))
     if config.train.profile is not None:

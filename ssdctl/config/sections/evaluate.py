@@ -40,19 +40,13 @@ class EvaluateConfig(Section, frozen=True):
         ),
     ] = None
     nms_iou: Annotated[
-<<<<<<< HEAD
-        Fraction,
-        setting("Suppress a box if its IoU with a better one is above this", metavar="X"),
-    ] = 0.5
-=======
         Fraction | None,
         setting(
-            "Suppress a box that overlaps a better one by more "
+            "Suppress a box if its IoU with a better one is above this "
             "[default: the network's own, 0.5; vgg16 0.45]",
             metavar="X",
         ),
     ] = None
->>>>>>> main
     annotated_only: Annotated[
         bool, setting("Score only images with annotations, as the replaced systems do")
     ] = False

@@ -407,11 +407,8 @@ class TrainConfig(Section, frozen=True):
     augment: Annotated[
         Literal["ssd", "ssd-zoom", "none"],
         setting(
-<<<<<<< HEAD
-            "ssd = random crops, flips and colours; none = only resize the images",
-=======
-            "SSD crops, flips and colours; the same with zooming out; or plain resized images",
->>>>>>> main
+            "ssd = random crops, flips and colours; ssd-zoom = also zoom out; none = only resize "
+            "the images",
             panel="Input",
             affects_results=True,
         ),
