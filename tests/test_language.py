@@ -24,7 +24,7 @@ NOT_CONVERTED = {
     "ssdctl/benchmark", "ssdctl/boxes", "ssdctl/checkpoint", "ssdctl/data", "ssdctl/device",
     "ssdctl/distributed", "ssdctl/doctor", "ssdctl/download", "ssdctl/evaluate", "ssdctl/export",
     "ssdctl/inference", "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
-    "ssdctl/runs", "ssdctl/runtime", "ssdctl/train", "docs", "README.md",
+    "ssdctl/runs", "ssdctl/runtime", "ssdctl/train", "docs",
 }  # fmt: skip
 CLASSES_NOT_CONVERTED = {"Detections", "Check", "Resolved", "SplitFiles", "Outcome"}
 CIRCLES_NOT_CONVERTED = ("ssdctl.launch", "ssdctl.data")
