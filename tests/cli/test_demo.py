@@ -1,4 +1,4 @@
-"""How many steps the demo takes on machines of different speed."""
+"""The number of training steps of the demo on machines of different speed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_rate_is_measured_on_this_machine() -> None:
     assert 1e-3 <= demo.seconds_per_step(config) < 60
 
 
-def test_an_interrupted_tour_keeps_its_steps(tmp_path: Path) -> None:
+def test_an_interrupted_demo_keeps_its_number_of_steps(tmp_path: Path) -> None:
     assert demo.steps_of_run(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").touch()

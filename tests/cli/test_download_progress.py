@@ -19,7 +19,7 @@ from ssdctl.cli.download_progress import ByteProgress
 MB = 1_000_000
 
 
-def test_lines_where_there_is_no_terminal(
+def test_lines_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download_progress, "LINE_INTERVAL_S", 0.0)
@@ -44,12 +44,12 @@ def test_work_on_local_files_reports_only_the_total(capsys: pytest.CaptureFixtur
     assert lines == [f"{verb} a.zip: 20.0 MB" for verb in ("checking", "verifying", "unpacking")]
 
 
-def test_nothing_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_output_if_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     ByteProgress(Console(quiet=True))("a.zip", 1, 2)
     assert capsys.readouterr().err == ""
 
 
-def test_lines_tell_of_all_files(
+def test_lines_include_all_files(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download_progress, "LINE_INTERVAL_S", 0.0)
@@ -83,9 +83,9 @@ def test_a_display_of_all_files_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         while select.select([ours], [], [], 0.2)[0]:
             content += os.read(ours, 100_000)
     os.close(ours)
-    shown = content.decode()
-    assert "all files" in shown
-    assert "120.0/200.0 MB" in shown
-    assert "b.zip" in shown
-    assert "20%" in shown
-    assert "60%" in shown
+    output = content.decode()
+    assert "all files" in output
+    assert "120.0/200.0 MB" in output
+    assert "b.zip" in output
+    assert "20%" in output
+    assert "60%" in output
