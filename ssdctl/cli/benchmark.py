@@ -128,7 +128,8 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
     keep_freed_memory()
     from ssdctl.benchmark.evaluate import benchmark_evaluate
-    from ssdctl.data.dataset import dataset_folders, require_split
+    from ssdctl.data.dataset import require_split
+    from ssdctl.data.store_folder import dataset_folders
 
     with _splits(call) as splits:
         root, _ = dataset_folders(call.config.data)
@@ -140,8 +141,8 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.benchmark.common import make_shapes
-    from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.store_folder import dataset_folders
 
     if call.config.data.root is not None:
         root, folder = dataset_folders(call.config.data)

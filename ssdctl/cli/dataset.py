@@ -56,9 +56,9 @@ def export(
     copied from the store: if it was prepared with --shrink, they are the smaller ones.
     """
     from ssdctl.cli.interrupts import stoppable
-    from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.export_dataset import export_dataset
     from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.store_folder import dataset_folders
 
     refuse_url(str(out), "--out")
     data = msgspec.structs.replace(call.config.data, root=root)

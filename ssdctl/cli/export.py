@@ -81,7 +81,7 @@ def export(
 
 
 def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> dict[str, Any]:
-    from ssdctl.data.dataset import dataset_folders
+    from ssdctl.data.store_folder import dataset_folders
     from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.export.formats import export_onnx
 

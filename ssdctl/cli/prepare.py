@@ -55,8 +55,8 @@ def prepare(
     continues if the command is run again.
     """
     from ssdctl.cli.interrupts import stoppable
-    from ssdctl.data.dataset import dataset_folders
     from ssdctl.data.prepare import prepare as write_store
+    from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
         from ssdctl.report.preview import check_target

@@ -58,7 +58,7 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
-        from ssdctl.data.dataset import dataset_folders
+        from ssdctl.data.store_folder import dataset_folders
         from ssdctl.train.loop import run_training
 
         root, _ = dataset_folders(call.config.data)
@@ -89,16 +89,17 @@ def train(
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES, WHAT_IS_DROPPED, dataset_folders
+    from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES, WHAT_IS_DROPPED
     from ssdctl.data.prepare import count_trainable
+    from ssdctl.data.store_folder import dataset_folders
     from ssdctl.train.schedule import make_plan
 
     root, folder = dataset_folders(call.config.data)
     if not root.exists():
-        images, classes = COCO_IMAGES, COCO_CLASSES
+        images, classes = COCO_NUM_IMAGES, COCO_NUM_CLASSES
         if not call.config.train.fake_data:
             call.console.warn(
-                f"{root}: no such dataset folder; the plan assumes COCO's {COCO_IMAGES:,} "
+                f"{root}: no such dataset folder; the plan assumes COCO's {COCO_NUM_IMAGES:,} "
                 "training images with boxes"
             )
     else:

@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setting
 
@@ -55,9 +57,40 @@ class EvaluateConfig(Section, frozen=True):
     ] = False
 
 
+SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
+
+
 class PredictConfig(Section, frozen=True):
-    """The detection on images by `ssdctl predict`."""
+    """How `ssdctl predict` detects objects."""
 
     score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
+    classes: Annotated[
+        tuple[str, ...],
+        setting("Keep only these classes, by name [default: all]", metavar="A,B"),
+    ] = ()
+    nms_iou: Annotated[
+        Fraction | None,
+        setting(
+            "Suppress a box that overlaps a better one by more "
+            "[default: evaluate.nms_iou, else the network's own]",
+            metavar="X",
+        ),
+    ] = None
+    max_detections: Annotated[
+        Count | None, setting("Keep only the N best boxes of a picture", metavar="N")
+    ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=32)] | None,
+        setting("Detect on tiles of N pixels and on the whole picture, and merge", metavar="N"),
+    ] = None
+    tile_overlap: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=0.9)],
+        setting("Overlap of neighbouring tiles, as a fraction of a tile", metavar="X"),
+    ] = 0.2
+    recursive: Annotated[bool, setting("Search folders below the given ones, too")] = False
+    save: Annotated[
+        SaveFormat | None,
+        setting("Write detections in this format into --out, for labelling tools"),
+    ] = None
     batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
