@@ -1,7 +1,10 @@
 """Atomic file writes (temporary file, fsync, rename, fsync of the folder), locks, safe paths.
 
 A reader sees the old file or the new one, never a part. A killed writer leaves a temporary file
-(`.NAME.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+(`.NAME.RANDOM.PID.tmp`), which `remove_stale_temporaries` deletes at the next start.
+
+Other users may write to the folder, too: every file is opened through `no_follow`, and temporary
+files have unpredictable names and are created exclusively.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,13 +31,13 @@ LOCK_POLL_S = 0.1
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn OSErrors of the disk into a `DiskError` (exit 6) that names the path."""
+    """Convert errors of the file system to a `DiskError` (exit 6) that names the path."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
-            where = path  # the user does not know the temporary file
+            where = path  # the user never named the temporary file
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -50,17 +54,50 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
             errno.EISDIR,
             errno.EIO,
             errno.ENAMETOOLONG,
+            errno.EFBIG,
         ):
             hint = None if error.errno == errno.EIO else "choose another name or folder"
             raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
         raise
 
 
+def no_follow(path: str | Path, flags: int) -> int:
+    """Open a regular file for writing, never through a symbolic link; return its descriptor.
+
+    It fits the `opener` argument of `open`.
+
+    Raises:
+        UsageError: The path is a symbolic link, a pipe, a socket or a device.
+        OSError: The file cannot be opened.
+    """
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe must not block
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP and Path(path).is_symlink():
+            raise UsageError(
+                f"{path}: is a symbolic link, and ssdctl does not write through links",
+                hint="delete the link, or choose another folder",
+            ) from None
+        if error.errno != errno.ENXIO:  # a pipe without a reader, a socket
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+    raise UsageError(f"{path}: is not a regular file", hint="delete it, or choose another folder")
+
+
+def _temporary(path: Path) -> Path:
+    """Return an unpredictable name next to `path`."""
+    return path.with_name(f".{path.name}.{os.urandom(6).hex()}.{os.getpid()}{TEMPORARY_SUFFIX}")
+
+
 def refuse_url(path: str | Path, option: str) -> None:
     """Refuse a URL where a local folder is expected.
 
     Raises:
-        UsageError: It is a URL, as `s3://bucket/data`, which a `Path` holds as `s3:/bucket/data`.
+        UsageError: It is a URL, such as `s3://bucket/data` (as a `Path`: `s3:/bucket/data`).
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
         url = redact_url(re.sub(r":/+", "://", str(path), count=1))
@@ -81,11 +118,11 @@ def make_dir(path: Path) -> Path:
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing that is published at `path` if the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = _temporary(path)
     with disk_errors(path, "writing"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "xb", opener=no_follow) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -97,18 +134,18 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Publish `content` at `path` atomically."""
+    """Write `content` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Publish `content` at `path` atomically, as UTF-8."""
+    """Write `content` to `path` atomically, as UTF-8."""
     write_bytes(path, content.encode())
 
 
 def sync_dir(path: Path) -> None:
-    """Make a rename in this folder survive a power failure."""
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -121,9 +158,8 @@ def sync_dir(path: Path) -> None:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Publish `source` under a second name: as a hard link if possible, else as a copy."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary = _temporary(target)
     with disk_errors(target, "writing"):
-        temporary.unlink(missing_ok=True)
         try:
             os.link(source, temporary)
         except OSError:
@@ -138,8 +174,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_stale_temporaries(folder: Path) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
-    Call it before this process writes there: in a restarted pod it often has the dead writer's
-    process id.
+    Call it before this process writes to the folder: in a restarted pod this process often has
+    the same id as the dead writer.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -152,7 +188,7 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether an untrusted name is a relative path that stays below its base folder."""
+    """Return whether an untrusted name is a relative path that does not leave its folder."""
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
@@ -161,7 +197,7 @@ def is_plain_name(name: str) -> bool:
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name.
 
-    Only the name is checked, so a symbolic link that the user made inside `root` stays usable.
+    Only the name is checked, so symbolic links that the user made inside `root` still work.
 
     Raises:
         IntegrityError: The path would leave `root`.
@@ -178,7 +214,7 @@ def try_lock(path: Path) -> int | None:
     system has no locks, the file counts as locked.
     """
     with disk_errors(path, "locking"):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = no_follow(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # An owner may remove the file when it ends: then this lock is on a deleted file.
@@ -220,7 +256,7 @@ def lock(
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of `path`, which need not exist yet."""
+    """Return the free bytes of the file system of `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

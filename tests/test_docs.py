@@ -177,7 +177,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
     ("place", "changes", "message"),
     [
         ("toml", ("images", "image"), "unknown key 'train.image'"),
-        ("toml", ("photos", "../a/photos"), "'../a/photos' is no plain path below"),
+        ("toml", ("photos", "../a/photos"), "'../a/photos' is not a plain path below"),
         ("toml", ("labels", "label"), "no such annotation file (split train)"),
         ("toml", ("photos", "fotos"), "no such image folder (split train)"),
         ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
@@ -250,7 +250,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
 def test_figures_are_those_that_were_measured() -> None:
     results = (ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8")
     page = prose(ROOT / "docs/performance.md")
-    table = page[page.index("## Targets") : page.index("## What bounds")]
+    table = page[page.index("## Targets") : page.index("## Bottlenecks")]
     figures = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")][1:]
     numbers = [number for figure in figures for number in re.findall(r"[\d.]+", figure)]
     assert len(numbers) > 15

@@ -1,9 +1,10 @@
-"""Files appear whole or not at all; names from outside stay inside."""
+"""Files are written atomically; untrusted names cannot leave their folder."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.data.prepare import _make_store_dir as make_store_dir
+from ssdctl.download.partial_file import Part, part_paths
+from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.files import (
     atomic_write,
     disk_errors,
@@ -29,6 +32,10 @@ from ssdctl.files import (
     safe_join,
     write_text,
 )
+from ssdctl.launch.logs import start_rank_log
+from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.metrics import MetricsFile
+from ssdctl.train.mllog import MLLog
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -63,7 +70,7 @@ def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_goes(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_living_writers_temporary_stays(tmp_path: Path) -> None:
+def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     living = tmp_path / f".file.{os.getppid()}.tmp"
     own = tmp_path / f".file.{os.getpid()}.tmp"  # of a process that had this one's number
     living.touch()
@@ -100,38 +107,38 @@ def test_second_name_replaces_the_first(tmp_path: Path) -> None:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the disk from here on, in order."""
-    asked: list[str] = []
+    """Record the calls to the disk, in order."""
+    calls: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
     def note_fsync(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").resolve()
-        asked.append(f"fsync {'folder' if path.is_dir() else path.stat().st_size}")
+        calls.append(f"fsync {'folder' if path.is_dir() else path.stat().st_size}")
         fsync(descriptor)
 
     def note_replace(self: Path, target: Path) -> Path:
-        asked.append("rename")
+        calls.append("rename")
         return replace(self, target)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "replace", note_replace)
-    return asked
+    return calls
 
 
-def test_a_power_cut_finds_the_old_file_or_the_new_one(
+def test_a_power_failure_leaves_the_old_file_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes reach the disk before the name, and the name before anybody goes on."""
-    asked = noted(monkeypatch)
+    """The content is flushed before the rename, and the rename before the function returns."""
+    calls = noted(monkeypatch)
     write_text(tmp_path / "file", "12345")
-    assert asked == ["fsync 5", "rename", "fsync folder"]
-    asked.clear()
+    assert calls == ["fsync 5", "rename", "fsync folder"]
+    calls.clear()
     link_or_copy(tmp_path / "file", tmp_path / "linked")
-    assert asked == ["rename", "fsync folder"]
-    asked.clear()
+    assert calls == ["rename", "fsync folder"]
+    calls.clear()
     monkeypatch.setattr(os, "link", refuses)
     link_or_copy(tmp_path / "file", tmp_path / "copied")
-    assert asked == ["fsync 5", "rename", "fsync folder"]
+    assert calls == ["fsync 5", "rename", "fsync folder"]
 
 
 def refuses(*_: object) -> None:
@@ -166,7 +173,7 @@ def test_a_second_name_on_another_disk_is_a_copy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "last"]
 
 
-def test_what_the_disk_did_not_say_passes_through(tmp_path: Path) -> None:
+def test_other_errors_pass_through(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError), disk_errors(tmp_path, "writing"):
         raise BrokenPipeError(errno.EPIPE, "no reader")
 
@@ -193,7 +200,7 @@ def hold(path: Path, on_wait: Callable[[], None]) -> None:
         pass
 
 
-def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
+def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
         "import time; from pathlib import Path; from ssdctl.files import lock\n"
@@ -213,24 +220,120 @@ def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
     holder.kill()
     holder.communicate()
     assert waiter.communicate(timeout=10)[0] == "held\n"
-    with lock(path, on_wait=lambda: pytest.fail("nobody holds it")):
-        told: list[str] = []
-        other = threading.Thread(target=hold, args=(path, lambda: told.append("waiting")))
+    with lock(path, on_wait=lambda: pytest.fail("the lock is free")):
+        waits: list[str] = []
+        other = threading.Thread(target=hold, args=(path, lambda: waits.append("waiting")))
         other.start()
-        while not told and time.monotonic() - start < 30:
+        while not waits and time.monotonic() - start < 30:
             time.sleep(0.01)
-        assert told == ["waiting"]
+        assert waits == ["waiting"]
     other.join(30)
     assert not other.is_alive()
     assert time.monotonic() - start < 30
 
 
-def test_free_space_of_a_folder_to_come(tmp_path: Path) -> None:
+def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_a_refusal_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+def test_an_error_names_the_target_file(tmp_path: Path) -> None:
     with pytest.raises(DiskError) as caught, atomic_write(tmp_path) as file:  # it is a folder
         file.write(b"x")
     assert str(caught.value) == f"Is a directory while writing {tmp_path}"
     assert caught.value.hint
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file that another user wants to have destroyed."""
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    return path
+
+
+def hold_run(path: Path) -> None:
+    with exclusive_run(path.parent):
+        pass
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "folder/lock": lambda path: hold(path, lambda: None),
+    "run/.lock": hold_run,
+    "run/mllog": lambda path: MLLog(path).point("key", 1),
+    "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),
+    "store/.lock": lambda path: make_store_dir(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_planted_link_is_an_error_and_its_target_stays(
+    name: str, victim: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / name
+    link.parent.mkdir(parents=True)
+    for target in (victim, tmp_path / "new"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(UsageError, match=re.escape(str(link))) as caught:
+            WRITERS[name](link)
+        assert caught.value.hint
+        assert link.is_symlink()
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_link_as_metrics_is_replaced_or_refused(victim: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    file = MetricsFile(metrics, 0)
+    metrics.symlink_to(victim)
+    with pytest.raises(UsageError, match="symbolic link"):
+        file.write({"kind": "event", "step": 1, "event": "x"})
+    MetricsFile(metrics, 0).write({"kind": "event", "step": 1, "event": "x"})
+    assert not metrics.is_symlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -> None:
+    target = tmp_path / "a.zip"
+    part, state = part_paths(target)
+    state.symlink_to(victim)
+    Part(target, 8, 1, "https://host/a.zip").close()
+    assert not state.is_symlink()
+    part.unlink()
+    part.symlink_to(victim)
+    with pytest.raises(UsageError, match="symbolic link"):
+        Part(target, 8, 1, "https://host/a.zip")
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    with pytest.raises(UsageError, match="not a regular file"):
+        hold(tmp_path / "lock", lambda: None)
+
+
+def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:
+    (tmp_path / f".file.{os.getpid()}.tmp").symlink_to(victim)
+    names = set()
+    for _ in range(2):
+        with atomic_write(tmp_path / "file") as file:
+            names.add(Path(file.name).name)
+            file.write(b"new")
+    assert len(names) == 2
+    assert (tmp_path / "file").read_text() == "new"
+    assert not (tmp_path / "file").is_symlink()
+    assert victim.read_text() == "precious"
+    link_or_copy(tmp_path / "file", tmp_path / "file2")
+    assert victim.read_text() == "precious"
+
+
+def test_a_file_over_the_size_limit_is_a_disk_error(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from ssdctl.files import write_bytes\n"
+        "from ssdctl.errors import DiskError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        f"try: write_bytes(Path({str(tmp_path / 'file')!r}), bytes(2000))\n"
+        "except DiskError as error: sys.exit(error.exit_code)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 6
+    assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssdctl.benchmark.common import Figures, endless_batches
 from ssdctl.checkpoint.reader import Architecture
 from ssdctl.config import Config
-from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES
+from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -32,7 +32,7 @@ from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.setup import choose_precision
 from ssdctl.train.step import TrainStep, copy_ahead
 
-COCO_OUTPUTS = COCO_CLASSES + 1
+COCO_OUTPUTS = COCO_NUM_CLASSES + 1
 MATMUL_SIZE = {"cpu": 2048}
 ACCELERATOR_MATMUL_SIZE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -134,7 +134,7 @@ class _Bench:
         flops = train_flops(self.architecture)
         achieved = flops * rate.images_per_second / self.ranks.world_size
         peak = matmul_flops(self.device, self.precision)
-        hours = COCO_IMAGES / rate.images_per_second / 3600
+        hours = COCO_NUM_IMAGES / rate.images_per_second / 3600
         return {
             "images_per_second": round(rate.images_per_second, 3),
             "step_ms": round(1000 * rate.step_s, 2),

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import glob
-import json
+import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.errors import DataError, UsageError
-from ssdctl.files import atomic_write, write_text
+from ssdctl.errors import DataError, NetworkError, UsageError
+from ssdctl.files import atomic_write
 from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
-    from ssdctl.inference.predict import Prediction
-
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+    from ssdctl.inference.predict import Predictor
+    from ssdctl.inference.results import Failure, Prediction
+    from ssdctl.inference.sources import Source
 
 
 @command(
@@ -29,8 +29,11 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
     settings=["predict.*"],
     examples=[
         "ssdctl predict runs/stable-r34 street.jpg",
-        "ssdctl predict best.pt photos/ --out drawn --score 0.5",
+        "ssdctl predict best.pt photos/ --recursive --out drawn --score 0.5",
         "ssdctl predict best.pt 'photos/**/*.jpg' --json > boxes.json",
+        "ssdctl predict best.pt photos/ --save coco --out labels --classes car,bus",
+        "ssdctl predict best.pt satellite.tif --tile 600 --out drawn",
+        "find photos -name '*.png' | ssdctl predict best.pt - --json",
     ],
 )
 def predict(
@@ -42,108 +45,100 @@ def predict(
         list[str],
         typer.Argument(
             metavar="IMAGE...",
-            help="Picture files, folders or patterns (** for all folders below)",
+            help="Picture files, folders, patterns (** for all folders below), http(s) URLs, or - "
+            "for a list of files and URLs on standard input",
             show_default=False,
         ),
     ],
     out: Annotated[
         str | None,
         typer.Option(
-            "--out", metavar="DIR", help="Folder for the drawn pictures and detections.json"
+            "--out",
+            metavar="DIR",
+            help="Folder for the files of --save; without it, for the drawn pictures and "
+            "detections.json",
         ),
     ] = None,
 ) -> None:
-    """Detect objects on pictures: as a list, as JSON, and drawn with --out.
+    """Detect objects on pictures: as a list, as JSON, drawn, or for labelling tools.
 
-    A file that is not a picture gives a warning, and exit code 3 after the others are done.
+    A picture that cannot be read gives a warning, and exit code 3 after the others are done; one
+    that cannot be fetched exit code 4.
     """
-    files = _picture_files(images)
-    keep_freed_memory()
-    from ssdctl.inference.predict import load, predict_files
+    from ssdctl.inference.sources import find_sources
 
     settings = call.config.predict
-    predictor = load(
+    if settings.save is not None and out is None:
+        raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
+    sources = find_sources(images, recursive=settings.recursive)
+    keep_freed_memory()
+    from ssdctl.inference import predict as inference
+
+    predictor = inference.load(
         checkpoint,
         device=settings.device,
         score=settings.score,
-        nms_iou=call.config.evaluate.nms_iou,
+        nms_iou=call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou,
+        options=inference.Options(
+            settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
+        ),
     )
-    threads = len(os.sched_getaffinity(0))
-    results = predict_files(predictor, files, batch_size=settings.batch_size, threads=threads)
-    records, bad, drawn = [], 0, set[Path]()
-    for result in call.console.progress(results, total=len(files), label="predicting", unit="img"):
-        if result.error is not None:
-            call.console.warn(str(result.error))
-            bad += 1
-            continue
-        records.append(_record(result))
-        if not call.console.as_json:
-            call.console.result(None, _line(result))
-        if out is not None:
-            _draw(result, _free_name(Path(out), result.path.stem, drawn))
+    failures = _predict(call, predictor, sources, None if out is None else Path(out))
+    if failures:
+        counted = f"{len(failures)} of {len(sources)} pictures"
+        if any(isinstance(failure.error, NetworkError) for failure in failures):
+            raise NetworkError(f"{counted} cannot be fetched or read; see the warnings")
+        raise DataError(f"{counted} are not readable; see the warnings")
+
+
+def _predict(
+    call: Call, predictor: Predictor, sources: list[Source], out: Path | None
+) -> list[Failure]:
+    """Print, draw and save the detections; return the pictures that cannot be read."""
+    from ssdctl.inference.batches import predict_sources
+    from ssdctl.inference.results import Failure
+    from ssdctl.inference.save import free_stem, open_writer
+
+    settings, console = call.config.predict, call.console
+    is_drawn = out is not None and settings.save is None
+    writer = None
     if out is not None:
-        write_text(Path(out) / "detections.json", json.dumps(records, indent=1) + "\n")
-        call.console.say(f"{len(records)} pictures drawn into {out}")
-    if call.console.as_json:
-        call.console.result(records)
-    if bad:
-        raise DataError(f"{bad} of {len(files)} files are not readable pictures; see the warnings")
-
-
-def _record(result: Prediction) -> dict[str, Any]:
-    assert result.image is not None
-    return {
-        "image": str(result.path),
-        "width": result.image.width,
-        "height": result.image.height,
-        "detections": [d.as_json() for d in result.found],
-    }
+        writer = open_writer(settings.save or "json", out, predictor.returned_classes)
+    threads = len(os.sched_getaffinity(0))
+    results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)
+    records, failures, stems = [], list[Failure](), set[str]()
+    for result in console.progress(results, total=len(sources), label="predicting", unit="img"):
+        if isinstance(result, Failure):
+            console.warn(str(result.error))
+            failures.append(result)
+            continue
+        if console.as_json:
+            records.append(result.as_json())
+        else:
+            console.result(None, _line(result))
+        if is_drawn and out is not None:
+            _draw(result, out / f"{free_stem(result.source.file_name, stems)}.png")
+        if writer is not None:
+            writer.add(result)
+    if writer is not None:
+        console.say(writer.close())
+    if console.as_json:
+        console.result(records)
+    return failures
 
 
 def _line(result: Prediction) -> str:
     items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
-    return f"{result.path}: {items or 'no objects'}"
+    return printable_line(f"{result.source.label}: {items or 'no objects'}")
 
 
 def _draw(result: Prediction, target: Path) -> None:
     from ssdctl.inference.drawing import draw
+    from ssdctl.inference.predict import open_picture
 
-    assert result.image is not None
-    drawn = draw(result.image, [d.as_box_label() for d in result.found])
+    if isinstance(result.content, io.BytesIO):
+        result.content.seek(0)
+    # Opened a second time: to keep every picture until it is drawn would take gigabytes.
+    drawn = draw(open_picture(result.content), [d.as_box_label() for d in result.found])
     with atomic_write(target) as file:
         drawn.save(file, "PNG", compress_level=1)
-
-
-def _free_name(folder: Path, stem: str, taken: set[Path]) -> Path:
-    """Return an unused name: pictures of two folders may have the same name."""
-    path, number = folder / f"{stem}.png", 2
-    while path in taken:
-        path, number = folder / f"{stem}-{number}.png", number + 1
-    taken.add(path)
-    return path
-
-
-def _picture_files(names: list[str]) -> list[Path]:
-    """Return the pictures that names stand for: files, folders, patterns."""
-    files: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in SUFFIXES)
-            if not inside:
-                raise UsageError(
-                    f"{path}: a folder without pictures ({', '.join(SUFFIXES)})",
-                    hint=f"for those of all folders below: '{path}/**/*.jpg'",
-                )
-            files += inside
-        elif path.exists():
-            files.append(path)
-        elif glob.has_magic(name):
-            found = glob.glob(name, recursive=True)  # noqa: PTH207 - Path's takes no absolute pattern
-            matches = sorted(map(Path, found))
-            if not any(p.is_file() for p in matches):
-                raise UsageError(f"{name}: matches no file")
-            files += [p for p in matches if p.is_file()]
-        else:
-            raise UsageError(f"{path}: no such file or folder")
-    return files

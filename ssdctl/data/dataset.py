@@ -14,49 +14,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from ssdctl.config import DataConfig
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats.detect import Layout, find_layout
 from ssdctl.data.split_files import SPLITS
 from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
-from ssdctl.data.store_folder import default_store
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.files import refuse_url, safe_join
+from ssdctl.files import safe_join
 
 MADE = "made"
 TOML = "dataset.toml"
 CONVERTED = "converted"  # folder in the store: annotations of layouts other than COCO's
-DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
 S = TypeVar("S")
 
-COCO_IMAGES = 117_266  # training images of COCO 2017 with boxes
-COCO_CLASSES = 80
+COCO_NUM_IMAGES = 117_266  # training images of COCO 2017 with boxes
+COCO_NUM_CLASSES = 80
 
 
 class NotConvertedError(DataError):
     """Raised for a dataset of a layout that must be converted before it can be used."""
-
-
-def default_root() -> Path:
-    """Return the dataset folder if the config names none: data/coco if present, else /data/coco."""
-    near, far = DEFAULT_ROOTS
-    return near if near.is_dir() else far
-
-
-def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
-    """Return the dataset folder (or file) and its store's folder.
-
-    Raises:
-        UsageError: One of them is a URL.
-    """
-    for value, option in ((config.root, "--data"), (config.store, "--store")):
-        if value:
-            refuse_url(value, option)
-    root = Path(config.root) if config.root else default_root()
-    if config.store:
-        return root, Path(config.store)
-    return root, default_store(root)
 
 
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:

@@ -45,6 +45,7 @@ from ssdctl.data.formats.coco_check import (
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
@@ -54,6 +55,7 @@ from ssdctl.files import (
     is_plain_name,
     lock,
     make_dir,
+    no_follow,
     remove_stale_temporaries,
     write_bytes,
 )
@@ -164,20 +166,11 @@ def _make_store_dir(folder: Path) -> None:
     try:
         make_dir(folder)
         with disk_errors(folder, "writing"):
-            (folder / ".lock").touch()
+            os.close(no_follow(folder / ".lock", os.O_WRONLY | os.O_CREAT))
     except DiskError as error:
         raise DiskError(
             str(error), hint="choose another folder for the store with --store DIR"
         ) from None
-
-
-def is_prepared(root: Path, folder: Path) -> bool:
-    """Return whether the store has every split of the dataset, with its current annotations."""
-    return all(
-        (known := store.read_metadata(folder, split)) is not None
-        and store.is_same(known.fingerprint, files.annotations)
-        for split, files in find_splits(root, folder).items()
-    )
 
 
 def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:

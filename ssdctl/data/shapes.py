@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.files import disk_errors, make_dir, write_bytes
+from ssdctl.files import disk_errors, make_dir, no_follow, write_bytes
 
 Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
 Progress = Callable[..., Iterable[Any]]
@@ -92,8 +92,10 @@ def generate(
             index: int, split: str = split, folder: Path = folder, names: list[str] = names
         ) -> tuple[int, int, list[Box]]:
             picture, boxes = draw_picture(seed, split, index)
-            with disk_errors(folder, "writing"):  # published by the annotations, so no fsync each
-                (folder / names[index]).write_bytes(_jpeg(picture))
+            path = folder / names[index]
+            # Published by the annotations, so there is no fsync for each.
+            with disk_errors(folder, "writing"), open(path, "wb", opener=no_follow) as file:
+                file.write(_jpeg(picture))
             return picture.shape[1], picture.shape[0], boxes
 
         with ThreadPoolExecutor() as pool:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ssdctl.data.dataset import SplitFiles
+from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_check import FileFingerprint
 from ssdctl.data.image_decode import Pixels, decode
@@ -181,6 +181,15 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
     except (pa.ArrowInvalid, OSError, msgspec.DecodeError):
         return None
     return metadata if metadata.format == FORMAT else None
+
+
+def is_prepared(root: Path, folder: Path) -> bool:
+    """Return whether the store has every split of the dataset, with its current annotations."""
+    return all(
+        (metadata := read_metadata(folder, split)) is not None
+        and is_same(metadata.fingerprint, files.annotations)
+        for split, files in find_splits(root, folder).items()
+    )
 
 
 def open_split(folder: Path, split: str, files: SplitFiles) -> Split:

@@ -1,8 +1,8 @@
-"""Choose the folder of a dataset's store: `prepared/` in the dataset folder, or a cache folder.
+"""Choose the dataset folder and its store: `prepared/` in that folder, or a cache folder.
 
 A dataset folder that cannot be written, as one that many users share, gets its index in the user's
-cache folder, under a name made of the dataset's path and annotation files. Each user has an own
-cache; processes of one user are kept apart by the store's lock.
+cache folder, under a name made of the dataset's path and annotation files. Each user has their
+own cache; processes of one user are kept apart by the store's lock.
 """
 
 from __future__ import annotations
@@ -12,8 +12,34 @@ import os
 import tempfile
 from pathlib import Path
 
+from ssdctl.config import DataConfig
+from ssdctl.errors import SsdctlError
+from ssdctl.files import refuse_url
+
+DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
 STORE_NAME = "prepared"
 ANNOTATION_PATTERNS = ("*.toml", "*.yaml", "*.json", "annotations/*.json", "*/_annotations*.json")
+
+
+def default_root() -> Path:
+    """Return the dataset folder if the config names none: data/coco if present, else /data/coco."""
+    near, far = DEFAULT_ROOTS
+    return near if near.is_dir() else far
+
+
+def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
+    """Return the dataset folder (or file) and its store's folder.
+
+    Raises:
+        UsageError: One of them is a URL.
+    """
+    for value, option in ((config.root, "--data"), (config.store, "--store")):
+        if value:
+            refuse_url(value, option)
+    root = Path(config.root) if config.root else default_root()
+    if config.store:
+        return root, Path(config.store)
+    return root, default_store(root)
 
 
 def default_store(root: Path) -> Path:
@@ -28,13 +54,12 @@ def default_store(root: Path) -> Path:
 
 
 def is_cached_store(folder: Path) -> bool:
-    """Whether `default_store` has chosen this folder because the dataset folder is read-only."""
+    """Return whether `default_store` chose this folder, since the dataset folder is read-only."""
     return folder.parent == _cache_folder() / "datasets"
 
 
 def _is_prepared(root: Path, folder: Path) -> bool:
-    from ssdctl.data.prepare import is_prepared
-    from ssdctl.errors import SsdctlError
+    from ssdctl.data.store import is_prepared
 
     try:
         return is_prepared(root, folder)

@@ -1,4 +1,7 @@
-"""One file a device, behind base.py's protocol. Never a silent fallback to another device."""
+"""One module per device, each an implementation of base.py's protocol.
+
+There is no silent fallback to another device.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,14 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
     Args:
         name: As in `--device`.
         local_rank: Which of the node's devices.
-        execution: How steps are to run (eager, compile, lazy); None leaves it to the device.
+        execution: How steps run (eager, compile, lazy); None is the device's default.
 
     Raises:
-        UsageError: The machine lacks it, or it cannot run so; the message says what to do.
+        UsageError: The machine does not have it, or it does not support that execution.
     """
     if name == "auto":
         name = next(
-            (n for n, there in (("cuda", cuda.is_there), ("hpu", hpu.is_there)) if there()), "cpu"
+            (n for n, test in (("cuda", cuda.is_available), ("hpu", hpu.is_available)) if test()),
+            "cpu",
         )
     return OPENERS[name](local_rank, execution)

@@ -18,9 +18,9 @@ ParameterGroups = list[dict[str, Any]]
 
 
 class Decoder(NamedTuple):
-    """Where a library may decode images on the device itself."""
+    """Lets a library decode images on the device itself."""
 
-    ordinal: int  # of the device among its like
+    ordinal: int  # index among the devices of this type
     # A uint8 tensor of that shape, which `fill(tensor, stream)` fills on that stream, as a copy.
     receive: Callable[[tuple[int, ...], Callable[[Tensor, Any], object]], Tensor]
 
@@ -29,78 +29,79 @@ class Device(Protocol):
     """An open device of this process."""
 
     name: str  # as in --device
-    label: str  # for people: the model of the card or processor
+    label: str  # the model of the card or processor, for messages
     torch_device: torch.device
     backend: str  # of torch.distributed
     has_native_bf16: bool
     precisions: tuple[str, ...]  # that it can compute in
     auto_precision: str  # the fastest of them that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
-    notices: tuple[
-        str, ...
-    ]  # what the user should know, such as why something asked for is not used
-    is_host: bool  # tensors of the host are its own: nothing is copied
+    notices: tuple[str, ...]  # for the user, such as why a requested feature is not used
+    is_host: bool  # it computes on tensors of the host: nothing is copied
     # Bucket size of DistributedDataParallel; None: gradients are averaged after the backward pass.
     ddp_bucket_mb: int | None
-    has_sync_bn: bool  # SyncBatchNorm works here
-    supports_found_inf: bool  # its optimizers read `found_inf` on the device and stay put
-    decoder: Decoder | None  # where nvidia-dali decodes; None: on the host
+    has_sync_bn: bool  # supports SyncBatchNorm
+    supports_found_inf: bool  # its optimizers read `found_inf` on the device and skip the step
+    decoder: Decoder | None  # for nvidia-dali; None: it decodes on the host
 
     def place(self, model: Module) -> Module:
-        """Move a network here, in the memory layout that is fastest here."""
+        """Move a network to the device, in the device's fastest memory layout."""
         ...
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        """The context in which the network runs in that precision."""
+        """Return a context in which the network runs in that precision."""
         ...
 
     def set_tf32(self, wanted: bool) -> None:
-        """Let fp32 products round their factors to TF32, where the hardware can; or not."""
+        """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
         ...
 
     def compile(self, module: nn.Module) -> None:
-        """Have a module's calls compiled, in place; nothing unless `execution` is compile."""
+        """Compile a module's calls in place if `execution` is compile; else do nothing."""
         ...
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy here of a tensor of the host, which may be overwritten at once. Never waits."""
+        """Copy a host tensor to the device without waiting.
+
+        The host tensor may be overwritten immediately.
+        """
         ...
 
     def wait_for_copies(self) -> None:
-        """Have what the device does next wait for the copies so far.
+        """Make later work of the device wait for the copies so far.
 
-        The host goes on, unless it is several steps ahead of the device.
+        The host continues, unless it is several steps ahead of the device.
         """
         ...
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        """The fastest SGD here."""
+        """Return the device's fastest SGD."""
         ...
 
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        """The fastest AdamW here."""
+        """Return the device's fastest AdamW."""
         ...
 
     def register_backend(self) -> None:
-        """Make `backend` known to torch.distributed, once the rank variables are set."""
+        """Register `backend` with torch.distributed; the rank variables must be set."""
         ...
 
     def mark_step(self) -> None:
-        """Tell a lazy device that a step's graph is complete; nothing elsewhere."""
+        """Mark the end of a step's graph on a lazy device; else do nothing."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has finished all queued work."""
         ...
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that this process held on the device so far."""
+        """Return the peak memory that this process held on the device."""
         ...
 
     def memory_bytes(self) -> int | None:
-        """The memory that this process may fill in all; None where that cannot be asked."""
+        """Return the total memory that this process may use; None if it is unknown."""
         ...
 
     def release_memory(self) -> None:
@@ -108,50 +109,50 @@ class Device(Protocol):
         ...
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether an error says that the device's memory is full."""
+        """Return whether an error means that the device's memory is full."""
         ...
 
     def counters(self) -> dict[str, int]:
-        """Of a lazy device: graphs compiled (`compiles`) and values fetched (`pulls`) so far."""
+        """Return a lazy device's counts of compiled graphs (`compiles`) and fetches (`pulls`)."""
         ...
 
 
 def channels_last(model: Module) -> Module:
-    """Convolutions are fastest so, except where a compiler lays memory out itself."""
+    """Convert to channels-last, the fastest layout unless a compiler chooses its own."""
     return model.to(memory_format=torch.channels_last)
 
 
-def choose_execution(device: str, wanted: str | None, offered: tuple[str, ...]) -> str:
-    """Return how steps run: the wanted way, else the first that the device offers.
+def choose_execution(device: str, requested: str | None, supported: tuple[str, ...]) -> str:
+    """Return the requested execution, or by default the first that the device supports.
 
     Raises:
-        UsageError: The device does not offer it.
+        UsageError: The device does not support it.
     """
-    if wanted is None:
-        return offered[0]
-    if wanted not in offered:
+    if requested is None:
+        return supported[0]
+    if requested not in supported:
         raise UsageError(
-            f"device {device} has no {wanted} execution",
-            hint=f"--execution {' or '.join(offered)}",
+            f"device {device} does not support {requested} execution",
+            hint=f"--execution {' or '.join(supported)}",
         )
-    return wanted
+    return requested
 
 
 def compile_cache(name: str, local_rank: int = 0) -> Path:
-    """Where compiled graphs are kept, so that a resumed run need not compile them again."""
+    """Return the folder of compiled graphs, which a resumed run does not compile again."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "ssdctl" / f"{name}-{local_rank}"
 
 
 def fused_sgd(groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-    """PyTorch's SGD as one kernel."""
+    """Return PyTorch's SGD as one kernel."""
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
 
 
 def fused_adamw(
     groups: ParameterGroups, lr: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
-    """PyTorch's AdamW as one kernel."""
+    """Return PyTorch's AdamW as one kernel."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
@@ -160,8 +161,8 @@ def capturable_adamw(
 ) -> torch.optim.Optimizer:
     """Return PyTorch's AdamW with its step count and rate as tensors on the device.
 
-    A step that is left out can then be undone there, its count included, and a rate that is a
-    tensor is an input of a compiled graph, whatever its value.
+    A skipped step can then be undone there, including its count, and a rate that is a tensor is an
+    input of a compiled graph instead of a constant.
     """
     rate = torch.tensor(lr, device=device)
     return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)

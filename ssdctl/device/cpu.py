@@ -1,4 +1,4 @@
-"""The CPU: channels-last convolutions by oneDNN, bf16 where the processor has it."""
+"""The CPU: channels-last convolutions by oneDNN, bf16 if the processor has it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ssdctl.device.base import (
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# How PyTorch's and oneDNN's allocators say that there is no memory left.
+# Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
 ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
 class Cpu:
-    """See `ssdctl.device.base.Device`."""
+    """Implement `ssdctl.device.base.Device` for the CPU."""
 
     name = "cpu"
     backend = "gloo"
@@ -123,7 +123,7 @@ def _meminfo_bytes(field: str) -> int:
 
 
 def _kilobytes(path: str, field: str) -> int:
-    """A field of one of the kernel's tables, in bytes."""
+    """Return a field of a kernel table, in bytes."""
     for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -132,7 +132,7 @@ def _kilobytes(path: str, field: str) -> int:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's entry of /proc/cpuinfo; empty where there is none."""
+    """Return the first processor's entry of /proc/cpuinfo; empty if there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

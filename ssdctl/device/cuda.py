@@ -32,10 +32,10 @@ OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Cuda:
-    """See `ssdctl.device.base.Device`."""
+    """Implement `ssdctl.device.base.Device` for NVIDIA GPUs."""
 
     name = "cuda"
-    backend = "cpu:gloo,cuda:nccl"  # what ranks exchange besides gradients needs no GPU
+    backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
     precisions = DEVICE_TYPES["cuda"].precisions
     is_host = False
     ddp_bucket_mb: int | None = (
@@ -53,7 +53,7 @@ class Cuda:
         self.auto_precision = _auto_precision(capability)
         wanted = choose_execution("cuda", execution, ("compile", "eager"))
         self.execution, self.notices = inductor.resolve_execution(wanted, capability)
-        torch.backends.cudnn.benchmark = True  # shapes are static: the search pays once
+        torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
         torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
@@ -95,7 +95,7 @@ class Cuda:
     def wait_for_copies(self) -> None:
         stream = torch.cuda.current_stream(self.torch_device)
         stream.wait_stream(self._copies)
-        # Each batch that waits on the GPU takes memory: the host stays within a few steps of it.
+        # Each queued batch takes GPU memory: the host stays at most a few steps ahead.
         self._steps.append(stream.record_event(torch.cuda.Event(blocking=True)))
         if len(self._steps) > STEPS_IN_FLIGHT:
             self._steps.popleft().synchronize()
@@ -118,8 +118,8 @@ class Cuda:
         torch.cuda.synchronize(self.torch_device)
 
     def peak_memory_bytes(self) -> int:
-        # What is held, not what is in use: the counters of use miss what a CUDA graph replays in,
-        # and nothing else can have a graph's pool. `memory_bytes` counts alike.
+        # Reserved, not allocated: the counters of allocated memory exclude the pool of a CUDA
+        # graph, which nothing else can use. `memory_bytes` counts in the same way.
         return torch.cuda.max_memory_reserved(self.torch_device)
 
     def memory_bytes(self) -> int | None:
@@ -131,7 +131,7 @@ class Cuda:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # Libraries and the recording of graphs have words of their own for it.
+        # Libraries and graph capture raise other errors.
         return isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and any(w in str(error) for w in OUT_OF_MEMORY)
         )
@@ -147,21 +147,21 @@ def _auto_precision(capability: tuple[int, int]) -> str:
     return "fp16" if capability >= TENSOR_CORES else "fp32"
 
 
-def is_there() -> bool:
-    """Whether this machine has a GPU that PyTorch can use."""
+def is_available() -> bool:
+    """Return whether this machine has a GPU that PyTorch can use."""
     return torch.cuda.is_available()
 
 
 def open_cuda(local_rank: int, execution: str | None) -> Cuda:
-    """This process's GPU.
+    """Open this process's GPU.
 
     Raises:
         UsageError: There is none, or fewer than local ranks.
     """
-    if not is_there():
+    if not is_available():
         raise UsageError(
-            "device cuda: PyTorch sees no GPU on this machine",
-            hint="nvidia-smi shows whether the driver sees one; --device cpu trains without",
+            "device cuda: PyTorch finds no GPU on this machine",
+            hint="nvidia-smi shows whether the driver finds one; --device cpu trains without it",
         )
     count = torch.cuda.device_count()
     if count == 1 and "SLURM_LOCALID" in os.environ:

@@ -1,8 +1,8 @@
-"""Intel Gaudi through habana_frameworks, which the vendor's image brings.
+"""Intel Gaudi through habana_frameworks, which is part of the vendor's image.
 
 The import of the bridge registers the device "hpu" with PyTorch and sets the mode: lazy
 (`PT_HPU_LAZY_MODE=1`: operations are collected and compiled at each `mark_step`), or eager (0),
-with or without torch.compile. Not run on hardware yet: tested with a recording stand-in.
+with or without torch.compile. Not run on hardware yet: tested with a recording fake.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
 COMPILE_RELEASE = (1, 22)  # from here on torch.compile is the vendor's default; lazy is legacy
-TORCH_DEVICE = "hpu"  # the stand-in of the tests computes on the CPU
+TORCH_DEVICE = "hpu"  # the tests' fake computes on the CPU
 MODE = "PT_HPU_LAZY_MODE"
 RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 4096
 
 
 class Hpu:
-    """See `ssdctl.device.base.Device`."""
+    """Implement `ssdctl.device.base.Device` for Gaudi."""
 
     name = "hpu"
     label = "Intel Gaudi"
-    backend = "cpu:gloo,hpu:hccl"  # what ranks exchange besides gradients needs no card
+    backend = "cpu:gloo,hpu:hccl"  # ranks exchange everything but gradients over gloo
     has_native_bf16 = True
     precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"
@@ -59,7 +59,7 @@ class Hpu:
         self.torch_device = torch.device(TORCH_DEVICE)
 
     def place(self, model: Module) -> Module:
-        with _translated():  # the first tensor takes the card
+        with _clear_errors():  # the first tensor acquires the card
             return model.to(self.torch_device)
 
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ class Hpu:
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        # The vendor's FusedAdamW counts steps in Python, also those that were left out.
+        # The vendor's FusedAdamW counts steps in Python, including skipped ones.
         return capturable_adamw(groups, lr, betas, self.torch_device)
 
     def _vendors(self) -> Any:
@@ -95,8 +95,8 @@ class Hpu:
 
     def register_backend(self) -> None:
         hccl = importlib.import_module(f"{BRIDGE}.torch.distributed.hccl")
-        with _translated():
-            hccl.initialize_distributed_hpu()  # gives this rank its card
+        with _clear_errors():
+            hccl.initialize_distributed_hpu()  # assigns a card to this rank
 
     def mark_step(self) -> None:
         if self.execution == "lazy":
@@ -116,9 +116,9 @@ class Hpu:
         self._hpu.reset_peak_memory_stats()
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        words = str(error).lower()
+        message = str(error).lower()
         return isinstance(error, RuntimeError) and (
-            "out of memory" in words or "allocation failed" in words
+            "out of memory" in message or "allocation failed" in message
         )
 
     def counters(self) -> dict[str, int]:
@@ -126,12 +126,12 @@ class Hpu:
 
 
 def _set_recipe_cache() -> tuple[str, ...]:
-    """Have compiled graphs kept on a local disk, for the ranks of this machine and for resumes.
+    """Keep compiled graphs on a local disk, for the ranks of this machine and for resumed runs.
 
     The vendor requires a local disk: the ranks lock the files.
 
     Returns:
-        What the user should know.
+        Warnings for the user.
     """
     if given := os.environ.get(RECIPES):
         folder, *fields = given.split(",")
@@ -163,8 +163,8 @@ def _default_executions() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Say what the bridge means by "Device acquire failed", with or without "No devices found"."""
+def _clear_errors() -> Iterator[None]:
+    """Replace the bridge's error "Device acquire failed" by one with its cause and remedy."""
     try:
         yield
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def _translated() -> Iterator[None]:
             raise
         if "No devices found" in str(error):
             raise UsageError(
-                "device hpu: this machine shows no Gaudi card",
+                "device hpu: no Gaudi card found on this machine",
                 hint="hl-smi lists the cards; a container needs --runtime=habana and "
                 "HABANA_VISIBLE_DEVICES",
             ) from error
@@ -182,25 +182,25 @@ def _translated() -> Iterator[None]:
         ) from error
 
 
-def is_there() -> bool:
-    """Whether the bridge is installed."""
+def is_available() -> bool:
+    """Return whether the bridge is installed."""
     return importlib.util.find_spec(BRIDGE) is not None
 
 
 def open_hpu(local_rank: int, execution: str | None) -> Hpu:
-    """This process's Gaudi card.
+    """Open this process's Gaudi card.
 
     Raises:
         UsageError: The bridge is absent, or it finds no card.
     """
-    if not is_there():
+    if not is_available():
         raise UsageError(
             f"device hpu: the Gaudi bridge ({BRIDGE}) is not installed here",
             hint="run inside the vendor's PyTorch image for Gaudi, and install ssdctl there with "
-            "pip install --no-deps so that its torch stays",
+            "pip install --no-deps to keep its torch",
         )
     if execution is None:  # the user may have chosen by the vendor's own variable
         execution = {"0": "compile", "1": "lazy"}.get(os.environ.get(MODE, ""))
     execution = choose_execution("hpu", execution, _default_executions())
-    with _translated():
+    with _clear_errors():
         return Hpu(execution)

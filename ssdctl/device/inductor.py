@@ -1,4 +1,4 @@
-"""torch.compile on the CPU and on GPUs, and what it needs on the machine."""
+"""torch.compile on the CPU and on GPUs, and its requirements."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OLDEST_GPU = (7, 0)  # that Triton compiles for
 def resolve_execution(
     execution: str, gpu: tuple[int, int] | None = None
 ) -> tuple[str, tuple[str, ...]]:
-    """The execution that this machine can give, and why where it is not the wanted one.
+    """Return the execution that this machine supports, and the reason if another was requested.
 
     Args:
-        execution: The wanted one.
-        gpu: Its compute capability, where a GPU is to run the steps.
+        execution: The requested one.
+        gpu: Compute capability of the GPU that runs the steps; None for the CPU.
     """
     if execution != "compile":
         return execution, ()
-    reason = _what_is_missing(gpu)
+    reason = _missing_requirement(gpu)
     if reason is None:
         return "compile", ()
     return "eager", (f"steps run eagerly, not compiled: {reason}",)
 
 
-def _what_is_missing(gpu: tuple[int, int] | None) -> str | None:
+def _missing_requirement(gpu: tuple[int, int] | None) -> str | None:
     if gpu is not None and gpu < OLDEST_GPU:
         return f"Triton needs compute capability {OLDEST_GPU[0]}, the GPU has {gpu[0]}.{gpu[1]}"
     compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
@@ -50,15 +50,15 @@ def _what_is_missing(gpu: tuple[int, int] | None) -> str | None:
 
 
 def gpu_options() -> dict[str, Any]:
-    """Return inductor's options for a training step on a GPU, as far as this PyTorch has them.
+    """Return those of inductor's options for a training step on a GPU that this PyTorch has.
 
-    benchmarks/RESULTS.md says what each changes.
+    benchmarks/RESULTS.md lists the effect of each.
     """
     import torch._inductor
 
     options: dict[str, Any] = {
         "triton.cudagraphs": True,
-        # Heads with few channels would keep the whole network from channels-last.
+        # Otherwise heads with few channels keep the entire network from channels-last.
         "force_layout_optimization": True,
     }
     if installed_version() >= OLDEST_COMBO_KERNELS:
@@ -67,7 +67,7 @@ def gpu_options() -> dict[str, Any]:
 
 
 def keep_pool_backward() -> None:
-    """Have inductor generate max-pool's backward as a gather.
+    """Let inductor generate max-pool's backward as a gather.
 
     Its own decomposition, new in torch 2.15, adds with atomics into an fp32 copy.
     """
@@ -77,7 +77,9 @@ def keep_pool_backward() -> None:
 
 
 def compile_in_place(module: nn.Module, **options: Any) -> None:
-    """Compile a module's calls as one graph, of static shapes unless the options say otherwise;
-    graph breaks are errors."""
+    """Compile a module's calls as one graph; graph breaks are errors.
+
+    Shapes are static unless the options override it.
+    """
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache("inductor")))
     module.compile(**{"fullgraph": True, "dynamic": False, **options})

@@ -1,6 +1,6 @@
-"""TPUs, and whatever else PJRT drives, through torch_xla (extra `tpu`).
+"""TPUs and other PJRT devices, through torch_xla (extra `tpu`).
 
-Lazy: operations are gathered, and compiled and run at each `mark_step`. Run on the CPU
+Lazy: operations are collected, then compiled and run at each `mark_step`. Tested on the CPU
 (`PJRT_DEVICE=CPU`); not on a TPU yet, and not with several replicas.
 """
 
@@ -32,10 +32,10 @@ PACKAGE = "torch_xla"
 
 
 class Xla:
-    """See `ssdctl.device.base.Device`."""
+    """Implement `ssdctl.device.base.Device` for XLA devices."""
 
     name = "xla"
-    backend = "cpu:gloo,xla:xla"  # what ranks exchange besides gradients needs no graph
+    backend = "cpu:gloo,xla:xla"  # ranks exchange everything but gradients over gloo
     has_native_bf16 = True
     precisions = DEVICE_TYPES["xla"].precisions
     auto_precision = "bf16"
@@ -48,7 +48,7 @@ class Xla:
     decoder: Decoder | None = None
 
     def __init__(self, local_rank: int) -> None:
-        # A learning rate of 0 or 1 would become part of the graph, and compile it again.
+        # Otherwise a learning rate of 0 or 1 becomes part of the graph, which is compiled again.
         os.environ.setdefault("XLA_NO_SPECIAL_SCALARS", "1")
         self._xla = importlib.import_module(PACKAGE)
         self._model = importlib.import_module(f"{PACKAGE}.core.xla_model")
@@ -58,9 +58,11 @@ class Xla:
         if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
             runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _take_chip(local_rank)
+            _claim_chip(local_rank)
             _require_one_device(runtime)
-        logging.getLogger(f"{PACKAGE}.backends").setLevel(logging.ERROR)  # of setting it at all
+        logging.getLogger(f"{PACKAGE}.backends").setLevel(
+            logging.ERROR
+        )  # it warns at each change of precision
         self._products = ""
         self.set_tf32(False)
         self.torch_device = self._xla.device()
@@ -117,7 +119,7 @@ class Xla:
     def _memory(self) -> dict[str, int]:
         try:
             return self._model.get_memory_info(self.torch_device)
-        except RuntimeError:  # PJRT's CPU client keeps no such statistics
+        except RuntimeError:  # PJRT's CPU client has no memory statistics
             return {}
 
     def release_memory(self) -> None:
@@ -134,10 +136,10 @@ class Xla:
         return {"compiles": count("CompileTime"), "pulls": count("TransferFromDeviceTime")}
 
 
-def _take_chip(local_rank: int) -> None:
-    """Have this process drive one chip of its node; else the first takes them all.
+def _claim_chip(local_rank: int) -> None:
+    """Assign one chip of the node to this process; else the first process takes all chips.
 
-    What torch_xla's own rendezvous (`xla://`) does before the device is touched.
+    torch_xla's own rendezvous (`xla://`) does the same before it uses the device.
     """
     pjrt = importlib.import_module(f"{PACKAGE}._internal.pjrt")
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -148,10 +150,10 @@ def _take_chip(local_rank: int) -> None:
 
 
 def _require_one_device(runtime: Any) -> None:
-    """See that this process drives one device, since a rank trains on one.
+    """Check that this process drives one device, since a rank trains on one.
 
     The process of a TPU v2 or v3 chip owns two cores; the first all-reduce of several ranks would
-    wait for the replicas of the second cores, which nothing runs.
+    wait for the replicas of the second cores, which do not run.
 
     Raises:
         UsageError: It drives several.
@@ -165,7 +167,7 @@ def _require_one_device(runtime: Any) -> None:
 
 
 def open_xla(local_rank: int, execution: str | None) -> Xla:
-    """This process's XLA device.
+    """Open this process's XLA device.
 
     Raises:
         UsageError: torch_xla is absent, or PJRT finds no device.

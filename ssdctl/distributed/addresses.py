@@ -1,4 +1,4 @@
-"""Where this machine can be reached by ranks on others. Torch-free."""
+"""Find the address at which ranks on other machines reach this one. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ import socket
 import struct
 
 SIOCGIFADDR = 0x8915  # asks for an interface's IPv4 address (Linux, netdevice(7))
-ELSEWHERE = "192.0.2.1"  # of no machine (RFC 5737): the way to it is the way out
+OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def own_addresses() -> dict[str, str]:
-    """The IPv4 address of each interface that has one."""
-    found = {}
+    """Return the IPv4 address of each interface that has one."""
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, asked)[20:24])
-    return found
+                request = struct.pack("256s", name.encode()[:15])
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
 
 
 def own_names() -> tuple[str, ...]:
-    """What a list of hosts may call this machine; the name that others know it by comes first."""
+    """Return the names of this machine; the one that other machines use comes first."""
     name = socket.gethostname()
     return (name, name.partition(".")[0], "localhost", *own_addresses().values())
 
 
 def interface_for_peers(leader: str, world_size: int) -> str | None:
-    """The interface at which ranks on other machines reach this one, where gloo would not find it.
+    """Return the interface that other machines reach, if gloo would choose another one.
 
-    gloo listens where the machine's own name leads; on many that is 127.0.1.1, where nobody else
-    can knock.
+    gloo listens at the address of the machine's own name; on many machines that is 127.0.1.1, which
+    other machines cannot reach.
 
     Args:
         leader: MASTER_ADDR.
-        world_size: Ranks in all.
+        world_size: Number of ranks.
 
     Returns:
-        Its name; None where gloo finds it, or all ranks are here.
+        Its name; None if gloo chooses it anyway, or all ranks are on this machine.
     """
     if leader == "localhost" or leader.startswith("127."):
         return None
@@ -56,9 +57,10 @@ def interface_for_peers(leader: str, world_size: int) -> str | None:
 def address_for_peers(leader: str) -> str | None:
     """Return the address of this machine that leads to the leader; None if only the loopback does.
 
-    The leader's own name may lead to its loopback: there the address towards other networks counts.
+    On the leader its own name may resolve to the loopback: then the address of the default route
+    is returned.
     """
-    candidates = (_address_towards(leader), _address_towards(ELSEWHERE))
+    candidates = (_address_towards(leader), _address_towards(OUTSIDE))
     return next((a for a in candidates if a and not _is_loopback(a)), None)
 
 
@@ -74,7 +76,7 @@ def _address_of(name: str) -> str | None:
 
 
 def _address_towards(host: str) -> str | None:
-    """The address that packets to a host carry as their source; none is sent."""
+    """Return the source address of packets to a host; no packet is sent."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

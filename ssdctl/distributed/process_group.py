@@ -1,4 +1,4 @@
-"""Join the ranks of a run, and name the ranks that were lost.
+"""Join the ranks of a run; report which ranks were lost.
 
 Tensors on the device are reduced by the device's own backend. Flags and objects of the hosts are
 exchanged over gloo, so that no rank waits for its device only to agree with the others.

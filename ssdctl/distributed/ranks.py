@@ -1,8 +1,8 @@
 """The rank of this process in a run. Torch-free.
 
-The rank comes from torchrun's, Open MPI's or Slurm's variables; without them the process runs
-alone. The shell of an `sbatch` script runs alone too: Slurm sets its rank to 0 of all tasks, but
-only `srun` starts the tasks, and those have a step id.
+The rank comes from torchrun's, Open MPI's or Slurm's variables; without them the process is the
+only one. So is the shell of an `sbatch` script: Slurm sets its rank to 0 of all tasks, but only
+`srun` starts the tasks, and those have a step id.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ class CheckResult(NamedTuple):
     state: str
     detail: str
     remedy: str = ""
-    group: str = ""  # the heading that it is shown under
+    group: str = ""  # its heading in the output
 
 
 def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> CheckResult:
-    """Return the result for something absent: a failure only if the config needs it."""
+    """Return the result for an absent component: a failure only if the config needs it."""
     if is_wanted:
         return CheckResult(name, FAIL, detail, remedy)
     return CheckResult(name, OK, detail)
 
 
 def redacted(checks: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return the results without what must not be in a public issue: see `without_secrets`."""
+    """Return the results without secrets, so that they can be posted: see `without_secrets`."""
     return [
         check._replace(detail=without_secrets(check.detail), remedy=without_secrets(check.remedy))
         for check in checks

@@ -1,4 +1,4 @@
-"""Dataset, store, space and backbone weights, as the config names them. Nothing is written."""
+"""Check the dataset, its store, disk space and backbone weights. Read-only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ssdctl.config import Config
 from ssdctl.data import store
-from ssdctl.data.dataset import TOML, SplitFiles, dataset_folders, find_splits
+from ssdctl.data.dataset import TOML, SplitFiles, find_splits
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
 from ssdctl.download.sources import COCO2017, weights_named
@@ -20,18 +21,18 @@ SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is co
 
 
 def check_data(config: Config) -> list[CheckResult]:
-    """Look into the folders."""
+    """Return the results for the dataset, the store, the disk and the weights of a config."""
     root, folder = dataset_folders(config.data)
     dataset = _dataset(root, folder)
-    found = [dataset]
+    results = [dataset]
     if dataset.state == OK:
-        found.append(_store(root, folder))
-    is_ready = len(found) > 1 and found[-1].state == OK
-    return [*found, _space(root, folder, dataset.state == OK, is_ready), _weights(config)]
+        results.append(_store(root, folder))
+    is_ready = len(results) > 1 and results[-1].state == OK
+    return [*results, _space(root, folder, dataset.state == OK, is_ready), _weights(config)]
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     path = path.absolute()
     while not path.is_dir():
         path = path.parent
@@ -42,12 +43,12 @@ def _dataset(root: Path, folder: Path) -> CheckResult:
     try:
         splits = find_splits(root, folder)
     except SsdctlError as error:
-        is_meant = (root / TOML).is_file()  # somebody described a dataset, and it is broken
-        return CheckResult("dataset", FAIL if is_meant else WARN, str(error), error.hint or "")
-    lacking = [str(files.images) for files in splits.values() if not files.images.is_dir()]
+        is_broken = (root / TOML).is_file()  # else there is no dataset yet
+        return CheckResult("dataset", FAIL if is_broken else WARN, str(error), error.hint or "")
+    missing = [str(files.images) for files in splits.values() if not files.images.is_dir()]
     detail = f"{root}: {' and '.join(splits)}"
-    if lacking:
-        detail += f"; no image folder {', '.join(lacking)}: a packed store must do"
+    if missing:
+        detail += f"; no image folder {', '.join(missing)}: only a packed store works"
     return CheckResult("dataset", OK, detail)
 
 
@@ -65,19 +66,19 @@ def _store(root: Path, folder: Path) -> CheckResult:
 
 
 def _state(folder: Path, split: str, files: SplitFiles) -> str:
-    """How far the store of a split is to be trusted, in a word or two."""
-    known = store.read_metadata(folder, split)
-    if known is None:
-        is_there = store.index_path(folder, split).is_file()
-        return "unreadable, or of another version" if is_there else "not prepared"
-    if not store.is_same(known.fingerprint, files.annotations):
+    """Return the state of a split's store in a few words: `prepared` if it can be used."""
+    metadata = store.read_metadata(folder, split)
+    if metadata is None:
+        has_index = store.index_path(folder, split).is_file()
+        return "unreadable, or of another version" if has_index else "not prepared"
+    if not store.is_same(metadata.fingerprint, files.annotations):
         return "stale (its annotations changed since)"
-    if not all((folder / shard.file).is_file() for shard in known.shards):
-        return "incomplete (a shard is gone)"
+    if not all((folder / shard.file).is_file() for shard in metadata.shards):
+        return "incomplete (a shard is missing)"
     return "prepared"
 
 
-def _space(root: Path, folder: Path, is_there: bool, is_prepared: bool) -> CheckResult:
+def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> CheckResult:
     free = free_bytes(root.absolute())
     detail = f"{free / 1e9:,.0f} GB free at {root}"
     where = nearest_folder(folder)
@@ -85,7 +86,7 @@ def _space(root: Path, folder: Path, is_there: bool, is_prepared: bool) -> Check
         return CheckResult(
             "disk", WARN, f"{detail}; {where} is read-only", "give --store DIR elsewhere"
         )
-    if is_there:
+    if has_dataset:
         if free < SPARE_BYTES:
             return CheckResult("disk", WARN, detail, "a packed store takes as much as its images")
     elif free < COCO_BYTES:
@@ -97,7 +98,7 @@ def _space(root: Path, folder: Path, is_there: bool, is_prepared: bool) -> Check
 def _weights(config: Config) -> CheckResult:
     name = weights_of(config.model)
     if config.train.init is not None or name is None:
-        return CheckResult("weights", OK, "none are fetched: the config trains without")
+        return CheckResult("weights", OK, "not needed: the config trains without them")
     if Path(name).is_file():
         return CheckResult("weights", OK, f"{name}, {Path(name).stat().st_size:,} bytes")
     try:
@@ -105,15 +106,15 @@ def _weights(config: Config) -> CheckResult:
         path = find_weights(name)
     except SsdctlError as error:
         return CheckResult("weights", FAIL, str(error), error.hint or "")
-    there = cache_dir() / file.name
+    cached = cache_dir() / file.name
     if path is not None:
         return CheckResult(
             "weights", OK, f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified"
         )
     remedy = f"ssdctl fetch-weights {name}"
-    if there.is_file():
-        detail = f"{there} is not what was published (size or SHA-256)"
+    if cached.is_file():
+        detail = f"{cached}: its size or SHA-256 is not that of the published file"
         return CheckResult("weights", WARN, detail, f"{remedy} replaces it")
-    if not os.access(nearest_folder(there.parent), os.W_OK):
+    if not os.access(nearest_folder(cached.parent), os.W_OK):
         remedy += ", with TORCH_HOME set to a folder that can be written"
-    return CheckResult("weights", WARN, f"{name}: not in {there.parent}", remedy)
+    return CheckResult("weights", WARN, f"{name}: not in {cached.parent}", remedy)

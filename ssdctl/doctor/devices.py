@@ -14,20 +14,20 @@ from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
 from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeOutput, ProbeRunner
 
-CPU_FOR_NOW = "--device cpu trains without"
+CPU_REMEDY = "--device cpu trains without it"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
 
 
 def check_cpu(torch: Future[ProbeOutput]) -> list[CheckResult]:
-    """What torch's probe says of the CPU."""
+    """Return the results of the torch probe for the CPU."""
     return _cpu(torch.result().facts())
 
 
 def check_gpus(
     config: Config, runner: ProbeRunner, pci: Hardware, torch: Future[ProbeOutput]
 ) -> list[CheckResult]:
-    """Ask NVIDIA's driver while torch is imported; then what torch sees."""
-    driver = _ask_nvidia(runner)
+    """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
+    driver = _query_nvidia(runner)
     return _cuda(torch.result(), driver, pci, config.train.device)
 
 
@@ -48,8 +48,8 @@ def _cpu(facts: dict[str, Any]) -> list[CheckResult]:
 # NVIDIA
 
 
-def _ask_nvidia(runner: ProbeRunner) -> ProbeOutput:
-    """The driver's version of each GPU, a line each, by its own tool."""
+def _query_nvidia(runner: ProbeRunner) -> ProbeOutput:
+    """Run nvidia-smi for the driver's version, one line per GPU."""
     if shutil.which("nvidia-smi") is None:
         return ProbeOutput("", "nvidia-smi is not on PATH")
     argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -61,29 +61,31 @@ def _cuda(torch: ProbeOutput, driver: ProbeOutput, pci: Hardware, wanted: str) -
     versions = sorted(set(driver.out.split())) if not driver.problem else []
     gpus = facts.get("gpus", [])
     if gpus:
-        return [_found_gpus(gpus, facts, versions), *_gpu_arithmetic(gpus, facts)]
-    reason = facts.get("gpu_problem") or "torch could not be asked"
-    died = "cuda_build" in facts and torch.problem  # while it asked for GPUs
+        return [_usable_gpus(gpus, facts, versions), *_gpu_arithmetic(gpus, facts)]
+    reason = facts.get("gpu_problem") or "torch could not be queried"
+    died = "cuda_build" in facts and torch.problem  # while it looked for GPUs
     if died:
-        reason = f"asking for GPUs: {torch.problem}"
+        reason = f"looking for GPUs: {torch.problem}"
     if not pci.num_nvidia and not versions and not died:
         is_wanted = wanted == "cuda"
         detail = f"no GPU: {reason}" if is_wanted else "no GPU"
-        return [absent("cuda", detail, CPU_FOR_NOW, is_wanted=is_wanted)]
-    # A card that torch cannot use: training would silently be asked of the CPU.
+        return [absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)]
+    # A card that torch cannot use: `--device auto` would silently train on the CPU.
     num_gpus = pci.num_nvidia or len(driver.out.split())
     seen = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
-    known = f"driver {', '.join(versions)}" if versions else f"driver: {driver.problem}"
+    driver_text = f"driver {', '.join(versions)}" if versions else f"driver: {driver.problem}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
     if versions:
         remedy = "check CUDA_VISIBLE_DEVICES, and that the driver is new enough for torch's CUDA"
     if "cuda_build" in facts and facts["cuda_build"] is None:
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
     state = FAIL if wanted == "cuda" else WARN
-    return [CheckResult("cuda", state, f"{seen}, not usable by torch: {reason}; {known}", remedy)]
+    return [
+        CheckResult("cuda", state, f"{seen}, not usable by torch: {reason}; {driver_text}", remedy)
+    ]
 
 
-def _found_gpus(
+def _usable_gpus(
     gpus: list[dict[str, Any]], facts: dict[str, Any], versions: list[str]
 ) -> CheckResult:
     names = Counter(
@@ -91,11 +93,11 @@ def _found_gpus(
         f"{g['capability'][0]}.{g['capability'][1]})"
         for g in gpus
     )
-    shown = ", ".join(f"{count} x {name}" for name, count in names.items())
+    cards = ", ".join(f"{count} x {name}" for name, count in names.items())
     driver = f", driver {', '.join(versions)}" if versions else ""
-    detail = f"{shown}; torch's CUDA {facts['cuda_build']}{driver}"
+    detail = f"{cards}; torch's CUDA {facts['cuda_build']}{driver}"
     if not all(g["has_kernels"] for g in gpus):
-        remedy = f"install a torch built for them (an older one for old cards); {CPU_FOR_NOW}"
+        remedy = f"install a torch built for them (an older one for old cards); {CPU_REMEDY}"
         return CheckResult("cuda", FAIL, f"{detail}; this torch has no kernels for them", remedy)
     return CheckResult("cuda", OK, detail)
 
@@ -107,27 +109,29 @@ def _gpu_arithmetic(gpus: list[dict[str, Any]], facts: dict[str, Any]) -> list[C
         detail = "fp32, fp16; no native bf16 below compute 8.0"
     if least < TENSOR_CORES:
         detail = "fp32; fp16 only saves memory: no tensor cores below compute 7.0"
-    found = [CheckResult("cuda precision", OK, detail)]
+    results = [CheckResult("cuda precision", OK, detail)]
     if facts.get("gpu_compile"):
         remedy = "pip install triton; apt-get install g++ python3-dev"
-        found.append(CheckResult("cuda compile", WARN, facts["gpu_compile"][0], remedy))
-    return found
+        results.append(CheckResult("cuda compile", WARN, facts["gpu_compile"][0], remedy))
+    return results
 
 
 # TPU
 
 
 def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
-    """Whether torch_xla fits torch, and what it sees."""
+    """Check that torch_xla matches torch, and which devices it detects."""
     wanted = config.train.device
     if importlib.util.find_spec("torch_xla") is None:
         remedy = "pip install 'ssdctl[tpu]', with the torch of the same version"
         return [absent("tpu", "no torch_xla", remedy, is_wanted=wanted == "xla")]
     versions = {name: _release(name) for name in ("torch", "torch_xla")}
-    shown = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
+    packages = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
     if len(set(versions.values())) > 1:
         remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
-        return [CheckResult("tpu", FAIL if wanted == "xla" else WARN, f"{shown}: no match", remedy)]
+        return [
+            CheckResult("tpu", FAIL if wanted == "xla" else WARN, f"{packages}: no match", remedy)
+        ]
     code = (
         "import torch_xla.runtime as r; "
         "print(r.global_runtime_device_count(), 'x', r.device_type())"
@@ -136,13 +140,13 @@ def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     if answer.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
         state = FAIL if wanted == "xla" else WARN
-        return [CheckResult("tpu", state, f"{shown}: {answer.problem}", remedy)]
+        return [CheckResult("tpu", state, f"{packages}: {answer.problem}", remedy)]
     lines = answer.out.strip().splitlines() or ["?"]
-    return [CheckResult("tpu", OK, f"{lines[-1]}, {shown}; fp32, bf16 native")]
+    return [CheckResult("tpu", OK, f"{lines[-1]}, {packages}; fp32, bf16 native")]
 
 
 def _release(package: str) -> str:
-    """Major and minor version of a package."""
+    """Return the major and minor version of a package."""
     try:
         return ".".join(metadata.version(package).split(".")[:2])
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""Write a nameless file to a folder and read it back: bytes and seconds, as lines of JSON.
+"""Measure the rates of writing and reading an unnamed file in a folder, as lines of JSON.
 
-Nothing is left behind, even by a kill: the file never had a name. Run as a program, since a dead
-network file system keeps whoever touches it.
+The file has no name, so nothing remains even if the process is killed. Runs as a
+subprocess, because a process that accesses a dead network file system hangs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import tempfile
 import time
 
 SIZE, BLOCK = 64 * 2**20, 4 * 2**20
-DEADLINE_S = 8.0  # a slow disk is judged by less
+DEADLINE_S = 8.0  # a slow disk is measured with fewer bytes
 
 
 def main(folder: str) -> None:
-    noise = os.urandom(BLOCK)  # nothing that a file system could compress
+    noise = os.urandom(BLOCK)  # cannot be compressed by the file system
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         start, written = time.perf_counter(), 0
         while written < SIZE and time.perf_counter() - start < DEADLINE_S:
             written += file.write(noise)
         os.fsync(file.fileno())
-        _tell("write", written, time.perf_counter() - start)
+        _report("write", written, time.perf_counter() - start)
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
         file.seek(0)
         start, got = time.perf_counter(), 0
@@ -31,10 +31,10 @@ def main(folder: str) -> None:
             got += len(block)
             if time.perf_counter() - start > DEADLINE_S:
                 break
-        _tell("read", got, time.perf_counter() - start)
+        _report("read", got, time.perf_counter() - start)
 
 
-def _tell(what: str, num_bytes: int, spent_s: float) -> None:
+def _report(what: str, num_bytes: int, spent_s: float) -> None:
     sys.stdout.write(json.dumps({what: num_bytes / spent_s}) + "\n")
     sys.stdout.flush()
 

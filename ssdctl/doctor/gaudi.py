@@ -1,4 +1,4 @@
-"""Gaudi cards: driver, bridge, whether they belong together, huge pages, a batch that suits."""
+"""Check Gaudi cards: driver, bridge, whether their releases match, huge pages, batch size."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ssdctl.doctor.hardware import Hardware
 from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeRunner
 
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
-IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge belong together"
-GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and its kin; HL-20x is the first Gaudi, HL-3xx the third
+IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match"
+GAUDI2 = re.compile(r"HL-2[2-9]")  # HL-225 and similar; HL-20x is the first Gaudi, HL-3xx the third
 GAUDI2_BATCH = 24
 # Pages of 2 MiB. Voyager's pods get 95,000 MiB for eight cards; the 153,600 pages of Habana's
 # TensorFlow guide also hold that framework's dataset cache, which ssdctl does not have.
@@ -33,8 +33,8 @@ class Driver(NamedTuple):
 
 
 def check_gaudi(config: Config, runner: ProbeRunner, pci: Hardware) -> list[CheckResult]:
-    """Ask hl-smi, then import the bridge in a process of its own."""
-    driver, bridge = _ask_driver(runner), _bridge_version()
+    """Query hl-smi, then import the bridge in a subprocess."""
+    driver, bridge = _query_driver(runner), _bridge_version()
     num_cards = len(driver.cards) or pci.num_gaudi
     return [*_cards(config, runner, num_cards, driver, bridge), _huge_pages(num_cards)]
 
@@ -65,7 +65,7 @@ def _cards(
     ]
 
 
-def _ask_driver(runner: ProbeRunner) -> Driver:
+def _query_driver(runner: ProbeRunner) -> Driver:
     loaded = hardware.read(hardware.SYS / "module/habanalabs/version")
     if shutil.which("hl-smi") is None:
         return Driver([], loaded, "hl-smi is not on PATH")
@@ -74,12 +74,12 @@ def _ask_driver(runner: ProbeRunner) -> Driver:
         return Driver([], loaded, f"hl-smi: {answer.problem}")
     rows = [line.split(",") for line in answer.out.splitlines() if line.count(",") == 1]
     if not rows:
-        return Driver([], loaded, "hl-smi lists none")
+        return Driver([], loaded, "hl-smi lists no card")
     return Driver([name.strip() for name, _ in rows], rows[0][1].strip(), "")
 
 
 def _bridge_version() -> str | None:
-    """The bridge's version, `unknown` where its package does not say; None where it is absent."""
+    """Return the bridge's version, `unknown` without package metadata; None if it is absent."""
     if importlib.util.find_spec(BRIDGE) is None:
         return None
     try:
@@ -89,10 +89,10 @@ def _bridge_version() -> str | None:
 
 
 def _releases(detail: str, driver: Driver, bridge: str) -> CheckResult:
-    """Driver and bridge are released together, under one number."""
+    """Check that driver and bridge are of the same release."""
     has, needs = _release(driver.version), _release(bridge)
     if has and needs and has != needs:
-        remedy = f"take the vendor's image of release {has}, or have the driver brought to {needs}"
+        remedy = f"use the vendor's image of release {has}, or update the driver to {needs}"
         return CheckResult("hpu", WARN, f"{detail}: the releases do not match", remedy)
     if driver.problem:
         remedy = "hl-smi comes with the vendor's driver; in a container, mount it or use its image"
@@ -101,8 +101,8 @@ def _releases(detail: str, driver: Driver, bridge: str) -> CheckResult:
 
 
 def _release(version: str) -> str:
-    found = re.match(r"\d+\.\d+", version)
-    return found[0] if found else ""
+    match = re.match(r"\d+\.\d+", version)
+    return match[0] if match else ""
 
 
 def _import_bridge(runner: ProbeRunner, trouble: str) -> list[CheckResult]:
@@ -113,7 +113,7 @@ def _import_bridge(runner: ProbeRunner, trouble: str) -> list[CheckResult]:
 
 
 def _batch(config: Config, cards: list[str]) -> list[CheckResult]:
-    """A hint for Gaudi2; nothing is wrong."""
+    """Suggest a faster batch size for Gaudi2."""
     size = config.train.batch_size
     if not any(map(GAUDI2.match, cards)) or size == "auto" or size % GAUDI2_BATCH == 0:
         return []

@@ -1,4 +1,4 @@
-"""What the kernel says is in this machine. Nothing is opened, so nothing can be in use."""
+"""Find accelerators and RDMA adapters in sysfs, without opening any device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Hardware(NamedTuple):
 
 
 def find_hardware() -> Hardware:
-    """Look through sysfs."""
+    """Return the hardware that sysfs lists."""
     vendors = []
     for device in (SYS / "bus/pci/devices").glob("*"):
         vendor = read(device / "vendor")
@@ -36,16 +36,16 @@ def find_hardware() -> Hardware:
 
 
 def read(path: Path) -> str:
-    """A file of the kernel's, stripped; empty where there is none."""
+    """Return the stripped text of a kernel file; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 
 def read_table(path: Path) -> dict[str, str]:
-    """A table of the kernel's of the form `name: value`; the first value of a name counts."""
-    found: dict[str, str] = {}
+    """Return a kernel table of `name: value` lines; the first value of a name counts."""
+    table: dict[str, str] = {}
     for line in read(path).splitlines():
         name, _, value = line.partition(":")
-        found.setdefault(name.strip(), value.strip())
-    return found
+        table.setdefault(name.strip(), value.strip())
+    return table

@@ -1,4 +1,4 @@
-"""What starts ranks here: mpirun, Slurm's and Kubernetes' clients, each by its own `--version`."""
+"""Check mpirun and the clients of Slurm and Kubernetes by their version output."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ VERSION_S = 15.0
 
 
 class Tool(NamedTuple):
-    """A program, how to ask for its version, and when it is needed."""
+    """A program, the arguments that print its version, and when it is needed."""
 
     name: str
-    question: tuple[str, ...]
+    version_arguments: tuple[str, ...]
     launcher: str  # the one that needs it
     use: str
     remedy: str
@@ -47,33 +47,35 @@ TOOLS = (
 
 
 def check_launchers(config: Config, runner: ProbeRunner, pci: Hardware) -> list[CheckResult]:
-    """Ask each program that is here, all at once."""
-    asked = [(tool, _ask(tool, runner)) for tool in TOOLS]
-    return [_judge(tool, answer.result(), config, pci) for tool, answer in asked]
+    """Run every installed program in parallel."""
+    outputs = [(tool, _start(tool, runner)) for tool in TOOLS]
+    return [_to_result(tool, output.result(), config, pci) for tool, output in outputs]
 
 
-def _ask(tool: Tool, runner: ProbeRunner) -> Future[ProbeOutput | None]:
+def _start(tool: Tool, runner: ProbeRunner) -> Future[ProbeOutput | None]:
     def work() -> ProbeOutput | None:
         if shutil.which(tool.name) is None:
             return None
-        return runner.run([tool.name, *tool.question], VERSION_S)
+        return runner.run([tool.name, *tool.version_arguments], VERSION_S)
 
     return run_in_daemon_thread(work)
 
 
-def _judge(tool: Tool, answer: ProbeOutput | None, config: Config, pci: Hardware) -> CheckResult:
+def _to_result(
+    tool: Tool, output: ProbeOutput | None, config: Config, pci: Hardware
+) -> CheckResult:
     is_wanted = config.launch.launcher == tool.launcher
-    if answer is None:
+    if output is None:
         if tool.name == "mpirun" and pci.num_gaudi and not is_wanted:
             return CheckResult(tool.name, WARN, f"not found; {tool.use} runs it", tool.remedy)
         detail = f"not found; for {tool.use}"
         return absent(tool.name, detail, tool.remedy, is_wanted=is_wanted)
-    if answer.problem:
+    if output.problem:
         state = FAIL if is_wanted else WARN
-        return CheckResult(tool.name, state, f"does not answer: {answer.problem}", tool.remedy)
-    said = answer.out.strip().partition("\n")[0].strip()
-    if tool.name == "mpirun" and not re.search("open ?mpi|openrte|prrte", said, re.IGNORECASE):
+        return CheckResult(tool.name, state, f"does not answer: {output.problem}", tool.remedy)
+    version = output.out.strip().partition("\n")[0].strip()
+    if tool.name == "mpirun" and not re.search("open ?mpi|openrte|prrte", version, re.IGNORECASE):
         state = FAIL if is_wanted else WARN
         remedy = f"ssdctl writes Open MPI's options; put its mpirun first on PATH ({tool.remedy})"
-        return CheckResult(tool.name, state, f"{said}: not Open MPI's", remedy)
-    return CheckResult(tool.name, OK, said or "found")
+        return CheckResult(tool.name, state, f"{version}: not Open MPI's", remedy)
+    return CheckResult(tool.name, OK, version or "found")

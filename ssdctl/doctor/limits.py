@@ -1,4 +1,4 @@
-"""Shared memory, and the kernel's limits for this process."""
+"""Check shared memory and the resource limits of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES_NEEDED = 1024
 
 
 def check_limits(pci: Hardware) -> list[CheckResult]:
-    """Ask the kernel."""
+    """Return the results for shared memory, locked memory and open files."""
     return [_shared_memory(pci), _locked_memory(pci), _open_files()]
 
 
@@ -54,10 +54,10 @@ def _locked_memory(pci: Hardware) -> CheckResult:
 
 def _open_files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    has_room = hard == resource.RLIM_INFINITY or hard >= FILES_WANTED
+    is_raisable = hard == resource.RLIM_INFINITY or hard >= FILES_WANTED
     if soft >= FILES_NEEDED:
         return CheckResult("open files", OK, f"limit {soft:,}")
-    remedy = f"ulimit -n {FILES_WANTED if has_room else hard}"
-    if not has_room and hard < FILES_NEEDED:
-        remedy = f"have the hard limit of {hard:,} raised (nofile in /etc/security/limits.conf)"
+    remedy = f"ulimit -n {FILES_WANTED if is_raisable else hard}"
+    if not is_raisable and hard < FILES_NEEDED:
+        remedy = f"raise the hard limit of {hard:,} (nofile in /etc/security/limits.conf)"
     return CheckResult("open files", WARN, f"limit {soft:,}", remedy)

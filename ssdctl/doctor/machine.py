@@ -1,4 +1,4 @@
-"""Cores, NUMA nodes and memory, and what a container or batch system leaves of them."""
+"""Check cores, NUMA nodes and memory, and the limits that a container or batch system sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LITTLE_MEMORY = 4 * 2**30
 
 
 def check_machine() -> list[CheckResult]:
-    """Read the kernel's tables."""
+    """Return the results for cores and memory."""
     return [_cores(), _memory()]
 
 
@@ -29,10 +29,10 @@ def _cores() -> CheckResult:
         detail += ", without topology (a VM): mpirun maps ranks by slot"
     quota = _cpu_quota()
     if quota is not None and quota < usable:
-        whole = max(int(quota), 1)
+        workers = max(int(quota), 1)
         remedy = (
-            f"threads beyond it are halted: --workers {whole}, OMP_NUM_THREADS={whole}; or give "
-            "the container more"
+            f"threads beyond it are throttled: --workers {workers}, OMP_NUM_THREADS={workers}; or "
+            "raise the container's limit"
         )
         return CheckResult("cores", WARN, f"{detail}; the cgroup grants {quota:g}", remedy)
     return CheckResult("cores", OK, detail)
@@ -58,7 +58,7 @@ def _kilobytes(table: dict[str, str], name: str) -> int:
 
 
 def _cpu_quota() -> float | None:
-    """The cores that the cgroups of this process grant, all levels considered; None: all."""
+    """Return the number of cores that the cgroups of this process grant; None means all."""
     quotas = []
     for folder in _cgroups("cpu"):
         text = hardware.read(folder / "cpu.max")  # version 2: "200000 100000", or "max 100000"
@@ -72,7 +72,7 @@ def _cpu_quota() -> float | None:
 
 
 def _memory_limit() -> int | None:
-    """The bytes that the cgroups of this process grant; None: all."""
+    """Return the bytes of memory that the cgroups of this process grant; None means all."""
     limits = []
     for folder in _cgroups("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -83,7 +83,7 @@ def _memory_limit() -> int | None:
 
 
 def _cgroups(controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and of those above it, in either version."""
+    """Yield the folders of this process's cgroup and its parents, for cgroup v1 and v2."""
     mount = hardware.SYS / "fs/cgroup"
     for line in hardware.read(hardware.PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

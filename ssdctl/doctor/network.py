@@ -1,6 +1,6 @@
-"""Whether the download hosts answer with the right files, through the proxies that are set.
+"""Check that the download hosts serve the right files, through the proxies that are set.
 
-A request for one byte of each file, as `download` and `fetch-weights` would make it.
+One byte of each file is requested in the same way as `download` and `fetch-weights` do.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror 
 
 
 def check_network(config: Config) -> list[CheckResult]:
-    """Ask for all files at once."""
+    """Request all files in parallel."""
     files = dict(COCO2017)
     name = weights_of(config.model)
     if name is not None:
-        with contextlib.suppress(UsageError):  # a file of the user's: "data" judges it
+        with contextlib.suppress(UsageError):  # a file of the user: checked by data.py
             files["weights"] = weights_named(name).file
-    asked = [
-        run_in_daemon_thread(partial(_ask, part, file, config.download.mirror))
+    results = [
+        run_in_daemon_thread(partial(_check_file, part, file, config.download.mirror))
         for part, file in files.items()
     ]
-    return [_proxies(), *(answer.result() for answer in asked)]
+    return [_proxies(), *(result.result() for result in results)]
 
 
 def _proxies() -> CheckResult:
-    """The variables that requests reads; passwords go with all other secrets."""
-    known = {
+    """Return the variables that requests reads; passwords are redacted later."""
+    variables = {
         name: value
         for name in (*PROXIES, *CERTIFICATES)
         if (value := os.environ.get(name.lower()) or os.environ.get(name))
     }
-    shown = ", ".join(f"{name}={_without_user(value)}" for name, value in known.items())
-    return CheckResult("proxies", OK, shown or "none set")
+    detail = ", ".join(f"{name}={_without_user(value)}" for name, value in variables.items())
+    return CheckResult("proxies", OK, detail or "none set")
 
 
 def _without_user(value: str) -> str:
-    """A proxy's address may lack the scheme by which user and password would be found."""
+    """Remove user and password from a proxy address, which may have no scheme."""
     before, at, host = value.rpartition("@")
     scheme = before.partition("://")[0] + "://" if "://" in before else ""
     return f"{scheme}***@{host}" if at else value
 
 
-def _ask(part: str, file: PinnedFile, mirror: str | None) -> CheckResult:
-    """Whether a file is to be had, of the size that is pinned."""
+def _check_file(part: str, file: PinnedFile, mirror: str | None) -> CheckResult:
+    """Check that a file is available with its pinned size."""
     start = time.perf_counter()
     try:
         url, num_bytes = _length(file, mirror)
@@ -69,14 +69,14 @@ def _ask(part: str, file: PinnedFile, mirror: str | None) -> CheckResult:
     host = urlsplit(url).netloc.rpartition("@")[2]
     if file.bytes is not None and num_bytes != file.bytes:
         detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
-        return CheckResult(part, FAIL, detail, "the file there is another one: try --mirror")
+        return CheckResult(part, FAIL, detail, "the host serves a different file: try --mirror")
     spent = time.perf_counter() - start
     detail = f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s"
     return CheckResult(part, OK, detail)
 
 
 def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
-    """The URL that has the file, and the bytes that it has there."""
+    """Return the first URL that has the file, and its size there in bytes."""
     urls = file.urls(mirror)
     with open_session(1) as session:
         for url in urls[:-1]:

@@ -1,4 +1,4 @@
-"""One of two ranks that add up a tensor over gloo, as ssdctl's own runs do."""
+"""Run one of two ranks that average a tensor over gloo, in the same way as training runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def main() -> None:
     ranks = find_ranks()
     with process_group(ranks, Cpu(), TIMEOUT_S):
         mine = torch.full((NUMBERS,), float(ranks.rank + 1))
-        average(mine, ranks)  # the first one makes the connections
+        average(mine, ranks)  # the first call opens the connections
         start = time.perf_counter()
         mean = average(mine, ranks)
         spent_s = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""The doctor's answer for people: headings, aligned columns, lines that fit."""
+"""Format check results as text: headings, aligned columns, wrapped lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 
 STATE_WIDTH = 4
-NARROW = 60  # below, the details get lines of their own
+NARROW = 60  # below this width, details go on separate lines
 STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
 Paint = Callable[[str, str], str]
 
@@ -17,12 +17,12 @@ Paint = Callable[[str, str], str]
 def to_text(
     checks: Sequence[CheckResult], width: int, paint: Paint = lambda text, style: text
 ) -> str:
-    """The checks under their headings, and the counts.
+    """Return the checks under their headings, and the counts.
 
     Args:
-        checks: In order.
-        width: Of the lines, in columns; what cannot be broken (a path) may stick out.
-        paint: Gives a text a style.
+        checks: In the order of the output.
+        width: Of the lines, in columns; paths are not broken and may be longer.
+        paint: Applies a style to a text.
     """
     names = max((len(check.name) for check in checks), default=0)
     lines: list[str] = []
@@ -35,7 +35,7 @@ def to_text(
 
 
 def counts(checks: Sequence[CheckResult]) -> str:
-    """`23 ok, 3 warnings, 0 failures`."""
+    """Return the counts, such as `23 ok, 3 warnings, 0 failures`."""
     good, odd, bad = (sum(check.state == state for check in checks) for state in (OK, WARN, FAIL))
     return f"{good} ok, {odd} warning{'s' * (odd != 1)}, {bad} failure{'s' * (bad != 1)}"
 
@@ -50,14 +50,14 @@ def _lines(check: CheckResult, names: int, width: int, paint: Paint) -> list[str
     if check.remedy:
         first, *rest = _wrapped(check.remedy, width - indent - 3)
         body += [f"-> {first}", *(f"   {line}" for line in rest)]
-    shown = [" " * indent + line for line in body]
+    indented = [" " * indent + line for line in body]
     if is_narrow:
-        return [f"  {state}  {check.name}", *shown]
+        return [f"  {state}  {check.name}", *indented]
     start = f"  {state}  {check.name:<{names}}  "
-    return [start + body[0], *shown[1:]]
+    return [start + body[0], *indented[1:]]
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Paths and commands stay whole, to be copied."""
+    """Wrap text without breaking paths and commands, so that they can be copied."""
     wrapper = textwrap.TextWrapper(max(width, 20), break_long_words=False, break_on_hyphens=False)
     return wrapper.wrap(text) or [""]

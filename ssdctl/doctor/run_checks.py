@@ -19,9 +19,9 @@ from ssdctl.doctor.software import check_software
 from ssdctl.doctor.subprocess_probe import IMPORT_S, ProbeRunner
 from ssdctl.runtime.background import run_in_daemon_thread
 
-PATIENCE_S = 2 * IMPORT_S + 30  # for a heading; the probes give up before
+PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
 DEVICES, MACHINE = "Devices", "Machine"
-Look = Callable[[], list[CheckResult]]
+CheckFunction = Callable[[], list[CheckResult]]
 
 
 def examine(
@@ -31,33 +31,33 @@ def examine(
     self_test: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[CheckResult]:
-    """Look at this machine, without importing torch into this process.
+    """Check this machine without importing torch into this process.
 
     Args:
-        config: Names the dataset, the device, the weights, the launcher.
-        network: Ask the download hosts too.
-        self_test: Write to the disk, join two ranks and train a step too.
-        say: Told what takes a while.
+        config: Its dataset, device, weights and launcher are checked.
+        network: Also check the download hosts.
+        self_test: Also write to the disk, join two ranks and train a step.
+        say: Called with a message before each slow test.
 
     Returns:
-        The checks in the order in which they are shown, by heading; without secrets.
+        The results in display order, grouped by heading, without secrets.
     """
     runner = ProbeRunner()
     try:
-        found = _look(config, runner, network)
+        results = _check_all(config, runner, network)
         if self_test:
             from ssdctl.doctor.self_test import self_test as run
 
-            found += [c._replace(group="Self-test") for c in run(config, runner, say)]
+            results += [c._replace(group="Self-test") for c in run(config, runner, say)]
     finally:
         runner.stop()
-    return redacted(found)
+    return redacted(results)
 
 
-def _look(config: Config, runner: ProbeRunner, network: bool) -> list[CheckResult]:
+def _check_all(config: Config, runner: ProbeRunner, network: bool) -> list[CheckResult]:
     torch = run_in_daemon_thread(partial(runner.run_probe, "torch", IMPORT_S))
     pci = find_hardware()
-    looks: list[tuple[str, Look]] = [
+    checks: list[tuple[str, CheckFunction]] = [
         ("Python", partial(check_software, config, torch)),
         (DEVICES, partial(check_cpu, torch)),
         (DEVICES, partial(check_gpus, config, runner, pci, torch)),
@@ -71,25 +71,27 @@ def _look(config: Config, runner: ProbeRunner, network: bool) -> list[CheckResul
     if network:
         from ssdctl.doctor.network import check_network
 
-        looks.append(("Network", partial(check_network, config)))
-    begun = [(group, run_in_daemon_thread(partial(_guarded, group, look))) for group, look in looks]
-    found = []
-    for group, checks in begun:
+        checks.append(("Network", partial(check_network, config)))
+    started = [
+        (group, run_in_daemon_thread(partial(_run, group, check))) for group, check in checks
+    ]
+    results = []
+    for group, future in started:
         try:
-            answers = checks.result(PATIENCE_S)
+            answers = future.result(PATIENCE_S)
         except Late:
             remedy = "a file system or a driver hangs: see dmesg"
             answers = [
                 CheckResult(group.lower(), WARN, f"no answer within {PATIENCE_S:g} s", remedy)
             ]
-        found += [check._replace(group=group) for check in answers]
-    return found
+        results += [check._replace(group=group) for check in answers]
+    return results
 
 
-def _guarded(group: str, look: Look) -> list[CheckResult]:
-    """Return a warning for a check that cannot read what it needs."""
+def _run(group: str, check: CheckFunction) -> list[CheckResult]:
+    """Run a check; return a warning if it cannot read a file."""
     try:
-        return look()
+        return check()
     except OSError as error:
-        detail = f"cannot be looked at: {error.strerror or error}: {error.filename or ''}"
-        return [CheckResult(group.lower(), WARN, detail.rstrip(": "), "see its permissions")]
+        detail = f"cannot be read: {error.strerror or error}: {error.filename or ''}"
+        return [CheckResult(group.lower(), WARN, detail.rstrip(": "), "check its permissions")]

@@ -1,6 +1,6 @@
-"""Whether it really works: the disk's rate, two ranks that add up, a training step.
+"""Run three tests: the disk's rate, an all-reduce of two ranks, a training step.
 
-One after the other, so that they do not slow each other down.
+They run one after the other, so that they do not slow each other down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.data import nearest_folder
 from ssdctl.doctor.subprocess_probe import ProbeOutput, ProbeRunner
@@ -24,7 +24,7 @@ from ssdctl.runtime.background import run_in_daemon_thread
 DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
 DISK_NEEDS = 256 * 2**20
 IMAGE_BYTES = 163_000  # of COCO's, on average
-SLOW_DISK = 50e6  # bytes/s: below, the disk holds a couple of cores up
+SLOW_DISK = 50e6  # bytes/s: a slower disk cannot supply two cores
 JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
@@ -34,15 +34,15 @@ def self_test(config: Config, runner: ProbeRunner, say: Callable[[str], None]) -
 
     Args:
         config: Names the data folder and the device (`auto` unless the user chose).
-        runner: Runs them.
-        say: Told what goes on, since it takes a while.
+        runner: Runs the probes.
+        say: Called with a message before each test.
     """
     say("self-test: the disk's rate at the data folder")
-    found = [_disk(config, runner)]
-    say("self-test: two ranks add up a tensor")
-    found.append(_ranks(runner))
+    results = [_disk(config, runner)]
+    say("self-test: two ranks average a tensor")
+    results.append(_ranks(runner))
     say(f"self-test: a training step on --device {config.train.device}")
-    return [*found, _step(config, runner)]
+    return [*results, _step(config, runner)]
 
 
 def _disk(config: Config, runner: ProbeRunner) -> CheckResult:
@@ -55,12 +55,12 @@ def _disk(config: Config, runner: ProbeRunner) -> CheckResult:
     answer = runner.run_probe("disk", DISK_S, str(folder))
     rates = answer.facts()
     if "write" not in rates:
-        remedy = "reading suffices for --data; give --store DIR and --out RUN elsewhere"
+        remedy = "--data only needs to be readable; put --store DIR and --out RUN on another disk"
         return CheckResult("disk rate", WARN, f"{folder}: {answer.problem}", remedy)
     detail = f"{folder}: write {rates['write'] / 1e6:,.0f} MB/s"
     if answer.problem or "read" not in rates:
         return CheckResult(
-            "disk rate", WARN, f"{detail}, read: {answer.problem}", "see the disk's log"
+            "disk rate", WARN, f"{detail}, read: {answer.problem}", "check the disk's log"
         )
     images = rates["read"] / IMAGE_BYTES
     detail += f", read {rates['read'] / 1e6:,.0f} MB/s (about {images:,.0f} images/s)"
@@ -77,8 +77,8 @@ def _ranks(runner: ProbeRunner) -> CheckResult:
     problems = [f"rank {i}: {a.problem}" for i, a in enumerate(answers) if a.problem]
     if problems:
         remedy = (
-            "the machine's own name must resolve (/etc/hosts) and loopback be open; "
-            "GLOO_SOCKET_IFNAME=lo keeps gloo on it"
+            "the machine's own name must resolve (/etc/hosts) and loopback must be open; "
+            "GLOO_SOCKET_IFNAME=lo restricts gloo to loopback"
         )
         return CheckResult("all-reduce", FAIL, "; ".join(problems), remedy)
     facts = answers[0].facts()
@@ -90,7 +90,7 @@ def _ranks(runner: ProbeRunner) -> CheckResult:
 
 
 def _start_ranks(runner: ProbeRunner, port: int) -> list[Future[ProbeOutput]]:
-    """Return the variables of two ranks, without those of a job that this process belongs to."""
+    """Start two ranks, without the variables of a job that this process belongs to."""
     clean = _without_job()
 
     def start(rank: int) -> Future[ProbeOutput]:
@@ -122,7 +122,7 @@ def _step(config: Config, runner: ProbeRunner) -> CheckResult:
         how = f"{facts['precision']}, {facts['execution']}"
         where += f" is {facts['device']}: {facts['label']}, {how}"
     if answer.problem or "loss" not in facts:
-        remedy = "the devices above say what is missing; --device cpu shows whether it is the card"
+        remedy = "the results above list what is missing; --device cpu tests without the card"
         return CheckResult("train step", FAIL, f"{where}: {answer.problem}", remedy)
     spent = time.perf_counter() - start
     detail = (

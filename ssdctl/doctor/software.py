@@ -1,4 +1,4 @@
-"""Python, torch and the packages, against what ssdctl's own metadata asks for."""
+"""Check Python, torch and the installed packages against ssdctl's requirements."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ssdctl.doctor.subprocess_probe import ProbeOutput
 from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
-SHOWN = ("torch", "torchvision")  # the others share a line
-VENDORS = "it belongs to the vendor's image: take a newer image"
+OWN_LINE = ("torch", "torchvision")  # the others share one line
+VENDORS = "it is part of the vendor's image: use a newer image"
 PURPOSES = {
     dali_extra(): "--pipeline dali",
     "tpu": "--device xla",
@@ -29,13 +29,13 @@ PURPOSES = {
 
 
 def check_software(config: Config, torch: Future[ProbeOutput]) -> list[CheckResult]:
-    """What is installed, then whether torch really starts."""
-    found = [
+    """Return the results for Python, the packages and the import of torch."""
+    results = [
         CheckResult("ssdctl", OK, f"{__version__} on {platform.platform()}"),
         _python(),
         *_packages(config),
     ]
-    return [*found, _import(torch.result())]
+    return [*results, _import(torch.result())]
 
 
 def _python() -> CheckResult:
@@ -54,12 +54,12 @@ def _packages(config: Config) -> list[CheckResult]:
         return [CheckResult("packages", WARN, "ssdctl runs without being installed", remedy)]
     requirements = [Requirement(text) for text in texts]
     needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
-    judged = [_judge(requirement) for requirement in needed]
-    wrong = [c for c in judged if c.state != OK]
-    shown = [c for c in judged if c.state == OK and c.name in SHOWN]
-    rest = ", ".join(f"{c.name} {c.detail}" for c in judged if c not in (*wrong, *shown))
+    results = [_check_requirement(requirement) for requirement in needed]
+    wrong = [c for c in results if c.state != OK]
+    separate = [c for c in results if c.state == OK and c.name in OWN_LINE]
+    rest = ", ".join(f"{c.name} {c.detail}" for c in results if c not in (*wrong, *separate))
     return [
-        *shown,
+        *separate,
         *wrong,
         *([CheckResult("packages", OK, rest)] if rest else []),
         *_torchvision(),
@@ -67,16 +67,16 @@ def _packages(config: Config) -> list[CheckResult]:
     ]
 
 
-def _judge(requirement: Requirement) -> CheckResult:
-    name, asked = requirement.name, str(requirement.specifier)
-    remedy = f"pip install '{requirement.name}{asked}'"
-    if name in SHOWN and importlib.util.find_spec("habana_frameworks") is not None:
+def _check_requirement(requirement: Requirement) -> CheckResult:
+    name, specifier = requirement.name, str(requirement.specifier)
+    remedy = f"pip install '{requirement.name}{specifier}'"
+    if name in OWN_LINE and importlib.util.find_spec("habana_frameworks") is not None:
         remedy = VENDORS
     version = _version(name)
     if version is None:
-        return CheckResult(name, FAIL, f"not installed; ssdctl needs {asked}", remedy)
+        return CheckResult(name, FAIL, f"not installed; ssdctl needs {specifier}", remedy)
     if not requirement.specifier.contains(version, prereleases=True):
-        return CheckResult(name, FAIL, f"{version}; ssdctl needs {asked}", remedy)
+        return CheckResult(name, FAIL, f"{version}; ssdctl needs {specifier}", remedy)
     return CheckResult(name, OK, version)
 
 
@@ -88,46 +88,46 @@ def _version(name: str) -> str | None:
 
 
 def _torchvision() -> list[CheckResult]:
-    """torchvision's kernels are made for one torch; another one makes them vanish."""
+    """Check that torchvision was built for the installed torch; else its kernels are missing."""
     try:
         texts = metadata.requires("torchvision") or []
     except metadata.PackageNotFoundError:
-        return []  # said already
+        return []  # reported by _packages
     for requirement in map(Requirement, texts):
         version = _version("torch")
         if requirement.name != "torch" or version is None or not requirement.specifier:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            detail = f"made for torch {requirement.specifier}, here is {version}"
+            detail = f"built for torch {requirement.specifier}, installed is {version}"
             remedy = "pip install --upgrade torch torchvision, both at once"
             return [CheckResult("torchvision", WARN, detail, remedy)]
     return []
 
 
 def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult]:
-    """What exports, DALI and the like need: absent is fine unless the config asks for it."""
+    """Check the optional dependencies; absent ones are problems only if the config needs them."""
     wanted = {
         dali_extra(): config.train.pipeline == "dali",
         "tensorboard": config.train.tensorboard,
     }
-    here, away, wrong = [], [], []
+    installed, absent, wrong = [], [], []
     for extra, purpose in PURPOSES.items():
-        belong = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
-        judged = [_judge(r) for r in belong if r.name != "ssdctl"]
-        if not judged:  # unknown to the metadata
+        members = [r for r in requirements if r.marker and r.marker.evaluate({"extra": extra})]
+        results = [_check_requirement(r) for r in members if r.name != "ssdctl"]
+        if not results:  # unknown to the metadata
             continue
-        if all(c.state == OK for c in judged):
-            here.append(extra)
-        elif wanted.get(extra) or any(_version(c.name) for c in judged if c.state != OK):
+        if all(c.state == OK for c in results):
+            installed.append(extra)
+        elif wanted.get(extra) or any(_version(c.name) for c in results if c.state != OK):
             state = FAIL if wanted.get(extra) else WARN
-            bad = next(c for c in judged if c.state != OK)
+            bad = next(c for c in results if c.state != OK)
             remedy = f"pip install 'ssdctl[{extra}]', for {purpose}"
             wrong.append(CheckResult(f"extra {extra}", state, f"{bad.name}: {bad.detail}", remedy))
         else:
-            away.append(f"{extra} ({purpose})")
-    detail = "; not installed: ".join(", ".join(part) for part in (here, away) if part)
-    if not here:
-        detail = f"not installed: {', '.join(away)}"
+            absent.append(f"{extra} ({purpose})")
+    detail = "; not installed: ".join(", ".join(part) for part in (installed, absent) if part)
+    if not installed:
+        detail = f"not installed: {', '.join(absent)}"
     return [*wrong, CheckResult("extras", OK, detail)]
 
 

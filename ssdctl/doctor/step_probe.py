@@ -1,6 +1,6 @@
-"""Training steps of a small network on noise: the step of `ssdctl train`, on the config's device.
+"""Run training steps of a small network on noise, with the config's device and optimizer.
 
-The config comes by stdin, as JSON.
+The config is read from stdin, as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     start = time.perf_counter()
     device = open_device(config.device, 0, config.execution)
     precision = choose_precision(config.precision, device)
-    _tell(
+    _report(
         device=device.name,
         label=device.label,
         precision=precision,
@@ -54,14 +54,14 @@ def main() -> None:
     if not math.isfinite(loss):
         sys.exit(f"the loss is {loss}")
     if all(bool((old == new).all()) for old, new in zip(before, model.parameters(), strict=True)):
-        sys.exit("no weight moved")
+        sys.exit("no weight changed")
     start = time.perf_counter()
     step([batch], LR)
     device.synchronize()
-    _tell(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
+    _report(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
 
 
-def _tell(**facts: object) -> None:
+def _report(**facts: object) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 

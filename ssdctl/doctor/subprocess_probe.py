@@ -1,4 +1,4 @@
-"""Ask programs that may hang or crash, several at once, each in a process of its own."""
+"""Run programs that may hang or crash, in parallel, each in a subprocess."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 DRIVER_S = 20.0  # for a driver's own tool
 IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file system
-DYING_S = 2.0  # a process that a driver holds in the kernel cannot even be killed
+DYING_S = 2.0  # a process in uninterruptible sleep in a driver cannot be killed
 
 
 class ProbeOutput(NamedTuple):
-    """What a program said."""
+    """Output and error text of a subprocess."""
 
     out: str
-    problem: str = ""  # why it did not end well, in a line; empty where it did
+    problem: str = ""  # one line; empty if it succeeded
 
     def facts(self) -> dict[str, Any]:
-        """What a probe found, as far as it came: its lines of JSON, put together."""
-        found: dict[str, Any] = {}
+        """Return the merged JSON lines of a probe, including those before a failure."""
+        facts: dict[str, Any] = {}
         for line in self.out.splitlines():
             with contextlib.suppress(ValueError):
                 if line.startswith("{"):
-                    found |= json.loads(line)
-        return found
+                    facts |= json.loads(line)
+        return facts
 
 
 class ProbeRunner:
-    """Runs programs; ends those that run too long, and with `stop` all of them."""
+    """Run programs with time limits; `stop` ends all of them."""
 
     def __init__(self) -> None:
         self._running: set[subprocess.Popen[str]] = set()
@@ -53,9 +53,9 @@ class ProbeRunner:
 
         Args:
             argv: The program and its arguments.
-            timeout_s: Then it is killed, with its children; what it said counts.
+            timeout_s: After this time it is killed with its children; its output so far is kept.
             text: Its stdin.
-            environment: Without it, this process's.
+            environment: Its variables; None is this process's environment.
         """
         try:
             process = self._start(argv, environment)
@@ -63,21 +63,21 @@ class ProbeRunner:
             return ProbeOutput("", f"cannot be run: {error.strerror}")
         is_late = False
         try:
-            out, said = process.communicate(text, timeout=timeout_s)
+            out, stderr = process.communicate(text, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             is_late = True
-            out, said = _kill(process)
+            out, stderr = _kill(process)
         finally:
             with self._lock:
                 self._running.discard(process)
         if is_late:
             return ProbeOutput(out, f"no answer within {timeout_s:g} s")
         if process.returncode:
-            return ProbeOutput(out, _reason(process.returncode, said, out))
+            return ProbeOutput(out, _reason(process.returncode, stderr, out))
         return ProbeOutput(out)
 
     def run_python(self, code: str, timeout_s: float) -> ProbeOutput:
-        """Run some Python."""
+        """Run a Python program given as text."""
         return self.run([sys.executable, "-W", "ignore", "-c", code], timeout_s)
 
     def run_probe(
@@ -113,7 +113,7 @@ class ProbeRunner:
             return process
 
     def stop(self) -> None:
-        """End what still runs; nothing starts any more."""
+        """Kill all running programs; later starts fail."""
         with self._lock:
             self._is_over = True
             running = list(self._running)
@@ -127,20 +127,20 @@ def _signal(process: subprocess.Popen[str]) -> None:
 
 
 def _kill(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Kill a program and its children; return what it had said."""
+    """Kill a program and its children; return its output so far."""
     _signal(process)
     try:
         return process.communicate(timeout=DYING_S)
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        return (said.decode(errors="replace") if isinstance(said, bytes) else said), ""
+        out = error.stdout or b""
+        return (out.decode(errors="replace") if isinstance(out, bytes) else out), ""
 
 
-def _reason(code: int, said: str, out: str) -> str:
-    """Why a program failed: the signal that ended it, else its last words."""
+def _reason(code: int, stderr: str, out: str) -> str:
+    """Return why a program failed: the signal that ended it, else its last line of text."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
-    lines = [line.strip() for line in [*out.splitlines(), *said.splitlines()]]
-    words = [line for line in lines if line and not line.startswith("{")]  # those are facts
-    return words[-1] if words else f"exit code {code}"
+    lines = [line.strip() for line in [*out.splitlines(), *stderr.splitlines()]]
+    texts = [line for line in lines if line and not line.startswith("{")]  # those are facts
+    return texts[-1] if texts else f"exit code {code}"

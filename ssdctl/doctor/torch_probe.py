@@ -1,7 +1,7 @@
-"""What torch says of itself and of the devices it sees, as lines of JSON.
+"""Report the version of torch and the devices that it detects, as lines of JSON.
 
-Run as a program, since a broken driver may crash it or keep it for ever: what was said until then
-still counts.
+Runs as a subprocess, because a broken driver may crash or block it; the lines printed until then
+are still used.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ def main() -> None:
     start = time.perf_counter()
     import torch
 
-    _tell(torch=torch.__version__, import_s=time.perf_counter() - start)
+    _report(torch=torch.__version__, import_s=time.perf_counter() - start)
     import torch.distributed as dist
 
-    _tell(has_gloo=dist.is_available() and dist.is_gloo_available())
+    _report(has_gloo=dist.is_available() and dist.is_gloo_available())
     from ssdctl.device import inductor
     from ssdctl.device.cpu import Cpu
 
     cpu = Cpu()
-    _tell(
+    _report(
         cpu={
             "label": cpu.label,
             "has_native_bf16": cpu.has_native_bf16,
             "compile": inductor.resolve_execution("compile")[1],
         }
     )
-    _tell(cuda_build=torch.version.cuda)
+    _report(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
-    _tell(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
+    _report(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
-    """The GPUs, and why there are none."""
+    """Return the GPUs, and the reason if there are none."""
     import torch
 
     if torch.version.cuda is None:
@@ -48,10 +48,10 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
     except (RuntimeError, AssertionError) as error:
         return [], str(error).strip().partition("\n")[0]
     built_for = torch.cuda.get_arch_list()
-    found = []
+    gpus = []
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
-        found.append(
+        gpus.append(
             {
                 "name": facts.name,
                 "memory_bytes": facts.total_memory,
@@ -59,11 +59,11 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
                 "has_kernels": _has_kernels(facts.major, facts.minor, built_for),
             }
         )
-    return found, "" if found else "no GPU"
+    return gpus, "" if gpus else "no GPU"
 
 
 def _has_kernels(major: int, minor: int, built_for: list[str]) -> bool:
-    """Whether torch's kernels run on a card: binaries do within a major version, PTX on newer."""
+    """Return whether torch has kernels for a card: binaries of its major version, or older PTX."""
     for name in built_for:
         kind, _, digits = name.partition("_")
         digits = "".join(filter(str.isdigit, digits))
@@ -83,7 +83,7 @@ def _gpu_compile() -> tuple[str, ...]:
     return inductor.resolve_execution("compile", torch.cuda.get_device_capability(0))[1]
 
 
-def _tell(**facts: Any) -> None:
+def _report(**facts: Any) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import DiskError
-from ssdctl.files import disk_errors, sync_dir, write_bytes
+from ssdctl.files import disk_errors, no_follow, sync_dir, write_bytes
 
 HEADER_BYTES = 1024
 RECORD = struct.Struct("<QQ")
@@ -70,7 +70,7 @@ class Part:
         self.inherited = sum(arrived or [])
         with _all_disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._data = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._data = no_follow(self.path, os.O_RDWR | os.O_CREAT)
             self._state = -1
             try:
                 # The state first: a part of full length without one would pass for whole.
@@ -175,7 +175,7 @@ class Part:
         write_bytes(self.state_path, self._header() + records)
         if self._state >= 0:
             os.close(self._state)
-        self._state = os.open(self.state_path, os.O_RDWR | os.O_CLOEXEC)
+        self._state = no_follow(self.state_path, os.O_RDWR)
 
     def _record(self, piece: int) -> None:
         record = RECORD.pack(self.arrived[piece], self._synced[piece])

@@ -16,10 +16,11 @@ from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.class_match import class_differences, match_classes
 from ssdctl.data.coco_classes import UNUSED
-from ssdctl.data.dataset import dataset_folders, require_split
+from ssdctl.data.dataset import require_split
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
 from ssdctl.distributed.collectives import barrier, run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks

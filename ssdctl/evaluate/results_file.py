@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import dataset_folders, find_splits, require_split
+from ssdctl.data.dataset import find_splits, require_split
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, read_detections, run_scoring
 from ssdctl.evaluate.ground_truth import GroundTruth, read_ground_truth

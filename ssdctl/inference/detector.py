@@ -66,7 +66,7 @@ class Detector:
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
         rules = self._conventions = conventions_of_model(model)
         self.score_threshold = rules.score_threshold if score_threshold is None else score_threshold
-        self._nms_iou = rules.nms_iou if nms_iou is None else nms_iou
+        self.nms_iou = rules.nms_iou if nms_iou is None else nms_iou
         self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
@@ -106,7 +106,7 @@ class Detector:
                 *output,
                 self._defaults,
                 score_threshold=self.score_threshold,
-                nms_iou=self._nms_iou,
+                nms_iou=self.nms_iou,
                 candidates=self._conventions.candidates_per_class,
                 clips_boxes=self._conventions.clips_boxes,
             )

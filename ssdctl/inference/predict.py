@@ -7,12 +7,11 @@ for found in predictor.predict("street.jpg"):
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,30 +25,34 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
-from ssdctl.errors import DataError
+from ssdctl.errors import UsageError
 from ssdctl.inference.detector import Detector
-from ssdctl.inference.drawing import BoxLabel, one_line
 from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.inference.results import Detection, LabelledClass
+from ssdctl.inference.sources import source_of
+from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runtime.map_ahead import map_ahead
+
+MAX_NAMED = 20  # class names listed in a message
+MAX_OVERLAP = 0.9
+TILES_PER_PASS = 8
 
 
-class Detection(NamedTuple):
-    """One detection on a picture."""
+class Options(NamedTuple):
+    """Which detections a predictor returns, and how it looks for them."""
 
-    name: str
-    label: int  # 1 and up
-    category_id: int | None  # None for third-party checkpoints
-    score: float
-    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels, clipped
+    classes: Sequence[str] = ()  # only these; empty: all
+    max_detections: int | None = None  # of a picture, the best; None: as many as the network gives
+    tile: int | None = None  # side of the tiles in pixels; None: only the whole picture
+    tile_overlap: float = 0.2  # of neighbours, as a fraction of the tile
 
-    def as_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "box": list(self.box)}
 
-    def as_box_label(self) -> BoxLabel:
-        """Return it as `ssdctl.inference.drawing.draw` takes it."""
-        return BoxLabel(self.box, f"{one_line(self.name)} {self.score:.2f}", self.label)
+class View(NamedTuple):
+    """A picture as the network gets it."""
+
+    size: tuple[int, int]  # width and height of the picture
+    pixels: NDArray[np.uint8]  # (300, 300, 3)
 
 
 class Predictor:
@@ -62,6 +65,10 @@ class Predictor:
         score: Detections score more than this.
         nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
         precision: `fp32` or another that the device computes in.
+        options: Classes, number of detections, tiles.
+
+    Raises:
+        UsageError: The network has no class of that name, or the tiles are too small.
     """
 
     def __init__(
@@ -73,10 +80,19 @@ class Predictor:
         score: float = 0.3,
         nms_iou: float | None = None,
         precision: str = "fp32",
+        options: Options = Options(),  # noqa: B008 - immutable
     ) -> None:
         self._classes = list(classes) or [
             ClassName(None, f"class {label}") for label in range(1, model.num_classes)
         ]
+        self._selected = _selected_classes(self.class_names, options.classes)
+        if options.tile is not None and options.tile < MIN_TILE:
+            raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
+        if not 0 <= options.tile_overlap <= MAX_OVERLAP:
+            raise UsageError(
+                f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
+            )
+        self.options = options
         self._detector = Detector(
             model.eval(), device, precision=precision, score_threshold=score, nms_iou=nms_iou
         )
@@ -86,45 +102,121 @@ class Predictor:
         """The names of the classes."""
         return [c.name for c in self._classes]
 
+    @property
+    def returned_classes(self) -> list[LabelledClass]:
+        """The classes that results may have."""
+        return [
+            LabelledClass(label, c.id if c.id is not None else label, c.name)
+            for label, c in enumerate(self._classes, start=1)
+            if label in self._selected
+        ]
+
     def predict(self, picture: Picture) -> list[Detection]:
         """Return the objects on a picture, the highest score first.
 
         Args:
-            picture: A path, encoded bytes, a binary file object, a Pillow image, or RGB pixels as
-                an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
+            picture: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
+                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
 
         Raises:
             DataError: It is not a readable picture.
+            NetworkError: The URL cannot be fetched.
             NonFiniteError: The network's output is NaN or infinite.
         """
         return self.predict_many([picture])[0]
 
     def predict_many(self, pictures: Sequence[Picture]) -> list[list[Detection]]:
-        """Return the objects on several pictures, from one pass through the network."""
-        opened = [open_picture(picture) for picture in pictures]
-        if not opened:
+        """Return the objects on several pictures, from one pass through the network.
+
+        With tiles, each picture takes passes of its own.
+        """
+        if self.options.tile is not None:
+            return [
+                self.predict_tiled(open_picture(picture), TILES_PER_PASS) for picture in pictures
+            ]
+        return self.predict_views([view_of(open_picture(picture)) for picture in pictures])
+
+    def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
+        """Return the objects on pictures that are already resized, from one pass."""
+        if not views:
             return []
-        pixels = torch.from_numpy(np.stack([resized(image) for image in opened]))
+        pixels = torch.from_numpy(np.stack([view.pixels for view in views]))
         return [
-            self._found(image, result)
-            for image, result in zip(opened, self._detector(pixels), strict=True)
+            self._detections(_in_window(result, Window(0, 0, *view.size)))
+            for view, result in zip(views, self._detector(pixels), strict=True)
         ]
 
-    def _found(self, image: Image.Image, result: postprocess.ImageDetections) -> list[Detection]:
-        scale = np.array([image.width, image.height] * 2)
-        boxes: NDArray[np.float64] = result.boxes.cpu().numpy().clip(0, 1) * scale
-        found = []
-        for box, score, label in zip(
-            boxes, result.scores.tolist(), result.labels.tolist(), strict=True
-        ):
-            entry = self._classes[label - 1]
-            if entry.name == UNUSED:
+    def predict_tiled(self, image: Image.Image, batch_size: int) -> list[Detection]:
+        """Return the objects on a picture, from views of its tiles and of all of it.
+
+        Args:
+            image: In RGB. Only `batch_size` views of it are in memory at a time.
+            batch_size: Views for a pass through the network.
+        """
+        assert self.options.tile is not None
+        width, height = image.size
+        windows = iter(tile_windows(width, height, self.options.tile, self.options.tile_overlap))
+        parts: list[Found] = []
+        cuts: list[NDArray[np.bool_]] = []
+        while batch := list(itertools.islice(windows, batch_size)):
+            pixels = torch.from_numpy(np.stack([resized(image, window) for window in batch]))
+            for window, result in zip(batch, self._detector(pixels), strict=True):
+                parts.append(_in_window(result, window))
+                cuts.append(cut_flags(parts[-1].boxes, window, width, height))
+        boxes = np.concatenate([part.boxes for part in parts])
+        scores = np.concatenate([part.scores for part in parts])
+        labels = np.concatenate([part.labels for part in parts])
+        kept = merge(boxes, scores, labels, np.concatenate(cuts), self._detector.nms_iou)
+        return self._detections(Found(boxes[kept], scores[kept], labels[kept]))
+
+    def _detections(self, found: Found) -> list[Detection]:
+        detections = []
+        for box, score, label in zip(*(array.tolist() for array in found), strict=True):
+            if label not in self._selected:
                 continue
-            left, top, right, bottom = (round(float(v), 2) for v in box)
-            found.append(
+            entry = self._classes[label - 1]
+            left, top, right, bottom = (round(v, 2) for v in box)
+            detections.append(
                 Detection(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
             )
-        return found
+        return detections[: self.options.max_detections]
+
+
+class Found(NamedTuple):
+    """The detections on a picture as arrays, the highest score first."""
+
+    boxes: NDArray[np.float64]  # K x 4: left, top, right, bottom in pixels, clipped
+    scores: NDArray[np.float64]
+    labels: NDArray[np.int64]
+
+
+def _in_window(result: postprocess.ImageDetections, window: Window) -> Found:
+    """Convert the network's detections on a window to pixels of the picture."""
+    left, top, right, bottom = window
+    scale = np.array([right - left, bottom - top] * 2)
+    boxes = result.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
+    scores = np.array(result.scores.tolist(), np.float64)
+    return Found(boxes, scores, result.labels.cpu().numpy().astype(np.int64))
+
+
+def _selected_classes(names: Sequence[str], chosen: Sequence[str]) -> set[int]:
+    """Return the labels of the chosen classes, all if none are chosen.
+
+    Raises:
+        UsageError: There is no class of that name; the hint has the nearest.
+    """
+    for name in chosen:
+        if name not in names:
+            lower = {known.lower(): known for known in names}
+            near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
+            used = [known for known in names if known != UNUSED]
+            listed = ", ".join(used[:MAX_NAMED]) + (", ..." if len(used) > MAX_NAMED else "")
+            hint = f"did you mean {lower[near[0]]!r}? " if near else ""
+            raise UsageError(
+                f"class {name!r}: the network has no such class", hint=f"{hint}it has: {listed}"
+            )
+    chosen = chosen or [name for name in names if name != UNUSED]
+    return {label for label, name in enumerate(names, start=1) if name in chosen}
 
 
 def load(
@@ -134,6 +226,7 @@ def load(
     score: float = 0.3,
     nms_iou: float | None = None,
     precision: str = "fp32",
+    options: Options = Options(),  # noqa: B008 - immutable
 ) -> Predictor:
     """See `ssdctl.load`."""
     opened = open_device(device)
@@ -145,48 +238,8 @@ def load(
         score=score,
         nms_iou=nms_iou,
         precision=precision,
+        options=options,
     )
-
-
-class Prediction(NamedTuple):
-    """The result of one file."""
-
-    path: Path
-    image: Image.Image | None  # upright, RGB; None if it is not a readable picture
-    found: list[Detection]
-    error: DataError | None
-
-
-def predict_files(
-    predictor: Predictor, files: Iterable[Path], *, batch_size: int, threads: int
-) -> Iterator[Prediction]:
-    """Detect on many files, in their order; an unreadable one gives a result with an error.
-
-    Threads open the pictures of the next batches.
-    """
-    with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
-        opened = _ahead(pool, files, 2 * batch_size)
-        while batch := list(itertools.islice(opened, batch_size)):
-            good = [image for _, image in batch if isinstance(image, Image.Image)]
-            detections = iter(predictor.predict_many(good))
-            for path, image in batch:
-                if isinstance(image, DataError):
-                    yield Prediction(path, None, [], image)
-                else:
-                    yield Prediction(path, image, next(detections), None)
-
-
-def _ahead(
-    pool: ThreadPoolExecutor, files: Iterable[Path], count: int
-) -> Iterator[tuple[Path, Image.Image | DataError]]:
-    return map_ahead(pool, lambda path: (path, _open_or_error(path)), files, count)
-
-
-def _open_or_error(path: Path) -> Image.Image | DataError:
-    try:
-        return open_picture(path)
-    except DataError as error:
-        return error
 
 
 def open_picture(picture: Picture) -> Image.Image:
@@ -194,11 +247,20 @@ def open_picture(picture: Picture) -> Image.Image:
 
     Raises:
         DataError: It cannot be read as a picture, or is too large.
-        UsageError: It is not a picture, or pixels of an unsupported shape or type.
+        NetworkError: The URL cannot be fetched.
+        UsageError: It is not a picture, pixels of an unsupported shape or type, or another URL.
     """
+    if isinstance(picture, str):
+        picture = source_of(picture).open()
     return Image.fromarray(read_rgb(picture))
 
 
-def resized(image: Image.Image) -> NDArray[np.uint8]:
-    """Resize as evaluation does: Pillow's antialiased bilinear filter, in uint8."""
-    return np.asarray(image.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))
+def view_of(image: Image.Image) -> View:
+    """Resize a picture to the network's input."""
+    return View(image.size, resized(image))
+
+
+def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint8]:
+    """Resize a picture, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
+    part = image.crop(window) if window is not None else image
+    return np.asarray(part.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

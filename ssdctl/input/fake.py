@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.data.dataset import COCO_CLASSES, COCO_IMAGES
+from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
@@ -58,17 +58,17 @@ class FakeLoader:
 
 def fake_split() -> Split:
     """Return a training split of COCO's size without images, for runs without a dataset."""
-    rows = np.arange(COCO_IMAGES)
-    sizes = np.full((COCO_IMAGES, 2), IMAGE_SIZE, np.int32)
+    rows = np.arange(COCO_NUM_IMAGES)
+    sizes = np.full((COCO_NUM_IMAGES, 2), IMAGE_SIZE, np.int32)
     return Split(
-        classes=[ClassName(id=i, name=f"class {i}") for i in range(1, COCO_CLASSES + 1)],
+        classes=[ClassName(id=i, name=f"class {i}") for i in range(1, COCO_NUM_CLASSES + 1)],
         image_ids=rows,
         sizes=sizes,
         pixel_sizes=sizes,
-        starts=np.zeros(COCO_IMAGES + 1, np.int64),
+        starts=np.zeros(COCO_NUM_IMAGES + 1, np.int64),
         boxes=np.zeros((0, 4), np.float32),
         labels=np.zeros(0, np.int32),
-        usable=np.ones(COCO_IMAGES, np.bool_),
+        usable=np.ones(COCO_NUM_IMAGES, np.bool_),
         trainable=rows,
         most_boxes=COCO_MOST_BOXES,
         images=ImageFiles(Path(), []),

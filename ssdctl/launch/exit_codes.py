@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ssdctl.errors import ExitCode
+from ssdctl.files import no_follow
 
 # Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
@@ -56,7 +57,9 @@ def _record(folder: str | None, code: int) -> bool:
     target = Path(folder, rank)
     with contextlib.suppress(OSError):  # the launch is gone, or on another node
         temporary = target.with_name(f"{rank}.tmp")
-        temporary.write_text(str(code))
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", opener=no_follow) as file:
+            file.write(str(code))
         temporary.replace(target)
         return True
     return False

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from ssdctl.files import no_follow
+
 SHOWN_LINES = 15
 HEADER = "--- rank "
 
@@ -24,7 +26,9 @@ def start_rank_log(path: Path, rank: int) -> None:
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+        log = open(  # noqa: SIM115 - until the process ends
+            path, "a", 1, encoding="utf-8", errors="replace", opener=no_follow
+        )
         log.write(f"{HEADER}{rank}, process {os.getpid()}, {time.strftime('%F %T')}\n")
         if rank == 0:
             sys.stderr = _Tee(sys.stderr, log)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
+from ssdctl.runtime.redact import redact_arguments
 from ssdctl.runtime.torch_compat import OLDEST
 
 
@@ -110,6 +111,13 @@ class LaunchPlan:
         """The command as one can paste it into a shell."""
         assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return " ".join([*assigned, shlex.join(self.argv)])
+
+    def to_log_line(self) -> str:
+        """Return the command without secrets."""
+        assigned = [f"{name}={value}" for name, value in self.environment.items()]
+        words = [word.partition("=") for word in redact_arguments(assigned)]
+        line = [f"{name}={shlex.quote(value)}" for name, _, value in words]
+        return " ".join([*line, shlex.join(redact_arguments(self.argv))])
 
     def to_script(self) -> str:
         """What `--write` writes: the command as a bash script, or what the batch engine reads."""

@@ -1,6 +1,6 @@
 """File names of a run folder, and its default place. Torch-free.
 
-RUN/config.toml          every setting, with the source of its value
+RUN/config.toml          the settings that explain the result, with their sources
 RUN/environment.json     versions, device, command
 RUN/metrics.jsonl        one record per line
 RUN/evaluation.json      the best evaluation

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import disk_errors, write_text
+from ssdctl.files import disk_errors, no_follow, write_text
+from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,10 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one line. It reaches the system at once; a power cut may take the last ones."""
-        with disk_errors(self.path, "writing"), self.path.open("a", encoding="utf-8") as file:
+        with (
+            disk_errors(self.path, "writing"),
+            open(self.path, "a", encoding="utf-8", opener=no_follow) as file,
+        ):
             file.write(_line(record))
 
 
@@ -111,7 +115,7 @@ def environment(device_label: str, world_size: int) -> Record:
         "device": device_label,
         "world_size": world_size,
         "packages": {name: _version(name) for name in PACKAGES},
-        "command": sys.argv,
+        "command": redact_arguments(sys.argv),
     }
 
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
 from ssdctl.config.resolve import read_toml
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.layout import RunDir, find_runs
 from ssdctl.runs.metrics import Record, is_number, read_metrics
+from ssdctl.runtime.redact import redact_arguments, redact_urls
 
 EVENT_KEYS = ("kind", "step", "epoch", "event")
 
@@ -94,8 +96,12 @@ def read_run(path: Path) -> RunData:
             )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
-        config = run.config.read_text(encoding="utf-8")
-        settings = {key: value for key, value, _ in read_toml(run.config)}
+        config = redact_toml(run.config.read_text(encoding="utf-8"))
+        settings = {
+            key: redact_urls(value) if isinstance(value, str) else value
+            for key, value, _ in read_toml(run.config)
+            if key.partition(".")[0] in SNAPSHOT_SECTIONS
+        }
     except (OSError, ValueError, UsageError) as error:
         raise DataError(
             f"{path}: a run folder with a broken file: {error}",
@@ -135,6 +141,8 @@ def _environment(path: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(value.get("packages", {}), dict):
         del value["packages"]
+    if isinstance(command := value.get("command"), list):
+        value["command"] = redact_arguments([str(word) for word in command])
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from ssdctl.config.render import to_toml
+from ssdctl.config.render import to_snapshot_toml
 from ssdctl.config.resolve import Resolved
 from ssdctl.files import make_dir, remove_stale_temporaries, write_text
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
@@ -36,7 +36,7 @@ class RunWriter:
         self._trackers = trackers
         make_dir(run.logs)
         remove_stale_temporaries(run.path)
-        write_text(run.config, to_toml(resolved))
+        write_text(run.config, to_snapshot_toml(resolved))
         write_text(run.environment, json.dumps(environment, indent=2) + "\n")
         self._metrics = MetricsFile(run.metrics, start_step)
 

@@ -2,11 +2,13 @@
 
 redact_url("https://bob:pw@host/a.zip?sig=x")  # https://***@host/a.zip?***
 redact_urls("GET https://host/a?sig=x failed")  # the same for every URL inside a text
+redact_arguments(["--set", "kubernetes.env=TOKEN=x"])  # and the values of variables
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 HIDDEN = "***"
 _URL = re.compile(r"\b[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
@@ -14,6 +16,12 @@ _PARTS = re.compile(
     r"(?P<scheme>[^:/]+://)(?P<address>[^?#]*)(?P<query>\?[^#]*)?(?P<fragment>#.*)?", re.DOTALL
 )
 _HOST = re.compile(r"([^:/\[\]]*|\[[^\]/]*\])(:[0-9]+)?(/|$)")
+# A list of variables: `kubernetes.env=A=1,B=2`, or SSDCTL_KUBERNETES__ENV.
+_VARIABLES = re.compile(r"(kubernetes[._]+env\s*=)(.*)", re.IGNORECASE | re.DOTALL)
+_SECRET_NAME = re.compile(
+    r"([\w.-]*(?:token|secret|passw|pwd|api_?-?key|access_?-?key|credential)[\w.-]*=)(.*)",
+    re.IGNORECASE | re.DOTALL,
+)
 # A request's path in the messages of urllib3: "with url: /a.zip?sig=x".
 _TARGET = re.compile(r"(\burl: /[^\s?]*)\?[^\s)]*")
 
@@ -40,3 +48,16 @@ def redact_urls(text: str) -> str:
     """Redact every URL that a text contains."""
     text = _URL.sub(lambda match: redact_url(match[0]), text)
     return _TARGET.sub(rf"\1?{HIDDEN}", text)
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """Redact a command line: URLs, values of `kubernetes.env`, and of names as API_TOKEN."""
+    return [_redact_argument(argument) for argument in arguments]
+
+
+def _redact_argument(argument: str) -> str:
+    if variables := _VARIABLES.search(argument):
+        start = argument[: variables.end(1)]
+        names = [part.partition("=") for part in variables[2].split(",")]
+        return start + ",".join(f"{name}={HIDDEN}" if eq else HIDDEN for name, eq, _ in names)
+    return redact_urls(_SECRET_NAME.sub(rf"\1{HIDDEN}", argument))

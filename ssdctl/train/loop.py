@@ -19,7 +19,7 @@ import torch
 
 from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
 from ssdctl.checkpoint.writer import payload
-from ssdctl.config.render import values
+from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
 from ssdctl.distributed import collectives
@@ -351,7 +351,7 @@ class _Trainer:
                     averaged=None if self.ema is None else self.ema.state(),
                     architecture=setup.architecture,
                     classes=setup.train.classes,
-                    config=values(setup.config),
+                    config=snapshot(setup.config),
                     step=self.step,
                     samples_seen=self._next_sample(),
                     images=self.plan.images,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.config import TrainConfig
-from ssdctl.files import disk_errors
+from ssdctl.files import disk_errors, no_follow
 from ssdctl.train.schedule import TrainSchedule
 
 BENCHMARK = "ssd"
@@ -70,5 +70,8 @@ class MLLog:
             "value": value,
             "metadata": {"file": "ssdctl/train/mllog.py", "lineno": 1, **metadata},
         }
-        with disk_errors(self._path, "writing"), self._path.open("a", encoding="utf-8") as file:
+        with (
+            disk_errors(self._path, "writing"),
+            open(self._path, "a", encoding="utf-8", opener=no_follow) as file,
+        ):
             file.write(f":::MLLOG {json.dumps(line)}\n")

@@ -27,9 +27,10 @@ from ssdctl.checkpoint.reader import (
 )
 from ssdctl.config import Config
 from ssdctl.config.resolve import Resolved
-from ssdctl.data.dataset import WHAT_IS_DROPPED, dataset_folders, require_split
+from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
 from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks

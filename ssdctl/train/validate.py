@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from ssdctl.data.dataset import dataset_folders
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge

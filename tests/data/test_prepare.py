@@ -21,8 +21,8 @@ from PIL import Image
 
 from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.prepare import NO_BOXES, count_trainable, is_prepared, open_dataset, prepare
-from ssdctl.data.store import Split, open_split, read_metadata
+from ssdctl.data.prepare import NO_BOXES, count_trainable, open_dataset, prepare
+from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import lock
 
@@ -475,7 +475,7 @@ class TestKills:
             both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
             for process in both:
                 assert process.stdout is not None
-                assert "waiting for it" in process.stdout.readline()
+                assert "waiting for another" in process.stdout.readline()
         said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
         assert [process.returncode for process in both] == [0, 0]
         assert said == ["unchanged", "written"]
@@ -496,7 +496,7 @@ class TestKills:
         assert holder.stdout.readline() == "held\n"
         waiting = start(dataset, store, pack=False)
         assert waiting.stdout is not None
-        assert "waiting for it" in waiting.stdout.readline()
+        assert "waiting for another" in waiting.stdout.readline()
         holder.kill()
         holder.wait()
         holder.stdout.close()

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from ssdctl.config import DataConfig
-from ssdctl.data.dataset import dataset_folders
 from ssdctl.data.prepare import prepare
-from ssdctl.data.store_folder import default_store
+from ssdctl.data.store_folder import dataset_folders, default_store
 from ssdctl.errors import UsageError
 
 # Root is stopped by mode bits only without these capabilities.

@@ -136,11 +136,11 @@ def test_a_rank_takes_one_chip_of_its_node() -> None:
     )
     ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     environment = {**os.environ, **ranks, "PJRT_DEVICE": "CPU"}
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert told.stdout == "1 4\n"
-    assert "Setting mat mul precision" not in told.stderr
+    assert process.stdout == "1 4\n"
+    assert "Setting mat mul precision" not in process.stderr
 
 
 def test_bf16_runs(xla: Device) -> None:

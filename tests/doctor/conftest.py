@@ -1,4 +1,4 @@
-"""A stand-in machine, and the doctor asked on it."""
+"""A fake machine, and the doctor run on it."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_backbone_weights(
     expected = f"{cache}/tiny.pth, 700 bytes, SHA-256 verified"
     assert state(ask()[1]["weights"]) == ("ok", expected)
     (cache / "tiny.pth").write_bytes(content[1:])
-    assert "not what was published" in ask()[1]["weights"]["detail"]
+    assert "SHA-256 is not" in ask()[1]["weights"]["detail"]
     assert ask("--set", "model.weights=none")[1]["weights"]["state"] == "ok"
     code, checks = ask("--set", "model.weights=resnet34-imagenet-v9")
     assert (code, checks["weights"]["state"]) == (2, "fail")

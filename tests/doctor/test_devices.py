@@ -64,9 +64,9 @@ def test_a_gpu_that_torch_cannot_use(ask: Ask, machine: Machine) -> None:
     assert "built for CUDA" in ask()[1]["cuda"]["remedy"]
 
 
-def test_a_driver_that_kills_whoever_asks(ask: Ask, machine: Machine) -> None:
-    told = {"torch", "import_s", "has_gloo", "cpu", "cuda_build"}
-    machine.torch_says("os.abort()", **{k: v for k, v in RECORDED.items() if k in told})
+def test_a_driver_that_kills_its_caller(ask: Ask, machine: Machine) -> None:
+    reported = {"torch", "import_s", "has_gloo", "cpu", "cuda_build"}
+    machine.torch_says("os.abort()", **{k: v for k, v in RECORDED.items() if k in reported})
     _, checks = ask()
     assert checks["torch import"]["state"] == "ok"
     assert checks["cpu"]["state"] == "ok"

@@ -88,7 +88,7 @@ def test_little_shared_memory_matters_where_cards_are(
 ) -> None:
     from ssdctl.doctor import limits
 
-    monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without any room
+    monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without free space
     assert ask()[1]["/dev/shm"]["state"] == "ok"
     machine.card(hardware.HABANA)
     check = ask()[1]["/dev/shm"]
@@ -134,7 +134,7 @@ def test_a_program_that_hangs_is_killed_with_its_children(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_what_was_asked(machine: Machine, tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_running_probes(machine: Machine, tmp_path: Path, number: int) -> None:
     machine.program("srun", f"echo $$ > {tmp_path}/child; exec /bin/sleep 60")
     doctor = subprocess.Popen(
         [sys.executable, "-m", "ssdctl", "doctor"], stderr=subprocess.PIPE, text=True

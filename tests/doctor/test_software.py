@@ -49,7 +49,7 @@ def test_a_cpu_without_compiler_or_bf16(ask: Ask, machine: Machine) -> None:
     assert state(checks["cpu compile"]) == ("warn", "no C++ compiler")
 
 
-def test_versions_are_judged_by_what_ssdctl_asks(
+def test_versions_are_checked_against_requirements(
     ask: Ask, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def put(name: str, version: str) -> None:

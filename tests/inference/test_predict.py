@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import Result
+from download.http_server import Server, file
 from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
+from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import label_font
 from ssdctl.inference.predict import Predictor
+from ssdctl.inference.tiles import tile_windows
 
 Cli = Callable[..., Result]
 
@@ -138,7 +143,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     )  # fmt: skip
     assert result.code == 3  # one was bad, the rest went on
     assert "photos/bad.png: " in result.err
-    assert "1 of 4 files" in result.err
+    assert "1 of 4" in result.err
     answers = json.loads(result.out)
     names = [a["image"] for a in answers]
     assert names == [*(f"photos/{p.name}" for p in pictures[:2]), f"photos/deep/{pictures[0].name}"]
@@ -152,10 +157,104 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "empty/**/*.jpg")],
+    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "--recursive")],
 )
 def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()
     result = cli("predict", checkpoint, name)
     assert result.code == 2
     assert words in result.err
+
+
+def test_chosen_classes(cli: Cli, checkpoint: Path, predictor: Predictor, picture: Path) -> None:
+    everything = predictor.predict(picture)
+    name = everything[-1].name
+    common = ("predict", checkpoint, picture, "--score", 0.02, "--device", "cpu", "--json")
+    answer = json.loads(cli(*common, "--classes", name, "--max-detections", 2).out)[0]
+    expected = [d.as_json() for d in everything if d.name == name][:2]
+    assert answer["detections"] == expected
+    result = cli(*common, "--classes", f"{name},{predictor.class_names[0].upper()}x")
+    assert result.code == 2
+    assert f"{predictor.class_names[0]!r}" in result.err  # the nearest one
+
+
+def test_nms_iou(cli: Cli, checkpoint: Path, predictor: Predictor, picture: Path) -> None:
+    score = predictor.predict(picture)[30].score  # few detections, so that their number matters
+
+    def count(*options: object) -> int:
+        common = ("--score", score, "--device", "cpu", "--json")
+        found = json.loads(cli("predict", checkpoint, picture, *common, *options).out)
+        return len(found[0]["detections"])
+
+    assert count("--nms-iou", 0.1) < count("--nms-iou", 0.9)
+    assert count("--nms-iou", 0.5) == count() == count("--set", "evaluate.nms_iou=0.5")
+
+
+def test_urls_and_lists(
+    cli: Cli, checkpoint: Path, picture: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server.route("/a.png", file(picture.read_bytes()))
+    page = server.route("/page", file(b"<html>"))
+    lines = f"{picture}\n{url}\n{page}\nabsent.jpg\n".encode()
+    options = ("--out", "drawn", "--score", 0.02, "--device", "cpu", "--json")
+
+    def run(*names: str, stdin: bytes = b"") -> Result:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return cli("predict", checkpoint, *names, *options)
+
+    result = run("-", stdin=lines)
+    assert result.code == 3
+    first, second = json.loads(result.out)
+    assert [first["image"], second["image"]] == [str(picture), url]
+    assert first["detections"] == second["detections"] != []
+    assert f"{page}: not a readable image" in result.err
+    assert "absent.jpg: cannot be read" in result.err
+    assert Path("drawn/a.png").is_file()
+    result = run(server.url + "/absent.jpg", str(picture))
+    assert result.code == 4
+    assert [answer["image"] for answer in json.loads(result.out)] == [str(picture)]
+    assert run("s3://bucket/a.jpg").code == 2
+
+
+def test_tiles_find_small_objects(
+    tiny_run: Path, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The objects of a corner of a large picture, at their own resolution."""
+    with Image.open(picture) as small:
+        corner = small.convert("RGB").resize((400, 400))
+    large = Image.new("RGB", (1200, 1000), "gray")
+    large.paste(corner, (800, 600))
+    single = ssdctl.load(tiny_run, device="cpu", score=0.02, nms_iou=1).predict(corner)
+    complete = next(d for d in single if min(d.box[:2]) > 10)  # not at an inner edge of its tile
+    passes = []
+    detect = Detector.__call__
+
+    def counted(detector: Detector, pixels: torch.Tensor) -> Any:
+        passes.append(len(pixels))
+        return detect(detector, pixels)
+
+    monkeypatch.setattr(Detector, "__call__", counted)
+    tiled = ssdctl.load(tiny_run, device="cpu", score=0.02, nms_iou=1, tile=400)
+    found = tiled.predict(large)
+    assert max(passes) <= 8  # whatever the size of the picture
+    assert sum(passes) == len(tile_windows(1200, 1000, 400, 0.2))
+    expected = np.add(complete.box, [800, 600, 800, 600])
+    assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in found)
+    assert [d.score for d in found] == sorted((d.score for d in found), reverse=True)
+    assert tiled.predict(corner) == single
+
+
+def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) -> None:
+    with Image.open(picture) as small:
+        small.resize((700, 500)).save("large.png")
+    Path("bad.png").write_text("no picture")
+    common = ("--score", 0.02, "--device", "cpu", "--json", "--bs", 3)
+    result = cli("predict", checkpoint, "large.png", "bad.png", "--tile", 300, *common)
+    assert result.code == 3
+    tiled = json.loads(result.out)[0]
+    assert (tiled["width"], tiled["height"]) == (700, 500)
+    expected = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=300).predict("large.png")
+    assert [d["name"] for d in tiled["detections"]] == [d.name for d in expected]
+    assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
+    with pytest.raises(UsageError, match="tile 5"):
+        ssdctl.load(checkpoint, device="cpu", tile=5)

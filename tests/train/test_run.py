@@ -37,6 +37,8 @@ def test_run_folder_holds_what_the_contract_names(tiny_run: Path, shapes: Path) 
         evaluation
     )
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
+    config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
+    assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
 
 
 def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:

@@ -2,12 +2,14 @@
 
 from typing import Annotated, Literal
 
+import msgspec
+
 from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setting
 
 
 class EvaluateConfig(Section, frozen=True):
-    """How a checkpoint is scored."""
+    """The evaluation of a checkpoint."""
 
     split: Annotated[Literal["train", "val", "test"], setting("Split to score")] = "val"
     batch_size: Annotated[
@@ -42,22 +44,53 @@ class EvaluateConfig(Section, frozen=True):
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box that overlaps a better one by more "
+            "Suppress a box if its IoU with a better one is above this "
             "[default: the network's own, 0.5; vgg16 0.45]",
             metavar="X",
         ),
     ] = None
     annotated_only: Annotated[
-        bool, setting("Score images with annotations alone, as the peers do")
+        bool, setting("Score only images with annotations, as the replaced systems do")
     ] = False
     verify: Annotated[
-        bool, setting("Score with pycocotools too and fail on a difference over 1e-12")
+        bool, setting("Also score with pycocotools; fail on a difference above 1e-12")
     ] = False
+
+
+SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 
 
 class PredictConfig(Section, frozen=True):
-    """How `ssdctl predict` looks at pictures."""
+    """How `ssdctl predict` detects objects."""
 
     score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
+    classes: Annotated[
+        tuple[str, ...],
+        setting("Keep only these classes, by name [default: all]", metavar="A,B"),
+    ] = ()
+    nms_iou: Annotated[
+        Fraction | None,
+        setting(
+            "Suppress a box that overlaps a better one by more "
+            "[default: evaluate.nms_iou, else the network's own]",
+            metavar="X",
+        ),
+    ] = None
+    max_detections: Annotated[
+        Count | None, setting("Keep only the N best boxes of a picture", metavar="N")
+    ] = None
+    tile: Annotated[
+        Annotated[int, msgspec.Meta(ge=32)] | None,
+        setting("Detect on tiles of N pixels and on the whole picture, and merge", metavar="N"),
+    ] = None
+    tile_overlap: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, le=0.9)],
+        setting("Overlap of neighbouring tiles, as a fraction of a tile", metavar="X"),
+    ] = 0.2
+    recursive: Annotated[bool, setting("Search folders below the given ones, too")] = False
+    save: Annotated[
+        SaveFormat | None,
+        setting("Write detections in this format into --out, for labelling tools"),
+    ] = None
     batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"

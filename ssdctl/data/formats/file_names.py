@@ -25,7 +25,7 @@ IMAGE_SUFFIXES = frozenset(
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 
 
-class Resolved(NamedTuple):
+class ResolvedImages(NamedTuple):
     """The image files of an annotation file.
 
     Attributes:
@@ -37,7 +37,7 @@ class Resolved(NamedTuple):
     notes: list[str]
 
 
-def resolve_images(images: Sequence[ImageEntry], folder: Path) -> Resolved:
+def resolve_images(images: Sequence[ImageEntry], folder: Path) -> ResolvedImages:
     """Replace file names in place by paths of existing files; fill in absent image sizes.
 
     Raises:
@@ -62,7 +62,7 @@ def resolve_images(images: Sequence[ImageEntry], folder: Path) -> Resolved:
     num_sized = sum(_fill_size(image, folder) for image in unsized)
     if num_sized:
         notes.append(f"{num_sized:,} images without width and height: taken from the files")
-    return Resolved(sizes, notes)
+    return ResolvedImages(sizes, notes)
 
 
 def _replace_names(images: list[ImageEntry], folder: Path) -> list[tuple[str, str]]:

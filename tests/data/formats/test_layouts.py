@@ -13,12 +13,13 @@ from conftest import Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig
-from ssdctl.data.dataset import dataset_folders, find_splits
+from ssdctl.data.dataset import find_splits
 from ssdctl.data.formats.coco import ImageEntry
 from ssdctl.data.formats.detect import find_layout
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.prepare import count_trainable
 from ssdctl.data.store import Split, open_split
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
 
 TRAIN = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"

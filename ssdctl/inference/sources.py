@@ -1,0 +1,261 @@
+"""Find the pictures that a user names: files, folders, patterns, URLs, a list. Torch-free.
+
+for source in find_sources(["photos", "https://host/a.jpg", "-"]):
+    pixels = read_rgb(source.open())
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from ssdctl.errors import NetworkError, UsageError
+from ssdctl.runtime.redact import redact_url, redact_urls
+
+if TYPE_CHECKING:
+    import requests
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".avif")  # in folders
+STDIN = "-"
+MAX_URL_BYTES = 256 << 20
+CONNECT_S = 10.0
+READ_S = 30.0  # without a byte
+TOTAL_S = 120.0
+CHUNK_BYTES = 1 << 16
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "srt", "mms")
+_sessions = threading.local()
+
+
+class FileSource(NamedTuple):
+    """A picture in a file."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The name in results."""
+        return str(self.path)
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return self.name
+
+    @property
+    def file_name(self) -> str:
+        """A name for files that are written for this picture."""
+        return self.path.name
+
+    def open(self) -> Path:
+        """Return the encoded picture as `read_rgb` takes it."""
+        return self.path
+
+
+class UrlSource(NamedTuple):
+    """A picture on a web server."""
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The name in results."""
+        return self.url
+
+    @property
+    def label(self) -> str:
+        """The name in messages, without passwords and tokens."""
+        return redact_url(self.url)
+
+    @property
+    def file_name(self) -> str:
+        """A name for files that are written for this picture."""
+        name = unquote(urlsplit(self.url).path).rpartition("/")[2]
+        return re.sub(r"[^\w.-]", "_", name).lstrip(".")[-100:] or "picture"
+
+    def open(self) -> io.BytesIO:
+        """Fetch the encoded picture.
+
+        Raises:
+            NetworkError: No answer in time, a refusal, or more than `MAX_URL_BYTES`.
+        """
+        file = io.BytesIO(fetch_picture(self.url))
+        setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
+        return file
+
+
+Source = FileSource | UrlSource
+
+
+def source_of(name: str | os.PathLike[str]) -> Source:
+    """Return the picture that a path or a URL names; the file need not exist.
+
+    Raises:
+        UsageError: A URL that is not http(s), or not a valid one.
+    """
+    text = os.fspath(name)
+    match = _SCHEME.match(text) if isinstance(name, str) else None
+    if match is None:
+        return FileSource(Path(text))
+    scheme = match[1].lower()
+    if scheme not in ("http", "https"):
+        raise UsageError(
+            f"{redact_url(text)}: {scheme}:// is not supported; pictures are files, folders, "
+            "patterns, or http:// and https:// URLs",
+            hint=_scheme_hint(scheme),
+        )
+    try:
+        host = urlsplit(text).hostname
+    except ValueError:
+        host = None
+    if not host:
+        raise UsageError(f"{redact_url(text)}: not a valid URL", hint="check the host name")
+    return UrlSource(text)
+
+
+def _scheme_hint(scheme: str) -> str:
+    if scheme == "file":
+        return "give the path without file://"
+    if scheme in _STREAMS:
+        return "save frames of the stream first: ffmpeg -i URL -vf fps=1 frames/%06d.jpg"
+    return "mount it (mount-s3, rclone mount) or copy it (aws s3 sync, rclone copy), and give that"
+
+
+def find_sources(
+    names: Sequence[str], *, recursive: bool = False, stdin: IO[bytes] | None = None
+) -> list[Source]:
+    """Return the pictures that names stand for, in their order.
+
+    Args:
+        names: Files, folders, patterns (`**` for all folders below), http(s) URLs, or `-`.
+        recursive: Search folders below the given ones, too.
+        stdin: The list of `-`: a file or URL per line, or separated by NUL; default: the process's
+            standard input.
+
+    Raises:
+        UsageError: A name that matches nothing, a folder without pictures, another URL.
+    """
+    sources: list[Source] = []
+    for name in names:
+        path = Path(name)
+        if name == STDIN:
+            sources += _listed(stdin or sys.stdin.buffer)
+        elif _SCHEME.match(name):
+            sources.append(source_of(name))
+        elif path.is_dir():
+            sources += map(FileSource, _in_folder(path, recursive))
+        elif path.exists():
+            sources.append(FileSource(path))
+        elif glob.has_magic(name):
+            matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - Path's takes no absolute pattern
+            files = [Path(match) for match in matches if Path(match).is_file()]
+            if not files:
+                raise UsageError(f"{name}: matches no file")
+            sources += map(FileSource, files)
+        else:
+            raise UsageError(f"{path}: no such file or folder")
+    return sources
+
+
+def _in_folder(folder: Path, recursive: bool) -> list[Path]:
+    files = _walk(folder) if recursive else folder.iterdir()
+    pictures = sorted(
+        p for p in files if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")
+    )
+    if not pictures:
+        hint = None if recursive else "--recursive searches the folders below, too"
+        raise UsageError(f"{folder}: a folder without pictures ({', '.join(SUFFIXES)})", hint=hint)
+    return pictures
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield all files below a folder; hidden folders and links to folders are left out."""
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in files)
+
+
+def _listed(stdin: IO[bytes]) -> list[Source]:
+    """Read a list; a file that does not exist is reported with the unreadable pictures."""
+    content = stdin.read()
+    lines = content.split(b"\0") if b"\0" in content else content.splitlines()
+    sources = [source_of(os.fsdecode(line)) for line in lines if line.strip()]
+    if not sources:
+        raise UsageError(
+            "-: standard input has no names of pictures",
+            hint="one path or URL per line: find photos -name '*.jpg' | ssdctl predict CKPT -",
+        )
+    return sources
+
+
+def fetch_picture(url: str) -> bytes:
+    """Fetch a file of at most `MAX_URL_BYTES` within `TOTAL_S` seconds.
+
+    Raises:
+        NetworkError: No answer in time, a refusal, or a file that is too large.
+    """
+    import requests
+    import urllib3
+
+    from ssdctl.download.fetch import open_session
+    from ssdctl.download.http_response import describe_error, request_headers
+
+    if not hasattr(_sessions, "session"):  # each thread reuses its connections
+        _sessions.session = open_session(connections=1)
+    try:
+        with _sessions.session.get(
+            url, headers=request_headers(None, ""), stream=True, timeout=(CONNECT_S, READ_S)
+        ) as reply:
+            if reply.status_code != requests.codes.ok:
+                answer = f"{reply.status_code} {reply.reason or ''}".strip()
+                raise NetworkError(
+                    f"{redact_url(url)}: the server answers {answer}", hint="check the URL"
+                )
+            return _read_body(reply, url)
+    except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+        reason = redact_urls(describe_error(error, url))
+        raise NetworkError(f"{redact_url(url)}: {reason}", hint="check the URL") from error
+
+
+def _read_body(reply: requests.Response, url: str) -> bytes:
+    """Return the body.
+
+    Raises:
+        NetworkError: It is too large, too slow or incomplete.
+    """
+    deadline = time.monotonic() + TOTAL_S
+    declared = reply.headers.get("Content-Length", "")
+    if declared.isdecimal() and int(declared) > MAX_URL_BYTES:
+        raise _too_large(url)
+    content = bytearray()
+    while data := reply.raw.read1(CHUNK_BYTES, decode_content=False):
+        content += data
+        if len(content) > MAX_URL_BYTES:
+            raise _too_large(url)
+        if time.monotonic() > deadline:
+            raise NetworkError(
+                f"{redact_url(url)}: {len(content):,} bytes after {TOTAL_S:g} s: too slow",
+                hint="fetch the file by other means, and give its path",
+            )
+    if declared.isdecimal() and len(content) < int(declared):
+        raise NetworkError(
+            f"{redact_url(url)}: the connection ended after {len(content):,} of {declared} bytes",
+            hint="run it again",
+        )
+    return bytes(content)
+
+
+def _too_large(url: str) -> NetworkError:
+    return NetworkError(
+        f"{redact_url(url)}: larger than {MAX_URL_BYTES >> 20} MiB, the limit of a picture by URL",
+        hint="fetch the file by other means, and give its path",
+    )

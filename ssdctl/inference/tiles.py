@@ -1,0 +1,114 @@
+"""Divide a large picture into overlapping tiles, and merge their detections. Torch-free.
+
+    for window in tile_windows(8000, 6000, size=1000, overlap=0.2): ...
+    kept = merge(boxes, scores, labels, is_cut, nms_iou=0.5)
+
+An object is cut if its box touches an edge of a tile inside the picture. As long as it is smaller
+than the overlap, another tile has all of it; the view of the whole picture has the larger ones.
+Boxes are left, top, right, bottom in pixels of the picture.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MIN_TILE = 32
+CUT_MARGIN = 0.01  # of the window's side: a box this near to its edge touches it
+CUT_COVERED = 0.5  # a cut box of which a kept box covers more is a part of that object
+
+Boxes = NDArray[np.float64]  # K x 4
+
+
+class Window(NamedTuple):
+    """A part of a picture in pixels."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+
+def tile_windows(width: int, height: int, size: int, overlap: float) -> list[Window]:
+    """Return the whole picture, and tiles that cover it if it is larger than one.
+
+    Args:
+        width: Of the picture in pixels.
+        height: Of the picture in pixels.
+        size: Side of a tile in pixels.
+        overlap: The least overlap of neighbours as a fraction of the tile, below 1.
+    """
+    windows = [Window(0, 0, width, height)]
+    if width > size or height > size:
+        windows += [
+            Window(left, top, min(left + size, width), min(top + size, height))
+            for top in _starts(height, size, overlap)
+            for left in _starts(width, size, overlap)
+        ]
+    return windows
+
+
+def _starts(length: int, size: int, overlap: float) -> list[int]:
+    """Return evenly spaced starts of tiles, from 0 to the last one that fits."""
+    if length <= size:
+        return [0]
+    stride = max(int(size * (1 - overlap)), 1)
+    count = -(-(length - size) // stride) + 1
+    return [round(i * (length - size) / (count - 1)) for i in range(count)]
+
+
+def cut_flags(boxes: Boxes, window: Window, width: int, height: int) -> NDArray[np.bool_]:
+    """Return (K,) flags: the box touches an edge of its window that is not the picture's."""
+    left, top, right, bottom = window
+    margin_x, margin_y = CUT_MARGIN * (right - left), CUT_MARGIN * (bottom - top)
+    flags = np.zeros(len(boxes), np.bool_)
+    if left > 0:
+        flags |= boxes[:, 0] <= left + margin_x
+    if top > 0:
+        flags |= boxes[:, 1] <= top + margin_y
+    if right < width:
+        flags |= boxes[:, 2] >= right - margin_x
+    if bottom < height:
+        flags |= boxes[:, 3] >= bottom - margin_y
+    return flags
+
+
+def merge(
+    boxes: Boxes,
+    scores: NDArray[np.float64],
+    labels: NDArray[np.int64],
+    is_cut: NDArray[np.bool_],
+    nms_iou: float,
+) -> NDArray[np.int64]:
+    """Select the detections of all windows by NMS per class; return indices, the best score first.
+
+    Complete boxes come before cut ones, so that part of an object never replaces all of it. A cut
+    box is also dropped if a kept box covers most of it.
+    """
+    kept: list[int] = []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        order = members[np.lexsort((-scores[members], is_cut[members]))]
+        while len(order):
+            best, order = order[0], order[1:]
+            kept.append(int(best))
+            overlap = _intersections(boxes[best], boxes[order])
+            area = _areas(boxes[order])
+            union = _areas(boxes[best : best + 1])[0] + area - overlap
+            is_part = is_cut[order] & (overlap > CUT_COVERED * area)
+            order = order[~((overlap > nms_iou * union) | is_part)]
+    indices = np.array(kept, np.int64)
+    return indices[np.argsort(-scores[indices], kind="stable")]
+
+
+def _areas(boxes: Boxes) -> NDArray[np.float64]:
+    areas: NDArray[np.float64] = (boxes[:, 2:] - boxes[:, :2]).clip(min=0).prod(axis=1)
+    return areas
+
+
+def _intersections(box: NDArray[np.float64], boxes: Boxes) -> NDArray[np.float64]:
+    size = np.minimum(box[2:], boxes[:, 2:]) - np.maximum(box[:2], boxes[:, :2])
+    areas: NDArray[np.float64] = size.clip(min=0).prod(axis=1)
+    return areas

@@ -1,0 +1,131 @@
+"""Detections as labelling tools import them."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import yaml
+from conftest import Result
+from PIL import Image
+
+from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.errors import UsageError
+from ssdctl.inference.results import Detection, LabelledClass, Prediction
+from ssdctl.inference.save import open_writer
+from ssdctl.inference.sources import FileSource, UrlSource
+
+Cli = Callable[..., Result]
+SIZE = (200, 100)
+BOX = (20.0, 10.0, 60.0, 60.0)
+CLASSES = [LabelledClass(1, 7, "car"), LabelledClass(3, 9, 'no: "bus"')]
+CAR = Detection("car", 1, 7, 0.9, BOX)
+BUS = Detection(CLASSES[1].name, 3, 9, 0.4, (0.0, 0.0, 200.0, 100.0))
+OUTSIDE = Detection("car", 1, 7, 0.35, (200.0, 10.0, 200.0, 60.0))  # clipped to nothing
+
+
+@pytest.fixture
+def results() -> list[Prediction]:
+    """Return results of two pictures of the same name and of one from a server."""
+    predictions = []
+    for folder in ("photos/a", "photos/b c"):
+        path = Path(folder) / "1.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", SIZE).save(path)
+        predictions.append(Prediction(FileSource(path), path, SIZE, [CAR, BUS, OUTSIDE]))
+    content = io.BytesIO(path.read_bytes())
+    source = UrlSource("https://host/pictures/2?size=full")
+    return [*predictions, Prediction(source, content, SIZE, [])]
+
+
+def save(format_: SaveFormat, results: list[Prediction]) -> Path:
+    folder = Path("out")
+    writer = open_writer(format_, folder, CLASSES)
+    for result in results:
+        writer.add(result)
+    assert str(folder) in writer.close()
+    return folder
+
+
+def test_coco(results: list[Prediction]) -> None:
+    folder = save("coco", results)
+    dataset = json.loads((folder / "coco.json").read_text())
+    assert [(c["id"], c["name"]) for c in dataset["categories"]] == [(7, "car"), (9, BUS.name)]
+    assert [i["file_name"] for i in dataset["images"]] == [r.source.name for r in results]
+    assert all((i["width"], i["height"]) == SIZE for i in dataset["images"])
+    annotations = dataset["annotations"]
+    assert [(a["image_id"], a["category_id"]) for a in annotations] == [
+        (1, 7), (1, 9), (2, 7), (2, 9),
+    ]  # fmt: skip
+    assert annotations[0]["bbox"] == [20, 10, 40, 50]
+    assert annotations[0]["area"] == 2000
+    assert len({a["id"] for a in annotations}) == 4
+    rows = json.loads((folder / "results.json").read_text())
+    assert [r["score"] for r in rows] == [0.9, 0.4, 0.9, 0.4]
+    assert rows == [{key: a[key] for key in rows[0]} for a in annotations]
+
+
+def test_yolo(results: list[Prediction]) -> None:
+    folder = save("yolo", results)
+    described = yaml.safe_load((folder / "data.yaml").read_text())
+    assert described["names"] == {0: "car", 1: BUS.name}
+    images = sorted((folder / "images").iterdir())
+    assert [i.name for i in images] == ["1-2.png", "1.png", "2.jpg"]
+    for image in images:
+        with Image.open(image) as opened:
+            assert opened.size == SIZE
+    labels = {p.stem: p.read_text().splitlines() for p in (folder / "labels").iterdir()}
+    assert set(labels) == {i.stem for i in images}
+    assert labels["2"] == []
+    number, *box = labels["1"][0].split()
+    assert number == "0"
+    assert [float(v) for v in box] == [0.2, 0.35, 0.2, 0.5]
+    assert labels["1"][1].split()[0] == "1"
+
+
+def test_yolo_does_not_replace_corrected_labels(results: list[Prediction]) -> None:
+    folder = save("yolo", results)
+    with pytest.raises(UsageError, match="labels") as caught:
+        open_writer("yolo", folder, CLASSES)
+    assert "--out" in (caught.value.hint or "")
+
+
+def test_label_studio(results: list[Prediction]) -> None:
+    folder = save("labelstudio", results)
+    tasks = json.loads((folder / "tasks.json").read_text())
+    addresses = [task["data"]["image"] for task in tasks]
+    root = Path.cwd()
+    for address, result in zip(addresses[:2], results, strict=False):
+        path = unquote(address.removeprefix("/data/local-files/?d="))
+        assert root / path == result.source.path.absolute()  # type: ignore[union-attr]
+    assert addresses[2] == results[2].source.name
+    interface = ET.fromstring((folder / "labels.xml").read_text())
+    controls = {e.get("name"): e for e in interface.iter() if e.get("name")}
+    car = tasks[0]["predictions"][0]["result"][0]
+    assert {car["from_name"], car["to_name"]} == set(controls)
+    assert controls["label"].get("toName") == "image"
+    assert [e.get("value") for e in controls["label"]] == ["car", BUS.name]
+    value = car["value"]
+    assert [value[k] for k in ("x", "y", "width", "height")] == [10, 10, 20, 50]
+    assert value["rectanglelabels"] == ["car"]
+    assert (car["original_width"], car["original_height"]) == SIZE
+    assert len(tasks[0]["predictions"][0]["result"]) == 2
+    assert tasks[2]["predictions"][0]["result"] == []
+
+
+def test_a_saved_yolo_folder_is_a_dataset(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """What `predict` writes, `prepare` reads."""
+    result = cli(
+        "predict", checkpoint, shapes / "val2017", "--save", "yolo", "--out", "labels",
+        "--score", 0.02, "--max-detections", 3, "--device", "cpu",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    lines = [p.read_text().splitlines() for p in Path("labels/labels").iterdir()]
+    assert 0 < max(map(len, lines)) <= 3
+    assert cli("prepare", "--data", "labels", "--no-pack").code == 0
+    assert cli("predict", checkpoint, shapes / "val2017", "--save", "coco").code == 2

@@ -1,0 +1,118 @@
+"""The pictures that names stand for: files, folders, patterns, URLs and lists."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from download.http_server import Reply, Server, file
+
+from ssdctl.errors import NetworkError, UsageError
+from ssdctl.inference import sources
+from ssdctl.inference.sources import UrlSource, find_sources, source_of
+
+
+def touch(*names: str) -> None:
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).touch()
+
+
+def names(*given: str, recursive: bool = False, stdin: bytes = b"") -> list[str]:
+    return [s.name for s in find_sources(given, recursive=recursive, stdin=io.BytesIO(stdin))]
+
+
+def test_folders_only_their_own_pictures_unless_recursive() -> None:
+    touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
+    assert names("a") == ["a/1.tif", "a/2.JPG"]
+    assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", "a/b/3.webp"]
+
+
+def test_folders_that_link_to_each_other_end() -> None:
+    touch("a/1.png")
+    Path("a/again").symlink_to(Path("a").absolute())
+    assert names("a", recursive=True) == ["a/1.png"]
+
+
+def test_a_file_whose_name_is_a_pattern() -> None:
+    touch("a[1].png", "a1.png")
+    assert names("a[1].png") == ["a[1].png"]
+    assert names("a*.png") == ["a1.png", "a[1].png"]
+
+
+def test_lists_on_standard_input() -> None:
+    touch("x.png")
+    listed = b"no [such] file.jpg\nhttps://host/a.jpg?t=1\n\n"
+    assert names("x.png", "-", stdin=listed) == [
+        "x.png",
+        "no [such] file.jpg",
+        "https://host/a.jpg?t=1",
+    ]
+    assert names("-", stdin=b"two\nlines.png\0b.png\0") == ["two\nlines.png", "b.png"]
+    with pytest.raises(UsageError, match="standard input"):
+        names("-", stdin=b"\n")
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme"),
+    [("s3://key:pw@bucket/a.jpg", "s3://"), ("RTSP://cam/1", "rtsp://"), ("file:///a", "file://")],
+)
+def test_other_schemes_are_refused_by_name(url: str, scheme: str) -> None:
+    for given, stdin in ([url], b""), (["-"], url.encode()):
+        with pytest.raises(UsageError) as caught:
+            names(*given, stdin=stdin)
+        assert scheme in str(caught.value)
+        assert "bucket/a.jpg" in str(caught.value) or "s3" not in scheme  # with both slashes
+        assert "pw" not in str(caught.value)
+        assert caught.value.hint
+    with pytest.raises(UsageError, match="not a valid URL"):
+        source_of("http:///a.jpg")
+
+
+def test_names_of_urls_hide_secrets_and_are_safe_file_names() -> None:
+    source = source_of("https://me:pw@host/x/%2e%2e%2fa%20b.jpg?token=1")
+    assert "pw" not in source.label
+    assert "token" not in source.label
+    assert "/" not in source.file_name
+    assert source.file_name.endswith("a_b.jpg")
+    assert source_of("https://host/").file_name == "picture"
+
+
+def test_a_picture_is_fetched(server: Server) -> None:
+    source = UrlSource(server.route("/a.png", file(b"content")))
+    assert source.open().read() == b"content"
+    chunked = server.route("/chunked", lambda _: Reply(body=b"content", length=False))
+    assert UrlSource(chunked).open().read() == b"content"
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_large_files_are_not_read_to_their_end(
+    server: Server, length: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_URL_BYTES", 1 << 20)
+    url = server.route("/a?key=s3cret", lambda _: Reply(body=bytes(32 << 20), length=length))
+    with pytest.raises(NetworkError, match="larger than 1 MiB") as caught:
+        UrlSource(url).open()
+    assert "s3cret" not in str(caught.value)
+    assert server.body_bytes < 24 << 20
+
+
+def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "READ_S", 0.2)
+    monkeypatch.setattr(sources, "TOTAL_S", 0.3)
+    silent = server.route("/silent", lambda _: Reply(head_pause_s=5))
+    slow = Reply(body=b"x" * 1000, pause_s=0.05, slice_bytes=1)
+    cut = Reply(body=b"x" * 1000, cut=10)
+    redirect = Reply(302, {"Location": "file:///etc/passwd"})
+    for url, words in (
+        (server.url + "/absent", "404"),
+        (silent, "timed out"),
+        (server.route("/slow", lambda _: slow), "too slow"),
+        (server.route("/cut", lambda _: cut), "10"),
+        (server.route("/elsewhere", lambda _: redirect), "file:"),
+        ("http://127.0.0.1:9/a.jpg", "refused"),
+    ):
+        with pytest.raises(NetworkError, match=words) as caught:
+            UrlSource(url).open()
+        assert url in str(caught.value)

@@ -1,0 +1,71 @@
+"""Tiles of a large picture and the merging of their detections."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ssdctl.inference.tiles import Window, cut_flags, merge, tile_windows
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size", "overlap"),
+    [(8000, 6000, 1000, 0.2), (301, 300, 300, 0.0), (1000, 200, 333, 0.5), (640, 480, 300, 0.9)],
+)
+def test_tiles_cover_the_picture_and_overlap(
+    width: int, height: int, size: int, overlap: float
+) -> None:
+    whole, *tiles = tile_windows(width, height, size, overlap)
+    assert whole == (0, 0, width, height)
+    for length, axis in ((width, 0), (height, 1)):
+        spans = sorted({(tile[axis], tile[axis + 2]) for tile in tiles})
+        assert spans[0][0] == 0
+        assert spans[-1][1] == length
+        for (_, end), (start, _) in itertools.pairwise(spans):
+            assert end - start >= int(size * overlap) - 1
+        assert all(stop - start == min(size, length) for start, stop in spans)
+    assert len(tiles) == len(set(tiles))
+
+
+def test_a_small_picture_is_one_view() -> None:
+    assert tile_windows(300, 200, 300, 0.2) == [Window(0, 0, 300, 200)]
+
+
+def test_boxes_at_inner_edges_are_cut() -> None:
+    boxes = np.array([[100, 20, 150, 60], [120, 0, 150, 60], [120, 20, 200, 60.0]])
+    window = Window(100, 0, 200, 100)
+    assert cut_flags(boxes, window, 400, 100).tolist() == [True, False, True]
+    assert cut_flags(boxes, window, 200, 100).tolist() == [True, False, False]
+
+
+def merged(*rows: tuple[tuple[int, int, int, int], float, int, bool]) -> list[int]:
+    boxes, scores, labels, is_cut = (np.array(column) for column in zip(*rows, strict=True))
+    kept: NDArray[np.int64] = merge(boxes.astype(np.float64), scores, labels, is_cut, 0.5)
+    return [int(i) for i in kept]
+
+
+def test_one_object_of_two_tiles_is_one_detection() -> None:
+    assert merged(
+        ((10, 10, 50, 50), 0.6, 1, False),
+        ((11, 10, 51, 50), 0.9, 1, False),
+        ((11, 10, 51, 50), 0.8, 2, False),  # another class
+        ((200, 10, 240, 50), 0.95, 1, False),  # elsewhere
+    ) == [3, 1, 2]
+
+
+def test_a_part_of_an_object_does_not_replace_it() -> None:
+    whole, part = (0, 0, 100, 40), (0, 0, 30, 40)
+    assert merged((part, 0.9, 1, True), (whole, 0.4, 1, False)) == [1]
+    assert merged((part, 0.9, 1, False), (whole, 0.4, 1, False)) == [0, 1]  # a small one before it
+    assert merged((part, 0.9, 1, True), (whole, 0.4, 2, False)) == [0, 1]
+
+
+def test_no_detections() -> None:
+    empty = np.zeros(0)
+    kept = merge(
+        np.zeros((0, 4)), empty, empty.astype(np.int64), empty.astype(np.bool_), nms_iou=0.5
+    )
+    assert kept.tolist() == []

@@ -1,0 +1,86 @@
+"""Files that are made to be shared contain no secrets of the config, environment or command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Result
+
+from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot
+from ssdctl.config.resolve import Override, read_toml, resolve
+from ssdctl.config.settings import all_settings
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import environment
+from ssdctl.runs.reader import read_run
+from ssdctl.runs.writer import RunWriter
+
+Cli = Callable[..., Result]
+MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
+SECRETS = [
+    Override("kubernetes.env", "WANDB_KEY=S3CRET,B=S3CRET", "--set"),
+    Override("download.mirror", MIRROR, "SSDCTL_DOWNLOAD__MIRROR"),
+    Override("slurm.options", "--export=TOKEN=S3CRET", "config.toml:3"),
+    Override("train.init", "https://bob:S3CRET@host/a.pt?S3CRET", "--init"),
+    Override("train.lr", "0.5", "--lr"),
+]
+COMMAND = [
+    "ssdctl", "train", "--set", "kubernetes.env=A=S3CRET,B=x S3CRET", f"--set=download.mirror={MIRROR}",
+    "--set=SSDCTL_KUBERNETES__ENV=S3CRET", "--export=API_TOKEN=S3CRET", "--lr=0.5",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setattr(sys, "argv", COMMAND)
+    run = RunDir(tmp_path / "run")
+    writer = RunWriter(run, resolve(overrides=SECRETS), environment("cpu", 1), 0, [])
+    writer.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
+    return run
+
+
+def test_a_run_folder_has_no_secrets(run: RunDir) -> None:
+    for path in run.path.rglob("*"):
+        if path.is_file():
+            assert "S3CRET" not in path.read_text(), path
+    command = read_run(run.path).environment["command"]
+    assert command[:4] == [*COMMAND[:3], "kubernetes.env=A=***,B=***"]
+    assert command[-1] == "--lr=0.5"
+
+
+def test_a_runs_config_file_repeats_what_explains_the_result(run: RunDir) -> None:
+    sections = {o.path.partition(".")[0] for o in read_toml(run.config)}
+    assert sections <= set(SNAPSHOT_SECTIONS)
+    assert resolve(file=str(run.config)).config.train.lr == 0.5
+
+
+def test_a_checkpoints_settings_have_no_secrets_and_allow_a_resume() -> None:
+    settings = snapshot(resolve(overrides=SECRETS).config)
+    assert "S3CRET" not in repr(settings)
+    compared = {s.path for s in all_settings().values() if s.affects_results}
+    assert compared <= set(settings)
+    assert settings["train.lr"] == 0.5
+
+
+def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path: Path) -> None:
+    text = run.config.read_text()
+    text += f'\n[kubernetes]\nenv = ["A=S3CRET"]\n\n[download]\nmirror = "{MIRROR}"\n'
+    run.config.write_text(text)
+    run.environment.write_text('{"command": ["ssdctl", "--set=kubernetes.env=A=S3CRET"]}')
+    out = tmp_path / "report.html"
+    assert cli("report", run.path, "--out", out).code == 0
+    page = out.read_text()
+    assert "S3CRET" not in page
+    assert "ssdctl" in page
+    assert "lr = 0.5" in page
+
+
+def test_the_logged_launch_command_has_no_secrets() -> None:
+    from ssdctl.launch.request import LaunchPlan
+
+    plan = LaunchPlan(("torchrun", *COMMAND), {"HF_TOKEN": "S3CRET", "N": "1"}, "torchrun", 1, 1)
+    assert "S3CRET" in plan.to_line()
+    assert "S3CRET" not in plan.to_log_line()
+    assert "N=1 torchrun ssdctl train" in plan.to_log_line()
