@@ -23,9 +23,8 @@ DIALECT = re.compile(
 NOT_CONVERTED = {
     "ssdctl/benchmark", "ssdctl/boxes", "ssdctl/checkpoint", "ssdctl/data", "ssdctl/device",
     "ssdctl/distributed", "ssdctl/doctor", "ssdctl/download", "ssdctl/evaluate", "ssdctl/export",
-    "ssdctl/inference", "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
-    "ssdctl/runs", "ssdctl/runtime", "ssdctl/train", "ssdctl/cli", "ssdctl/files.py",
-    "ssdctl/errors.py", "docs", "README.md",
+    "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
+    "ssdctl/runs", "ssdctl/runtime", "ssdctl/train",
 }  # fmt: skip
 
 
