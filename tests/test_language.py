@@ -23,7 +23,7 @@ DIALECT = re.compile(
 NOT_CONVERTED = {
     "ssdctl/benchmark", "ssdctl/boxes", "ssdctl/checkpoint", "ssdctl/data", "ssdctl/device",
     "ssdctl/distributed", "ssdctl/doctor", "ssdctl/download", "ssdctl/evaluate", "ssdctl/export",
-    "ssdctl/inference", "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
+    "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
     "ssdctl/runs", "ssdctl/runtime", "ssdctl/train",
 }  # fmt: skip
 
