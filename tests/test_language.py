@@ -21,10 +21,7 @@ DIALECT = re.compile(
 )
 # Still to be converted: shrinks to nothing.
 NOT_CONVERTED = {
-    "ssdctl/benchmark", "ssdctl/boxes", "ssdctl/checkpoint", "ssdctl/data", "ssdctl/device",
-    "ssdctl/distributed", "ssdctl/doctor", "ssdctl/download", "ssdctl/evaluate", "ssdctl/export",
-    "ssdctl/input", "ssdctl/launch", "ssdctl/model", "ssdctl/report",
-    "ssdctl/runs", "ssdctl/runtime", "ssdctl/train",
+    "ssdctl/checkpoint", "ssdctl/data", "ssdctl/runs", "ssdctl/train",
 }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""What leaves the house: pictures with boxes, exported files, the report page."""
+"""Pages and pictures about runs: the report, evaluations, the preview. Torch-free in parts."""
