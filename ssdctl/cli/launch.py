@@ -217,7 +217,7 @@ def _submit(call: Call, plan: LaunchPlan, answer: dict[str, object], wait: bool)
     batch.require_engine(plan)
     job = batch.submit(plan)
     answer["id"] = job
-    end = batch.how_to_end(job, plan)
+    end = batch.end_command(job, plan)
     if not wait:
         call.console.say(f"submitted; {end} ends it")
         call.console.result(answer, job)

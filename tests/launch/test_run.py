@@ -23,7 +23,7 @@ import pytest
 from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.exit_codes import EXITS_VARIABLE, described, job_exit_code
+from ssdctl.launch.exit_codes import EXITS_VARIABLE, describe_failure, job_exit_code
 from ssdctl.launch.logs import last_lines, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import make_plan
@@ -307,14 +307,14 @@ def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
     ("exits", "num_ranks", "words"),
     [
         ({1: 8, 0: 3}, 2, "rank 0 failed first, with exit code 3"),
-        ({0: 8, 2: 8}, 3, "rank 1 died or hung: no exit code was left"),
-        ({0: 8}, None, "rank 0 was the first to miss another rank"),
+        ({0: 8, 2: 8}, 3, "rank 1 died or hung: no exit code was recorded"),
+        ({0: 8}, None, "rank 0 was the first to report a lost rank"),
         ({}, 2, None),
         ({0: 0, 1: 0}, 2, None),
     ],
 )
 def test_who_failed(exits: dict[int, int], num_ranks: int | None, words: str | None) -> None:
-    assert described(exits, num_ranks) == words
+    assert describe_failure(exits, num_ranks) == words
 
 
 def test_logs_of_ranks(tmp_path: Path) -> None:
