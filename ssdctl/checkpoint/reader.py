@@ -26,11 +26,11 @@ from ssdctl.model import vgg
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
-SHOWN = 6  # keys named in a message
+MAX_KEYS = 6  # listed in a message
 
 
 class Architecture(NamedTuple):
-    """What it takes to build the network of a checkpoint."""
+    """The parameters that build the network of a checkpoint."""
 
     backbone: str
     extra_norm: str
@@ -56,7 +56,7 @@ class _Optimizer(msgspec.Struct):
 
 
 class _Facts(msgspec.Struct):
-    """What a checkpoint of ours says besides its weights, by type."""
+    """The fields of our checkpoints other than the weights, with their types."""
 
     architecture: _Built
     classes: list[ClassName]
@@ -70,13 +70,13 @@ class _Facts(msgspec.Struct):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, read whole: ours, or a peer's under our names."""
+    """A checkpoint in memory: ours, or a third-party one under our names."""
 
     path: Path
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # values by setting, as the run had them; a peer's has none
+    config: dict[str, Any]  # the run's values by setting; empty for a third-party one
     step: int
     epoch: float
     samples_seen: int
@@ -84,24 +84,24 @@ class Checkpoint(NamedTuple):
     global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
-    peer: str | None = None  # whose it is, where it is not ours
-    trained: dict[str, Tensor] | None = None  # what to go on from, where `model` is an average
+    peer: str | None = None  # the third-party system that wrote it; None if it is ours
+    trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint: ours, or MLPerf's, Habana's, NVIDIA's or the TPU fork's as it is.
+    """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
 
     Raises:
         UsageError: There is no such file.
-        IntegrityError: It is damaged, no checkpoint, or would run code.
+        IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
     payload = read_payload(path)
-    if (peer := third_party.peer_of(payload)) is not None:
-        return _read_peer(path, payload, peer)
+    if (peer := third_party.source_of(payload)) is not None:
+        return _read_third_party(path, payload, peer)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise IntegrityError(
-            f"{path}: no checkpoint that this version of ssdctl reads",
-            hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
+            f"{path}: not a checkpoint that this version of ssdctl reads",
+            hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
         )
     try:
         facts = msgspec.convert(payload, _Facts)
@@ -130,16 +130,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
-    """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
+def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+    """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
     if not _is_state(weights):
-        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are no tensors")
-    state = third_party.from_peer(cast(Mapping[str, Tensor], weights), peer)
+        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are not tensors")
+    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), peer)
     backbone = third_party.backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
-        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet or VGG16")
+        raise IntegrityError(
+            f"{path}: looks like {peer}'s, but is not an SSD300 on a ResNet or VGG16"
+        )
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
@@ -149,7 +151,7 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
     try:
         step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
     except (TypeError, ValueError, OverflowError) as error:
-        raise IntegrityError(f"{path}: its iteration or epoch is no number: {error}") from None
+        raise IntegrityError(f"{path}: its iteration or epoch is not a number: {error}") from None
     return Checkpoint(
         path=path,
         model=state,
@@ -179,10 +181,10 @@ def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
 def with_classes(
     checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """A checkpoint's weights for a network with other classes.
+    """Return a checkpoint's weights for a network with other classes.
 
-    The class heads are those of `model` (new), except for the background and the classes that the
-    checkpoint knows by name. Everything else is the checkpoint's.
+    The class heads are those of `model` (new), except for the background and the classes with the
+    name of one of the checkpoint's. Everything else is from the checkpoint.
 
     Returns:
         The weights, and the names of the classes that were kept.
@@ -206,9 +208,9 @@ def with_classes(
 
 
 def read_payload(path: Path) -> Any:
-    """What a `.pt` file holds, once its CRCs are right. Tensors land on the CPU.
+    """Return the content of a `.pt` file after a check of its CRCs, with tensors on the CPU.
 
-    Files from before torch 1.6 are no zips and have no CRCs: torch.load alone judges them.
+    Files from before torch 1.6 are not zips and have no CRCs: only torch.load checks them.
 
     Raises:
         UsageError: There is no such file.
@@ -229,41 +231,41 @@ def read_payload(path: Path) -> Any:
             verify(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of formats that are judged by the result
+            warnings.simplefilter("ignore")  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
         raise IntegrityError(
-            f"{path}: no checkpoint, or one that holds more than plain tensors: {_reason(error)}",
+            f"{path}: not a checkpoint, or one with more than plain tensors: {_reason(error)}",
             hint="no code of it was run",
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """torch's own first line goes on about loading it unsafely; what it found stands below."""
+    """Return the cause from an error of torch.load, without its advice to load it unsafely."""
     text = str(error).strip() or repr(error)
-    if stranger := re.search(r"GLOBAL (\S+)", text):
-        return f"it names {stranger[1]}"
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {match[1]}"
     if "weights_only" in text:
         return "torch.save did not write it"
     return text.splitlines()[0]
 
 
 def verify(path: Path) -> None:
-    """Check that a file is a whole zip with right CRCs, or raise IntegrityError."""
+    """Check that a file is a complete zip with correct CRCs, or raise IntegrityError."""
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
     except Exception as error:  # zipfile raises a dozen kinds on a spoiled directory
         raise IntegrityError(
-            f"{path}: no checkpoint, or a damaged one: {error}",
-            hint="an earlier one may be whole: look in the run's checkpoints/",
+            f"{path}: not a checkpoint, or a damaged one: {error}",
+            hint="an earlier one may be intact: see the run's checkpoints/",
         ) from None
     if broken is not None:
         raise IntegrityError(f"{path}: damaged: the CRC of {broken} is wrong")
 
 
 def load_network(checkpoint: Checkpoint) -> SSD300:
-    """The network of a checkpoint, with its weights.
+    """Return the network of a checkpoint with its weights.
 
     Raises:
         IntegrityError: The weights do not fit; the message lists what differs.
@@ -284,24 +286,24 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
         if name in state and state[name].shape != tensor.shape
     ]
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        more = f" and {len(wrong) - MAX_KEYS} more" if len(wrong) > MAX_KEYS else ""
         raise IntegrityError(
-            f"{path}: does not fit the network: {'; '.join(wrong[:SHOWN])}{more}",
+            f"{path}: does not fit the network: {'; '.join(wrong[:MAX_KEYS])}{more}",
             hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
         )
     module.load_state_dict(state)
 
 
 def load_backbone(model: SSD300, path: Path) -> None:
-    """Put torchvision's ResNet weights into the backbone; what lies behind conv4_x is left out.
+    """Load torchvision's ResNet weights into the backbone, without the layers after conv4_x.
 
     Raises:
-        IntegrityError: The file is damaged, or holds another network.
+        IntegrityError: The file is damaged, or contains another network.
     """
     state = read_payload(path)
     if not _is_state(state):
         raise IntegrityError(
-            f"{path}: no backbone weights: not a state dict",
+            f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
     if isinstance(model.first_map_norm, vgg.L2Norm):
@@ -315,7 +317,7 @@ def load_backbone(model: SSD300, path: Path) -> None:
 
 
 def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """A state dict with batch norm's step counters, which PyTorch did not save before 0.4.1."""
+    """Return a state dict with batch norm's step counters, which old PyTorch did not save."""
     counters = {
         name: torch.zeros_like(tensor)
         for name, tensor in module.state_dict().items()

@@ -65,17 +65,17 @@ def evaluate_checkpoint(
         UsageError, DataError, IntegrityError, NonFiniteError: See the functions called. An error of
             one rank during detection is raised on every rank.
     """
-    wishes = config.evaluate
+    settings = config.evaluate
     checkpoint = read_checkpoint(path)
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
     splits = _open_on_all_ranks(root, folder, progress, ranks)
-    split = require_split(splits, wishes.split, root)
+    split = require_split(splits, settings.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
-    rows = _chosen_rows(split, wishes.annotated_only, wishes.limit)
-    place = f"{wishes.split} of {root}" + ("" if data.root else ", the default dataset")
-    counted = _counted(split, rows, wishes)
+    rows = _chosen_rows(split, settings.annotated_only, settings.limit)
+    place = f"{settings.split} of {root}" + ("" if data.root else ", the default dataset")
+    counted = _counted(split, rows, settings)
     log.info("%s: step %s, on %s of %s", path, checkpoint.step, counted, place)
     if not split.usable[rows].all():
         bad = split.image_ids[rows[~split.usable[rows]]].tolist()
@@ -85,7 +85,7 @@ def evaluate_checkpoint(
             bad[:5],
         )
     model = device.place(load_network(checkpoint))
-    options = _options(wishes, ranks)
+    options = _options(settings, ranks)
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
         lambda: detect_split(
@@ -104,22 +104,22 @@ def evaluate_checkpoint(
     found = merge(parts)
     if not len(found.scores):
         limit = model.conventions.score_threshold
-        if wishes.score_threshold is not None:
-            limit = wishes.score_threshold
+        if settings.score_threshold is not None:
+            limit = settings.score_threshold
         log.warning("no detection scores over %g: AP is 0", limit)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
         log.info("%d detections written to %s", len(found.scores), detections_file)
     ids = split.image_ids[rows]
     truth = read_ground_truth(split.annotations)
-    scoring = run_scoring(truth, found, image_ids=ids, verify=wishes.verify)
+    scoring = run_scoring(truth, found, image_ids=ids, verify=settings.verify)
     about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,
         epoch=round(checkpoint.epoch, 4),
         data=str(root),
         store=str(folder),
-        split=wishes.split,
+        split=settings.split,
         images=len(rows),
         detections=len(found.scores),
     )
@@ -138,20 +138,20 @@ def _open_on_all_ranks(
     return open_dataset(root, folder, say=lambda _: None)
 
 
-def _options(wishes: EvaluateConfig, ranks: Ranks) -> DetectOptions:
+def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:
     return DetectOptions(
-        batch_size=wishes.batch_size,
-        precision=wishes.precision,
-        threads=wishes.workers or usable_cores(ranks.world_size),
-        score_threshold=wishes.score_threshold,
-        nms_iou=wishes.nms_iou,
+        batch_size=settings.batch_size,
+        precision=settings.precision,
+        threads=settings.workers or usable_cores(ranks.world_size),
+        score_threshold=settings.score_threshold,
+        nms_iou=settings.nms_iou,
     )
 
 
-def _counted(split: Split, rows: np.ndarray[Any, Any], wishes: EvaluateConfig) -> str:
+def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:
     """How many images, and what the peers would have scored."""
     empty = int((np.diff(split.starts)[rows] == 0).sum())
-    if wishes.annotated_only:
+    if settings.annotated_only:
         left_out = int((np.diff(split.starts) == 0).sum())
         return f"{len(rows)} images ({left_out} without annotations left out, as the peers do)"
     if empty:

@@ -51,7 +51,7 @@ def build(request: LaunchRequest) -> Manifest:
     if config.install is None:
         raise UsageError(
             "kubernetes.install is not set: ssdctl must be installed in the pods",
-            hint="a wheel on one of kubernetes.volumes, a requirement, or `image` for the image's own",
+            hint="a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one",
         )
     if request.device == "xla" and request.config.nodes > 1:
         raise UsageError(

@@ -1,1 +1,1 @@
-"""What leaves the house: pictures with boxes, exported files, the report page."""
+"""Pictures with boxes and the report page."""

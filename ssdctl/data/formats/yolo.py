@@ -250,9 +250,9 @@ def _label_file(root: Path, image: Path) -> Path:
         if parts[i] == "images":
             parts[i] = "labels"
             return root.joinpath(*parts).with_suffix(".txt")
-    beside = image.with_suffix(".txt")
+    adjacent = image.with_suffix(".txt")
     in_labels = root.joinpath("labels", *parts).with_suffix(".txt")
-    return beside if beside.is_file() or not in_labels.is_file() else in_labels
+    return adjacent if adjacent.is_file() or not in_labels.is_file() else in_labels
 
 
 def _boxes(
