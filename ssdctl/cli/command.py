@@ -26,7 +26,9 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, select
-from ssdctl.errors import Interrupted, SsdctlError
+from ssdctl.errors import Interrupted, SsdctlError, UsageError
+from ssdctl.runtime.printable import printable
+from ssdctl.runtime.redact import redact_urls
 
 COMMON = "Common"
 LONGEST_METAVAR = 24
@@ -136,12 +138,31 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
         work()
     except SsdctlError as error:
         if console.verbose:
-            traceback.print_exc()
+            _print_traceback()
         console.error(error)
         raise SystemExit(error.exit_code) from None
+    except UnicodeEncodeError as error:
+        problem = _encoding_problem(error)
+        console.error(problem)
+        raise SystemExit(problem.exit_code) from None
     except KeyboardInterrupt:
         console.error(Interrupted("interrupted"))
         raise SystemExit(Interrupted.exit_code) from None
+
+
+def _print_traceback() -> None:
+    sys.stderr.write(printable(redact_urls(traceback.format_exc())))
+
+
+def _encoding_problem(error: UnicodeEncodeError) -> UsageError:
+    """Explain a name that cannot be written: not UTF-8, or not in the locale's encoding."""
+    text = error.object[max(0, error.start - 60) : error.end + 20]
+    if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
+        return UsageError(f"{text!r}: the name is not UTF-8 text", hint="rename the file or folder")
+    return UsageError(
+        f"{text!r}: the locale's encoding ({error.encoding}) does not have these letters",
+        hint="set LC_ALL=C.UTF-8, or PYTHONUTF8=1",
+    )
 
 
 def _call(
@@ -288,6 +309,6 @@ def _examples(examples: Sequence[str]) -> str:
 
 def exit_as_bug() -> None:
     """Print the traceback of an unexpected exception, and exit 1."""
-    traceback.print_exc()
+    _print_traceback()
     sys.stderr.write("This is a bug in ssdctl: please report it with the lines above.\n")
     raise SystemExit(1)

@@ -13,9 +13,12 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ssdctl.errors import DiskError
 from ssdctl.files import disk_errors
+from ssdctl.runtime.printable import printable, printable_line, printable_message
+from ssdctl.runtime.redact import redact_urls
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.text import Text
 
     from ssdctl.errors import SsdctlError
 
@@ -89,27 +92,39 @@ class Console:
     def say(self, text: str) -> None:
         """Tell what happens."""
         if not self.quiet:
-            self._write(text, sys.stderr)
+            self._message(text)
 
     def warn(self, text: str) -> None:
         """Tell what the user should look at; said even with -q."""
-        self._write(text, sys.stderr, label="warning", style="yellow")
+        self._message(text, label="warning", style="yellow")
 
     def error(self, error: SsdctlError) -> None:
         """The one message of an expected failure."""
-        self._write(str(error), sys.stderr, label="error", style="red")
+        self._message(str(error), label="error", style="red")
         if error.hint:
-            self._write(error.hint, sys.stderr, label="hint", style="cyan")
+            self._message(error.hint, label="hint", style="cyan")
 
-    def result(self, data: Any, human: Callable[[], Any] | str | None = None) -> None:
-        """The command's answer: `data` as JSON with --json, else `human` (text or a rich table)."""
+    def result(
+        self,
+        data: Any,
+        human: Callable[[], Any] | str | None = None,
+        *,
+        is_painted: bool = False,
+    ) -> None:
+        """Print the command's answer.
+
+        Args:
+            data: Printed as JSON with --json.
+            human: Printed without --json: text, or a function that makes a rich table.
+            is_painted: `human` is text with colours, and its other parts are printable.
+        """
         if self.as_json:
-            self._write(json.dumps(data, ensure_ascii=False, allow_nan=False), sys.stdout)
+            self._write(_json(data), sys.stdout)
         elif isinstance(human, str):
-            self._write(human, sys.stdout)
+            self._write(human if is_painted else printable(human), sys.stdout)
         elif human is not None:
             with disk_errors(STDOUT, "writing"):
-                _rich(sys.stdout).print(human())
+                rich_console(sys.stdout).print(human())
 
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
@@ -120,6 +135,7 @@ class Console:
             return
         from tqdm import tqdm
 
+        label = printable_line(label)
         yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
@@ -130,18 +146,49 @@ class Console:
             return text
         return f"\033[{STYLES[style]}m{text}\033[0m"
 
-    def _write(self, text: str, stream: IO[str], label: str = "", style: str = "") -> None:
+    def _message(self, text: str, label: str = "", style: str = "") -> None:
+        """Print a message, which may contain foreign text and URLs with secrets."""
         if label:
-            label = self.painted(f"{label}:", style, stream) + " "
+            label = self.painted(f"{label}:", style, sys.stderr) + " "
+        text = redact_urls(text)
+        # A leading newline is our own.
+        text = printable(text) if text.startswith("\n") else printable_message(text)
+        self._write(label + text, sys.stderr)
+
+    def _write(self, text: str, stream: IO[str]) -> None:
         try:
             with disk_errors(STDOUT, "writing"):
-                print(label + text, file=stream, flush=True)
+                print(_encodable(text, stream), file=stream, flush=True)
         except DiskError:
             if stream is sys.stdout:
                 raise  # a log that is full is no reason to end a run; a lost answer is
 
 
-def _rich(stream: IO[str]) -> RichConsole:
+def _json(data: Any) -> str:
+    """Return exact JSON in the encoding of stdout."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False)
+    if _encodable(text, sys.stdout) == text:
+        return text
+    return json.dumps(data, allow_nan=False)
+
+
+def _encodable(text: str, stream: IO[str]) -> str:
+    """Escape what the stream's encoding does not have, as surrogates or a name in Chinese."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a Tee, a StringIO
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def rich_console(stream: IO[str]) -> RichConsole:
+    """Return a rich console that prints all text printable and without markup.
+
+    Args:
+        stream: Where it prints.
+    """
     from rich.console import Console as RichConsole
 
-    return RichConsole(file=stream, highlight=False, markup=False, emoji=False)
+    class PrintableConsole(RichConsole):
+        def render_str(self, text: str, **options: Any) -> Text:
+            options["markup"] = False
+            return super().render_str(_encodable(printable(text), stream), **options)
+
+    return PrintableConsole(file=stream, highlight=False, markup=False, emoji=False)

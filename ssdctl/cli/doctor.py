@@ -53,6 +53,6 @@ def doctor(
         checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
     width = min(shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns, WIDEST)
     text = to_text(checks, width, call.console.painted)
-    call.console.result([check._asdict() for check in checks], text)
+    call.console.result([check._asdict() for check in checks], text, is_painted=True)
     if any(check.state == FAIL for check in checks):
         raise SystemExit(UsageError.exit_code)

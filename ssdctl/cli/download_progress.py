@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from ssdctl.cli.console import rich_console
 from ssdctl.cli.interrupts import stoppable
 
 if TYPE_CHECKING:
@@ -110,7 +111,6 @@ def _minutes(num_bytes: int, rate: float) -> str:
 
 
 def _byte_display() -> Progress:
-    from rich.console import Console as RichConsole
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -127,7 +127,7 @@ def _byte_display() -> Progress:
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=RichConsole(file=sys.stderr),
+        console=rich_console(sys.stderr),
         transient=True,
         expand=True,
         refresh_per_second=4,

@@ -14,6 +14,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write
 from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
@@ -128,7 +129,7 @@ def _predict(
 
 def _line(result: Prediction) -> str:
     items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
-    return f"{result.source.label}: {items or 'no objects'}"
+    return printable_line(f"{result.source.label}: {items or 'no objects'}")
 
 
 def _draw(result: Prediction, target: Path) -> None:

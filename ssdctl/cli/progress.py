@@ -6,7 +6,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from ssdctl.cli.console import Console
+from ssdctl.cli.console import Console, rich_console
+from ssdctl.runtime.printable import printable_message
 
 BAR_WIDTH = 32
 
@@ -22,10 +23,9 @@ class TrainingDisplay:
     def __enter__(self) -> TrainingDisplay:
         self._console.handler.sink = self
         if self._console.live:
-            from rich.console import Console as RichConsole
             from rich.live import Live
 
-            self._live = Live(console=RichConsole(file=sys.stderr), refresh_per_second=4)
+            self._live = Live(console=rich_console(sys.stderr), refresh_per_second=4)
             self._live.start()
         return self
 
@@ -42,14 +42,14 @@ class TrainingDisplay:
     def say(self, text: str) -> None:
         """A line that stays."""
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.console.print(printable_message(text))
         else:
             self._console.say(text)
 
     def warn(self, text: str) -> None:
         """A line that stays, said even with -q."""
         if self._live is not None:
-            self._live.console.print(f"warning: {text}", style="yellow", markup=False)
+            self._live.console.print(f"warning: {printable_message(text)}", style="yellow")
         else:
             self._console.warn(text)
 

@@ -121,6 +121,13 @@ def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
         convert_again(root, folder, report)
 
 
+def is_converted(root: Path, folder: Path) -> bool:
+    """Return whether `convert_if_needed` would write nothing."""
+    if (root / TOML).is_file() or (folder / CONVERTED / TOML).is_file():
+        return True
+    return find_layout(root).source == "coco"
+
+
 def convert_again(root: Path, folder: Path, report: Report) -> None:
     """Convert a dataset of a layout other than COCO's into its store from the originals.
 

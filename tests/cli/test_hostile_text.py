@@ -1,0 +1,142 @@
+"""Foreign text reaches the terminal as visible characters; JSON stays exact."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.cli.command import exit_as_bug, with_exit_codes
+from ssdctl.cli.console import Console, rich_console
+from ssdctl.errors import DataError
+from ssdctl.runtime.printable import printable, printable_line
+
+HOSTILE = "\x1b]0;title\x07\x1b[2Jcat\rdog\x9b31m\u202egpj.exe\u2066\u2028\x85[red]bold[/red]\udc80"
+OBEYED = set("\x1b\x07\r\x9b\u202e\u2066\u2028\x85\udc80")
+URL = "http://bob:S3CRET@host/a.zip?X-Amz-Signature=S3CRET"
+
+
+def replaced_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[io.StringIO, io.StringIO]:
+    """Replace stdout and stderr by streams that keep all characters, also surrogates."""
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return out, err
+
+
+def table(text: str) -> Any:
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(text, title=text, caption=text)
+    table.add_row(text)
+    return Group(table, text)
+
+
+def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    console = Console()
+    console.say(HOSTILE)
+    console.warn(HOSTILE)
+    console.error(DataError(HOSTILE, hint=HOSTILE))
+    with console.show_log():
+        import logging
+
+        logging.getLogger("ssdctl.x").warning("%s", HOSTILE)
+    text = streams[1].getvalue()
+    assert not OBEYED & set(text)
+    assert text.count("cat") == 5
+    assert "[red]bold[/red]" in text
+    assert r"\x1b[2J" in text
+
+
+def test_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    Console().result(None, HOSTILE)
+    Console().result(None, lambda: table(HOSTILE))
+    text = streams[0].getvalue()
+    assert not OBEYED & set(text)
+    assert text.count("[red]") == 6  # markup is text
+
+
+def test_json_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    data = {HOSTILE: [HOSTILE, "\u4e2d\U0001f600"]}
+    Console(as_json=True).result(data)
+    assert json.loads(streams[0].getvalue()) == data
+
+
+def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    console = Console()
+    console.warn("a\nerror: fake")
+    console.error(DataError("a\nerror: fake"))
+    lines = streams[1].getvalue().splitlines()
+    assert [line for line in lines if line.startswith("error")] == ["error: a"]
+    assert printable_line("a\nb\tc") == r"a\nb\tc"
+
+
+def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    console = Console()
+    console.say(URL)
+    console.warn(f"{URL}: 403")
+    console.error(DataError(URL, hint=f"try {URL}"))
+    try:
+        raise RuntimeError(URL + HOSTILE)
+    except RuntimeError:
+        with pytest.raises(SystemExit):
+            exit_as_bug()
+    text = streams[1].getvalue()
+    assert "S3CRET" not in text
+    assert not OBEYED & set(text)
+    assert text.count("host/a.zip") >= 4
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    console = Console(as_json=as_json)
+    console.result({"name": "\u4e2d\U0001f600\udc80"}, "\u4e2d\U0001f600")
+    if as_json:
+        assert json.loads(written.getvalue()) == {"name": "\u4e2d\U0001f600\udc80"}
+    else:
+        console.result(None, lambda: table("\u4e2d"))
+        assert rb"\u4e2d" in written.getvalue()
+
+
+@pytest.mark.parametrize(("name", "encoding"), [("a\udc80", "utf-8"), ("\u4e2d", "ascii")])
+def test_a_name_that_cannot_be_written_is_one_message(
+    name: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = replaced_streams(monkeypatch)
+    with pytest.raises(SystemExit) as end:
+        with_exit_codes(Console(), lambda: io.BytesIO().write(name.encode(encoding)) and None)
+    assert end.value.code == 2
+    text = streams[1].getvalue()
+    assert text.count("error:") == text.count("hint:") == 1
+    assert "bug" not in text
+
+
+@given(st.text(st.characters(codec=None)))
+def test_nothing_that_a_terminal_obeys_stays(text: str) -> None:
+    shown = printable(text)
+    assert {unicodedata.category(c) for c in shown if c not in "\n\t"}.isdisjoint(
+        {"Cc", "Cs", "Zl", "Zp"}
+    )
+    assert not {unicodedata.bidirectional(c) for c in shown} & {"LRO", "RLO", "LRE", "RLE", "PDF",
+                                                               "LRI", "RLI", "FSI", "PDI"}  # fmt: skip
+    assert printable(shown) == shown
+
+
+def test_live_displays_are_printable() -> None:
+    stream = io.StringIO()
+    rich_console(stream).print(HOSTILE)
+    assert not OBEYED & set(stream.getvalue())
