@@ -130,7 +130,9 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
     assert steps(run) == [1, 2, 3]
 
 
-def test_another_global_batch_is_refused_or_counted_again(run: Path, shapes: Path, cli: Cli) -> None:
+def test_another_global_batch_is_refused_or_counted_again(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 3, "--accumulate", 2]
     result = cli(*train)
     assert result.code == 2
