@@ -1,10 +1,10 @@
-"""Read annotations of train2017's size: ssdctl beside pycocotools.
+"""Read annotations of train2017's size with ssdctl and with pycocotools.
 
 python benchmarks/annotations.py [--images 118287] [--boxes 860001] [--repeat 3]
 
-The file is generated: as many images, boxes and bytes as COCO's instances_train2017.json has, with
-polygons. Each reading is a process of its own; its time starts after the imports, its peak is the
-kernel's figure for the whole process.
+The file is generated: it has as many images, boxes and bytes as COCO's instances_train2017.json,
+and polygons. Each reading runs in a separate process; its time starts after the imports, its peak
+is the peak memory of the whole process.
 """
 
 from __future__ import annotations
@@ -80,32 +80,32 @@ def generate(path: Path, num_images: int, num_boxes: int, *, polygons: bool = Tr
 
 
 def measure(reading: str, path: Path) -> dict[str, float]:
-    """One reading in a process of its own."""
+    """Return the figures of one reading in a separate process."""
     command = [sys.executable, "-c", MEASURED.format(reading=reading), str(path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(result.stdout)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--images", type=int, default=118_287)
     parser.add_argument("--boxes", type=int, default=860_001)
-    parser.add_argument("--repeat", type=int, default=3, help="of ours; pycocotools runs once")
+    parser.add_argument("--repeat", type=int, default=3, help="runs of ssdctl; 1 of pycocotools")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "instances_train2017.json"
         generate(path, options.images, options.boxes)
         print(f"{options.images:,} images, {options.boxes:,} boxes, {path.stat().st_size:,} bytes")
         path.read_bytes()  # in the page cache for both
-        peer = measure(PYCOCOTOOLS, path)
+        other = measure(PYCOCOTOOLS, path)
         runs = [measure(OURS, path) for _ in range(options.repeat)]
-    assert {run["count"] for run in runs} == {peer["count"]} == {options.boxes}
+    assert {run["count"] for run in runs} == {other["count"]} == {options.boxes}
     ours = statistics.median(run["seconds"] for run in runs)
     read = statistics.median(run["read"] for run in runs)
     peak = max(run["peak"] for run in runs)
-    print(f"  pycocotools  {peer['seconds']:6.2f} s  {peer['peak'] / 1e9:.2f} GB peak")
+    print(f"  pycocotools  {other['seconds']:6.2f} s  {other['peak'] / 1e9:.2f} GB peak")
     print(f"  ssdctl       {ours:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)")
-    print(f"  {peer['seconds'] / ours:.1f} times as fast")
+    print(f"  {other['seconds'] / ours:.1f} times as fast")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Loss and detection beside the peers' way of doing them, on the CPU, in one run.
+"""Measure loss and detection of ssdctl and of third-party implementations on the CPU.
 
     python benchmarks/boxes.py [--seconds 5]
 
 The input imitates a trained network on COCO: 8 images, 81 classes, 20 objects each; the default
-boxes near an object score high for its class, the rest is background. "peer" is our own
-re-implementation of what MLPerf's reference does: Python loops over images and classes.
+boxes near an object have a high score for its class, the others are background. "third-party" is a
+re-implementation of MLPerf's reference: Python loops over images and classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FEW = 8  # COCO's images have 7.3 boxes on average
 
 
 def network_output() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Offsets, logits, boxes and labels of a batch."""
+    """Return offsets, logits, boxes and labels of a batch."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> Tensor:
@@ -53,11 +53,11 @@ def network_output() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return offsets + 0.1 * noise(BATCH, 4, len(defaults)), logits, boxes, labels
 
 
-def peer_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[tuple[Tensor, ...]]:
-    """Loops over images and classes, and a greedy NMS in Python."""
+def mlperf_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[tuple[Tensor, ...]]:
+    """Detect with loops over images and classes, and a greedy NMS in Python."""
     boxes = box_cxcywh_to_ltrb(decode(offsets.transpose(1, 2), defaults))
     scores = logits.softmax(dim=1)
-    found = []
+    detections = []
     for image in range(len(boxes)):
         kept: list[tuple[Tensor, ...]] = []
         for label in range(1, CLASSES):
@@ -72,24 +72,24 @@ def peer_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[tuple
                 overlap = pairwise_iou(box[order], box[best].unsqueeze(0)).squeeze(1)
                 order = order[overlap < 0.5]
         kept.sort(key=lambda entry: -float(entry[1]))
-        found.append(tuple(map(torch.stack, zip(*kept[:200], strict=True))))
-    return found
+        detections.append(tuple(map(torch.stack, zip(*kept[:200], strict=True))))
+    return detections
 
 
 def torchvision_detect(offsets: Tensor, logits: Tensor, defaults: Tensor) -> list[Tensor]:
-    """Threshold everything, then torchvision's batched_nms: what most users would write."""
+    """Detect with a threshold and torchvision's batched_nms, as most users would."""
     boxes = box_cxcywh_to_ltrb(decode(offsets.transpose(1, 2), defaults))
     scores = logits.softmax(dim=1)[:, 1:]
-    found = []
+    detections = []
     for image in range(len(boxes)):
         label, index = (scores[image] > 0.05).nonzero(as_tuple=True)
         score, box = scores[image][label, index], boxes[image][index]
-        found.append(box[batched_nms(box, score, label, 0.5)[:200]])
-    return found
+        detections.append(box[batched_nms(box, score, label, 0.5)[:200]])
+    return detections
 
 
-def peer_loss(offsets: Tensor, logits: Tensor, target: Tensor, label: Tensor) -> Tensor:
-    """MLPerf's: masks by multiplication, two sorts for the rank, targets made beforehand."""
+def mlperf_loss(offsets: Tensor, logits: Tensor, target: Tensor, label: Tensor) -> Tensor:
+    """Return MLPerf's loss: multiplied masks, two sorts for the rank, precomputed targets."""
     mask = label > 0
     positives = mask.sum(dim=1)
     box = (F.smooth_l1_loss(offsets, target, reduction="none").sum(dim=1) * mask.float()).sum(dim=1)
@@ -102,23 +102,23 @@ def peer_loss(offsets: Tensor, logits: Tensor, target: Tensor, label: Tensor) ->
     return ((box + classification) / positives.float().clamp(min=1e-6)).mean()
 
 
-def race(works: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median seconds of a call of each, taken in turns so that a slow spell meets all of them."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for work in works.values():
-        work()
+def median_seconds(functions: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Return median seconds per call; calls alternate, so that a slow period affects all."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
     start = time.perf_counter()
-    while time.perf_counter() - start < seconds * len(works):
-        for name, work in works.items():
+    while time.perf_counter() - start < seconds * len(functions):
+        for name, function in functions.items():
             begin = time.perf_counter()
-            work()
+            function()
             times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each contender")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each implementation")
     seconds = parser.parse_args().seconds
     offsets, logits, boxes, labels = network_output()
     defaults = default_boxes_cxcywh()
@@ -127,11 +127,11 @@ def main() -> None:
     candidates = (logits.softmax(dim=1)[:, 1:] > 0.05).sum().item() / BATCH
     print(f"\ndetection: {candidates:.0f} candidates an image")
     detection = {
-        "peer's loop": lambda: peer_detect(offsets, logits, defaults),
+        "third-party loop": lambda: mlperf_detect(offsets, logits, defaults),
         "torchvision": lambda: torchvision_detect(offsets, logits, defaults),
         "ssdctl": lambda: detect(offsets, logits, defaults, score_threshold=0.05, nms_iou=0.5),
     }
-    for name, median in race(detection, seconds).items():
+    for name, median in median_seconds(detection, seconds).items():
         print(f"  {name:<34}{BATCH / median:8.1f} img/s")
 
     few = boxes[:, :FEW], labels[:, :FEW]
@@ -151,7 +151,7 @@ def main() -> None:
         return work
 
     losses = {
-        "peer's, targets given": lambda o, c: peer_loss(o, c, target, matched_label),
+        "third-party, targets given": lambda o, c: mlperf_loss(o, c, target, matched_label),
         "ssdctl, targets given": lambda o, c: multibox_loss(o, c, target, matched_label).total,
         f"ssdctl, {FEW} boxes matched": lambda o, c: loss(o, c, *few).total,
         f"ssdctl, {OBJECTS} boxes matched": lambda o, c: loss(o, c, boxes, labels).total,
@@ -159,7 +159,7 @@ def main() -> None:
     }
     print("\nloss, forward and backward")
     works = {name: backward(compute) for name, compute in losses.items()}
-    for name, median in race(works, seconds).items():
+    for name, median in median_seconds(works, seconds).items():
         print(f"  {name:<34}{1000 * median / BATCH:8.2f} ms/img")
 
 

@@ -1,12 +1,12 @@
-"""What a compiled training step launches and moves on an H100, without a GPU.
+"""Count the kernels and bytes of a compiled training step on an H100, without a GPU.
 
     python benchmarks/codegen.py [--backbone resnet34] [--bs 128] [--json] [--keep DIR]
 
 Inductor writes the Triton code of the step for a mocked H100 on fake tensors; nothing is executed.
-The generated code says how many kernels a step launches, and each kernel's estimate by inductor
-(`kernel_num_gb`) how many bytes it moves. Convolutions are vendor kernels: they are counted, their
-bytes are not. Predicted times are a roofline: bytes over the memory's rate, or arithmetic over the
-tensor cores' rate at the share that cuDNN reaches.
+The number of kernels is counted in the generated code, and inductor estimates the bytes that each
+kernel moves (`kernel_num_gb`). Convolutions are vendor kernels: they are counted, their bytes are
+not. Predicted times are a roofline: bytes over the memory's rate, or arithmetic over the tensor
+cores' rate at the share that cuDNN reaches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Generated(NamedTuple):
 
 
 def _mock_gpu() -> None:
-    """Answer what PyTorch, inductor and Triton ask of the driver as an H100 would."""
+    """Replace the driver queries of PyTorch, inductor and Triton by the values of an H100."""
     constants: dict[Any, dict[str, Any]] = {
         torch.cuda: {
             "get_device_properties": H100,

@@ -1,10 +1,10 @@
-"""Scoring of COCO's size by ssdctl and by pycocotools, in one run.
+"""Measure scoring at COCO's size by ssdctl and by pycocotools, and detection.
 
     python benchmarks/evaluate.py [--seconds 5] [--skip-pycocotools]
 
-5,000 made-up images with 36,781 boxes of 80 classes and 554,000 detections, in COCO's files. Each
-program reads them in a process of its own; the 12 figures of both must be equal. Then detection
-(softmax, decoding, NMS) on network outputs of batch 8.
+The input is synthetic: 5,000 images with 36,781 boxes of 80 classes and 554,000 detections, in
+COCO's files. Each program reads them in a separate process; the 12 figures of both must be equal.
+Then detection (softmax, decoding, NMS) is measured on network outputs of batch 8.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pycocotools.cocoeval import COCOeval
 start = time.perf_counter()
 with contextlib.redirect_stdout(io.StringIO()):
     truth = COCO(sys.argv[1])
-    found = truth.loadRes(sys.argv[2])
+    detections = truth.loadRes(sys.argv[2])
     loaded = time.perf_counter()
-    judge = COCOeval(truth, found, "bbox")
-    judge.evaluate(); judge.accumulate(); judge.summarize()
-print(json.dumps([loaded - start, time.perf_counter() - loaded, judge.stats.tolist()]))
+    scoring = COCOeval(truth, detections, "bbox")
+    scoring.evaluate(); scoring.accumulate(); scoring.summarize()
+print(json.dumps([loaded - start, time.perf_counter() - loaded, scoring.stats.tolist()]))
 """
 
 
@@ -49,21 +49,21 @@ def main() -> None:
 
 
 def score_both(folder: Path, *, skip: bool) -> None:
-    """Time both programs as processes, and our scoring within one."""
+    """Measure both programs as processes, and the scoring of ssdctl in this process."""
     (folder / "annotations").mkdir()
     (folder / "val2017").mkdir()
     annotations = folder / "annotations" / "instances_val2017.json"
     results = folder / "detections.json"
     results.write_bytes(msgspec.json.encode(make_split(annotations).to_coco()))
 
-    found = read_detections(results)
+    detections = read_detections(results)
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        scoring = run_scoring(read_ground_truth(annotations), found)
+        scoring = run_scoring(read_ground_truth(annotations), detections)
         times.append(time.perf_counter() - start)
         del scoring
-    print(f"ssdctl: scoring {min(times):.2f} s, best of 5 ({len(found.scores)} detections)")
+    print(f"ssdctl: scoring {min(times):.2f} s, best of 5 ({len(detections.scores)} detections)")
 
     command = [sys.executable, "-m", "ssdctl", "evaluate", str(results), "--data", str(folder)]
     ours, words = timed([*command, "--json", "--quiet"])

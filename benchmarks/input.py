@@ -1,15 +1,15 @@
-"""Our input beside DALI's and a PIL pipeline of the peers' kind, in one run, on the CPU.
+"""Measure the input of ssdctl, of DALI and of a PIL pipeline like MLPerf's on the CPU.
 
     python benchmarks/input.py [--seconds 4] [--rounds 5] [--threads 2] [--images 256]
 
 Images are generated: 640 x 480, natural spectrum, JPEG quality 75 (about 120 KB), 1 to 14 boxes.
-Each pipeline has a process of its own and runs a few seconds a round, in turn, so that a slow
-minute of the machine meets all of them; figures are medians over the rounds, ratios are medians of
-the rounds' ratios. Ours keep freed memory, as `ssdctl train` does; DALI is slower with that.
-"host" is reading, crop, decoding, resizing and boxes; "full" adds colour, normalisation and
-targets, as eager and as compiled steps have them. "peers" is our own re-implementation of MLPerf's
-PIL pipeline in worker processes. DALI needs the extra. Where other work shares the machine, the
-processor time an image tells more than the rate.
+Each pipeline runs in a separate process, a few seconds per round and in turn, so that a slow period
+of the machine affects all of them; figures are medians over the rounds, ratios are medians of the
+rounds' ratios. Those of ssdctl ("ours") keep freed memory, as `ssdctl train` does; DALI is slower
+with it. "host" is reading, cropping, decoding, resizing and boxes; "full" adds colour,
+normalisation and targets, as in eager and in compiled steps. "third-party" is a re-implementation
+of MLPerf's PIL pipeline in worker processes. DALI requires the extra. If other processes use the
+machine, the processor time per image is more reliable than the rate.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def natural_picture(rng: np.random.Generator) -> np.ndarray:
     return np.clip(118 + 50 * rgb, 0, 255).astype(np.uint8)
 
 
-class PeerDataset(torch.utils.data.Dataset):
+class MlperfDataset(torch.utils.data.Dataset):
     """MLPerf's way: PIL, one image at a time, in Python."""
 
     def __init__(self, root: Path, is_full: bool) -> None:
@@ -113,7 +113,7 @@ class PeerDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         index = random.randrange(len(self.names))
         picture = Image.open(self.folder / self.names[index]).convert("RGB")
-        picture, boxes = peer_crop(picture, torch.tensor(self.boxes[index]))
+        picture, boxes = mlperf_crop(picture, torch.tensor(self.boxes[index]))
         if random.random() < 0.5:
             picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
             boxes = torch.stack([1 - boxes[:, 2], boxes[:, 1], 1 - boxes[:, 0], boxes[:, 3]], 1)
@@ -122,14 +122,14 @@ class PeerDataset(torch.utils.data.Dataset):
             padded = torch.zeros(14, 4)
             padded[: len(boxes)] = boxes
             return torch.from_numpy(np.array(picture)), padded
-        pixels = torch.from_numpy(np.array(peer_colour(picture))).permute(2, 0, 1).float() / 255
+        pixels = torch.from_numpy(np.array(mlperf_colour(picture))).permute(2, 0, 1).float() / 255
         pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
         owner, labels = match(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
         targets = encode(box_ltrb_to_cxcywh(boxes[owner[0]]), self.defaults)
         return pixels, targets, labels[0]
 
 
-def peer_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+def mlperf_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
     """One attempt a mode, then another mode."""
     while True:
         mode = random.choice(MIN_IOUS)
@@ -151,7 +151,7 @@ def peer_crop(picture: Image.Image, boxes: torch.Tensor) -> tuple[Image.Image, t
         return picture.crop(tuple(edges)), kept.clamp(0, 1)
 
 
-def peer_colour(picture: Image.Image) -> Image.Image:
+def mlperf_colour(picture: Image.Image) -> Image.Image:
     """Brightness, contrast, saturation and hue, one after the other."""
     for enhance, spread in (
         (ImageEnhance.Brightness, 0.125),
@@ -165,13 +165,13 @@ def peer_colour(picture: Image.Image) -> Image.Image:
     return Image.merge("HSV", (shifted, saturation, value)).convert("RGB")
 
 
-def peers(root: Path, threads: int, is_full: bool) -> Count:
-    loader = torch.utils.data.DataLoader(PeerDataset(root, is_full), BATCH, num_workers=threads)
+def third_party(root: Path, threads: int, is_full: bool) -> Count:
+    loader = torch.utils.data.DataLoader(MlperfDataset(root, is_full), BATCH, num_workers=threads)
     return (len(batch[0]) for batch in loader)
 
 
 def dali(root: Path, threads: int, is_full: bool) -> Count:
-    """As DALI's own SSD example has it, with one attempt a mode."""
+    """Return the pipeline of DALI's own SSD example, with one attempt per mode."""
     from nvidia.dali import fn, pipeline_def, types
 
     anchors = box_cxcywh_to_ltrb(default_boxes_cxcywh()).flatten().tolist()
@@ -230,7 +230,7 @@ def dali(root: Path, threads: int, is_full: bool) -> Count:
 
 
 def our_plan(split: Split, threads: int) -> LoaderConfig:
-    """One rank's, augmented."""
+    """Return the config of an augmented input for a single rank."""
     return LoaderConfig(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
 
 
@@ -252,9 +252,9 @@ def ours(
 
 
 def rate(count: Count, seconds: float) -> tuple[float, float]:
-    """Images a second, and milliseconds of processor time an image (of this process alone).
+    """Return images per second, and processor milliseconds per image of only this process.
 
-    What was made ahead while another pipeline was measured does not count.
+    Batches that were prepared while another pipeline was measured do not count.
     """
     for _ in range(4):
         next(count)
@@ -265,21 +265,21 @@ def rate(count: Count, seconds: float) -> tuple[float, float]:
 
 
 class Measured:
-    """A pipeline in a process of its own, which runs when it is asked to."""
+    """A pipeline in a child process, which runs on request."""
 
     def __init__(self, make: Callable[[], Count]) -> None:
         context = multiprocessing.get_context("spawn")
         self._to_child, inner = context.Pipe()
-        # No daemon: the peers' pipeline has worker processes of its own.
+        # Not a daemon: the third-party pipeline starts worker processes.
         self._process = context.Process(target=_serve, args=(make, inner))
         self._process.start()
         inner.close()
 
     def rate(self, seconds: float) -> tuple[float, float] | str:
-        """Images a second and milliseconds of a core an image; or what is missing."""
+        """Return images per second and processor milliseconds per image, or what is missing."""
         self._to_child.send(seconds)
-        found: tuple[float, float] | str = self._to_child.recv()
-        return found
+        answer: tuple[float, float] | str = self._to_child.recv()
+        return answer
 
     def close(self) -> None:
         self._to_child.close()
@@ -327,24 +327,24 @@ def main() -> None:
             "ours by --pipeline dali": partial(ours, root, stores["files"], threads, False, "dali"),
             "DALI, host": partial(dali, root, threads, False),
             "DALI, full": partial(dali, root, threads, True),
-            "peers, host": partial(peers, root, threads, False),
-            "peers, full": partial(peers, root, threads, True),
+            "third-party, host": partial(third_party, root, threads, False),
+            "third-party, full": partial(third_party, root, threads, True),
         }
-        wanted = [part for part in options.only.split(";") if part]
+        selected = [part for part in options.only.split(";") if part]
         pipelines = {
             name: Measured(make)
             for name, make in makers.items()
-            if not wanted or any(part in name for part in wanted)
+            if not selected or any(part in name for part in selected)
         }
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in pipelines}
         for _ in range(options.rounds):
             for name in list(rates):
-                found = pipelines[name].rate(options.seconds)
-                if isinstance(found, str):
-                    print(f"{name}: {found}; pip install 'ssdctl[dali]'")
+                result = pipelines[name].rate(options.seconds)
+                if isinstance(result, str):
+                    print(f"{name}: {result}; pip install 'ssdctl[dali]'")
                     del rates[name]
                 else:
-                    rates[name].append(found)
+                    rates[name].append(result)
         for pipeline in pipelines.values():
             pipeline.close()
         if options.verbose:
@@ -352,13 +352,13 @@ def main() -> None:
         for name, values in rates.items():
             wall, busy = (statistics.median(column) for column in zip(*values, strict=True))
             line = f"{name:<28}{wall:8.0f} img/s"
-            if "peers" not in name:  # whose time is spent in worker processes
-                line += f"{busy:8.2f} ms of a core an image"
+            if "third-party" not in name:  # whose time is spent in worker processes
+                line += f"{busy:8.2f} ms of a core per image"
             other = "DALI, full" if "full" in name else "DALI, host"
             if other in rates and name != other:
                 pairs = list(zip(values, rates[other], strict=True))
                 line += f"{statistics.median(a[0] / b[0] for a, b in pairs):8.2f} x {other}"
-                if "peers" not in name:
+                if "third-party" not in name:
                     line += (
                         f" ({statistics.median(b[1] / a[1] for a, b in pairs):.2f} by core time)"
                     )
@@ -367,7 +367,7 @@ def main() -> None:
         keep_freed_memory()
         split = open_dataset(root, stores["files"], say=print)["train"]
         times = stage_times(split, our_plan(split, 1), num_images=320)
-        print("one thread, ms an image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
+        print("one thread, ms per image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
 
 
 if __name__ == "__main__":

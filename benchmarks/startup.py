@@ -1,4 +1,4 @@
-"""Start-up: CPU and wall seconds of short commands, each in a process of its own.
+"""Measure the start-up: CPU and wall seconds of short commands, each in a separate process.
 
     python benchmarks/startup.py [--rounds 3] [--against COMMIT] [--json]
 

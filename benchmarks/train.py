@@ -1,20 +1,20 @@
-"""Training speed of this machine in one table, beside plain re-implementations of the peers' steps.
+"""Measure the training speed of ssdctl and of third-party training steps, in one table.
 
     python benchmarks/train.py                    # a CUDA GPU, under ten minutes, no network
     python benchmarks/train.py --device cpu       # two CPU cores: ResNet-34 at batch 8
 
-Each row is a process of its own: `ssdctl benchmark train`, with images of the shapes generator or
-with fake ones, or (`peer`) our own version of the peers' training step: eager, autocast where it
-names a half precision, targets made beforehand, a loss with masks by multiplication and two sorts,
-an optimizer that is not fused, the loss read at every step. Its one batch lies on the device before
-the clock starts, as DALI would leave it there. On a GPU kernels are searched for and fp32 products
-may be TF32, as in NVIDIA's program. ResNet-50 is channels-last as there, the weights too, which
-that program converts in every step; ResNet-34 is channels-first as MLPerf's and Habana's.
+Each row runs in a separate process: `ssdctl benchmark train`, with images of the shapes generator
+or with fake ones, or (`third-party`) a re-implementation of the replaced systems' training step:
+eager, autocast for half precisions, precomputed targets, a loss with multiplied masks and two
+sorts, an optimizer that is not fused, and the loss read at every step. Its one batch is on the
+device before the measurement starts, as with DALI. On a GPU kernels are searched and fp32 products
+may be TF32, as in NVIDIA's program. ResNet-50 is channels-last as in that program, including the
+weights, which it converts in every step; ResNet-34 is channels-first as in MLPerf's and Habana's.
 
-A row that fails says why and the next one goes on; rows that the time does not allow are named. No
-GPU has run the table yet. A guess at it: half a minute for an eager row, one and a half for a
-compiled one, eight to nine minutes for all but the last, which compiles three times (`--bs auto`
-probes two sizes), begins only where five minutes are left, and can be had by `--only auto`.
+A row that fails prints the reason, and the next one runs; rows that do not fit the time are listed.
+The table has not been run on a GPU yet. Estimates: half a minute for an eager row, one and a half
+for a compiled one, eight to nine minutes for all except the last, which compiles three times (`--bs
+auto` tries two sizes), starts only if five minutes are left, and can be run with `--only auto`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ssdctl.device.base import Device
 
 COLUMNS = (
-    ("who", 7), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
+    ("who", 11), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
     ("img/s", 8), ("step ms", 9), ("TFLOP/s", 8), ("of peak", 7), ("GB", 6), ("epoch h", 7),
     ("warm-up s", 9),
 )  # fmt: skip
@@ -41,42 +41,42 @@ COLUMNS = (
 class Row(NamedTuple):
     """One measurement."""
 
-    who: str  # ssdctl or peer
+    who: str  # ssdctl or third-party
     backbone: str
     precision: str
     execution: str
     batch: str
-    data: str  # fake, or real (fake beside it)
+    data: str  # fake, or real (compared with fake)
 
     @property
     def least_s(self) -> float:
-        """With less time left it is not begun."""
+        """Return the seconds that must be left to start it."""
         return 300 if self.batch == "auto" else 30
 
     @property
     def most_s(self) -> float:
-        """After so long it is given up."""
+        """Return the seconds after which it is stopped."""
         return 600 if self.batch == "auto" else 240
 
 
-# What is most telling comes first: rows after the time's end are left out.
+# The most important rows are first: rows that do not fit the time are skipped.
 GPU = (
     Row("ssdctl", "resnet34", "bf16", "compile", "128", "real"),
-    Row("peer", "resnet34", "bf16", "eager", "128", "fake"),
+    Row("third-party", "resnet34", "bf16", "eager", "128", "fake"),
     Row("ssdctl", "resnet50", "bf16", "compile", "128", "fake"),
-    Row("peer", "resnet50", "fp16", "eager", "128", "fake"),
+    Row("third-party", "resnet50", "fp16", "eager", "128", "fake"),
     Row("ssdctl", "resnet50", "fp16", "compile", "128", "fake"),
     Row("ssdctl", "resnet34", "bf16", "eager", "128", "fake"),
     Row("ssdctl", "resnet34", "tf32", "compile", "128", "fake"),
-    Row("peer", "resnet34", "tf32", "eager", "128", "fake"),
+    Row("third-party", "resnet34", "tf32", "eager", "128", "fake"),
     Row("ssdctl", "resnet34", "bf16", "compile", "auto", "fake"),
 )
 CPU = (
-    Row("peer", "resnet34", "fp32", "eager", "8", "fake"),
+    Row("third-party", "resnet34", "fp32", "eager", "8", "fake"),
     Row("ssdctl", "resnet34", "fp32", "eager", "8", "real"),
     Row("ssdctl", "resnet34", "bf16", "eager", "8", "fake"),
     Row("ssdctl", "resnet34", "fp32", "compile", "8", "fake"),
-    Row("peer", "resnet34", "bf16", "eager", "8", "fake"),
+    Row("third-party", "resnet34", "bf16", "eager", "8", "fake"),
 )
 
 
@@ -85,12 +85,12 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--minutes", type=float, default=9.5, help="of the whole table")
-    parser.add_argument("--only", default="", help="rows that hold this word alone")
-    parser.add_argument("--peer", nargs=3, metavar=("BACKBONE", "PRECISION", "BATCH"))
+    parser.add_argument("--only", default="", help="only rows with this word")
+    parser.add_argument("--third-party", nargs=3, metavar=("BACKBONE", "PRECISION", "BATCH"))
     options = parser.parse_args()
-    if options.peer:
-        backbone, precision, batch = options.peer
-        measured = measure_peer(options.device, backbone, precision, int(batch), options.seconds)
+    if options.third_party:
+        backbone, precision, batch = options.third_party
+        measured = measure_other(options.device, backbone, precision, int(batch), options.seconds)
         print(json.dumps(measured))
         return
     print("  ".join(f"{name:>{width}}" for name, width in COLUMNS), flush=True)
@@ -103,17 +103,17 @@ def main() -> None:
         if left < row.least_s:
             print("no time left for:", *row, flush=True)
             continue
-        found = measured_row(row, options.device, options.seconds, min(left, row.most_s))
-        device = found.get("device", device)
-        print(line(row, found), flush=True)
+        figures = measured_row(row, options.device, options.seconds, min(left, row.most_s))
+        device = figures.get("device", device)
+        print(line(row, figures), flush=True)
     print(f"device: {device}; peak: a measured matrix product; epoch: 117,266 images")
 
 
 def measured_row(row: Row, device: str, seconds: float, limit_s: float) -> dict[str, Any]:
-    """Run one row in a process of its own; what it printed, or why there is nothing."""
-    if row.who == "peer":
+    """Run one row in a separate process; return its output, or the error."""
+    if row.who == "third-party":
         command = [sys.executable, __file__, "--device", device, "--seconds", str(seconds)]
-        command += ["--peer", row.backbone, row.precision, row.batch]
+        command += ["--third-party", row.backbone, row.precision, row.batch]
     else:
         precision = ["--fp32", "--tf32"] if row.precision == "tf32" else [f"--{row.precision}"]
         command = [sys.executable, "-m", "ssdctl", "benchmark", "train", "--json", *precision]
@@ -127,32 +127,32 @@ def measured_row(row: Row, device: str, seconds: float, limit_s: float) -> dict[
         return {"error": f"took longer than {limit_s:.0f} s"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
 
 
-def line(row: Row, found: dict[str, Any]) -> str:
-    """A row of the table; a second figure where real data were measured beside fake ones."""
-    if "error" in found:
-        return f"{' '.join(row)}: {found['error']}"
+def line(row: Row, result: dict[str, Any]) -> str:
+    """Return a row of the table, with a second rate if real data were compared with fake data."""
+    if "error" in result:
+        return f"{' '.join(row)}: {result['error']}"
     cells = [
-        row.who, row.backbone, row.precision, found["execution"], str(found["batch_size"]),
+        row.who, row.backbone, row.precision, result["execution"], str(result["batch_size"]),
         row.data,
-        f"{found['images_per_second']:.2f}", f"{found['step_ms']:.1f}", f"{found['tflops']:.3f}",
-        f"{100 * found['peak_fraction']:.0f}%", f"{found['peak_memory_bytes'] / 1e9:.2f}",
-        f"{found['coco_epoch_hours']:.3f}", f"{found['warmup_s']:.1f}",
+        f"{result['images_per_second']:.2f}", f"{result['step_ms']:.1f}", f"{result['tflops']:.3f}",
+        f"{100 * result['peak_fraction']:.0f}%", f"{result['peak_memory_bytes'] / 1e9:.2f}",
+        f"{result['coco_epoch_hours']:.3f}", f"{result['warmup_s']:.1f}",
     ]  # fmt: skip
     text = "  ".join(f"{c:>{width}}" for c, (_, width) in zip(cells, COLUMNS, strict=True))
-    if "input_cost" in found:
-        fake, cost = found["images_per_second_fake"], 100 * found["input_cost"]
+    if "input_cost" in result:
+        fake, cost = result["images_per_second_fake"], 100 * result["input_cost"]
         text += f"  (fake: {fake:.2f} img/s; real images cost {cost:.1f}%)"
     return text
 
 
-def measure_peer(
+def measure_other(
     device_name: str, backbone: str, precision: str, batch_size: int, seconds: float
 ) -> dict[str, Any]:
-    """The peers' step, timed."""
+    """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
     from ssdctl.checkpoint.reader import Architecture
     from ssdctl.device import open_device
@@ -163,7 +163,7 @@ def measure_peer(
     norm = "batch" if backbone == "resnet50" else "none"
     architecture = Architecture(backbone, norm, 81)
     arithmetic = "fp32" if precision == "tf32" else precision
-    step = peer_step(architecture, device, arithmetic, batch_size)
+    step = other_step(architecture, device, arithmetic, batch_size)
     begin = time.perf_counter()
     for _ in range(3):
         step()
@@ -193,19 +193,19 @@ def measure_peer(
     }
 
 
-def peer_step(
+def other_step(
     architecture: Architecture, device: Device, precision: str, batch_size: int
 ) -> Callable[[], float]:
-    """The peers' step; its batch lies on the device, where DALI would leave it."""
+    """Return the third-party training step; its batch is on the device, as with DALI."""
     import torch
-    from boxes import peer_loss
+    from boxes import mlperf_loss
 
     from ssdctl.benchmark.train import DTYPES
     from ssdctl.boxes.default_boxes import default_boxes_cxcywh
     from ssdctl.train.memory import random_batch
 
     place = device.torch_device
-    # NVIDIA's program has channels-last pictures; MLPerf's and Habana's know no such thing.
+    # NVIDIA's program uses channels-last images, MLPerf's and Habana's do not.
     is_nvidias = architecture.backbone == "resnet50"
     layout = torch.channels_last if is_nvidias else torch.contiguous_format
     torch.manual_seed(0)
@@ -225,7 +225,7 @@ def peer_step(
         optimizer.zero_grad()
         with torch.autocast(place.type, DTYPES[precision] if is_half else None, enabled=is_half):
             offsets, logits = model(images)
-        loss = peer_loss(offsets.float(), logits.float(), targets, labels)
+        loss = mlperf_loss(offsets.float(), logits.float(), targets, labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

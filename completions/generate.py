@@ -1,4 +1,4 @@
-"""Write the completion scripts and the table of words behind them; a test fails if they are stale.
+"""Write the completion scripts and the table of completions; a test fails if they are stale.
 
 python completions/generate.py
 """
@@ -26,15 +26,15 @@ RUN = "import sys; sys.argv[0] = 'ssdctl'; from ssdctl.cli.main import main; mai
 
 
 def script(shell: str) -> str:
-    """What the program gives a shell that asks it for completion."""
+    """Return the completion script that typer generates for a shell."""
     environment = {**os.environ, "_SSDCTL_COMPLETE": f"source_{shell}"}
     command = [sys.executable, "-c", RUN]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return done.stdout.strip() + "\n"  # zsh wants #compdef on the first line
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    return result.stdout.strip() + "\n"  # zsh requires #compdef on the first line
 
 
-def words() -> str:
-    """The table: commands, options with their values, arguments."""
+def completion_table() -> str:
+    """Return the table as JSON: commands, options with their values, arguments."""
     table = {"keys": list(all_settings()), **_node(click_tree())}
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
 
@@ -49,7 +49,7 @@ def _node(command: Any) -> dict[str, Any]:
         if not parameter.is_flag:
             option |= _value(command, parameter)
         node["options"] |= dict.fromkeys([*parameter.opts, *parameter.secondary_opts], option)
-    node["options"]["--help"] = {"help": "Show what it does, and exit"}
+    node["options"]["--help"] = {"help": "Show this message and exit"}
     if commands := getattr(command, "commands", None):
         node["commands"] = {name: _node(child) for name, child in commands.items()}
     return node
@@ -69,4 +69,4 @@ def _first_line(text: str | None) -> str:
 if __name__ == "__main__":
     for name, shell in FILES.items():
         (Path(__file__).parent / name).write_text(script(shell), encoding="utf-8")
-    TABLE.write_text(words(), encoding="utf-8")
+    TABLE.write_text(completion_table(), encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Write the man pages from the commands; a test fails when they are stale.
+"""Write the man pages of all commands; a test fails if they are stale.
 
 python docs/generate_man.py
 
-Wheels carry them to share/man/man1, where `man` finds them for any program on the path.
+Wheels install them to share/man/man1, in which `man` searches for every program on the path.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from ssdctl.cli.main import click_tree
 
 FOLDER = Path(__file__).with_name("man")
 EXIT_CODES = {
-    0: "done",
+    0: "success",
     1: "a bug",
-    2: "usage, configuration, device or tool absent",
+    2: "wrong usage or configuration, or a device or tool is missing",
     3: "bad data",
     4: "network",
     5: "integrity: a checksum or a checkpoint is wrong",
     6: "disk",
     7: "NaN or infinity",
     8: "a rank failed or was lost",
-    75: "stopped by a signal with everything saved; the same command goes on",
+    75: "stopped by a signal with everything saved; run the same command again to continue",
     130: "interrupted twice",
 }
 ENVIRONMENT = {
-    "SSDCTL_SECTION__KEY": "any setting, as SSDCTL_TRAIN__BATCH_SIZE=64; "
-    "`ssdctl config show` lists all keys. It beats config files, the command line beats it.",
+    "SSDCTL_SECTION__KEY": "any setting, for example SSDCTL_TRAIN__BATCH_SIZE=64; "
+    "`ssdctl config show` lists all keys. It overrides config files; the command line overrides "
+    "it.",
     "NO_COLOR": "no colours on a terminal",
-    "TORCH_HOME": "where backbone weights are kept",
+    "TORCH_HOME": "parent folder of the backbone weights",
 }
 FILES = {
     "ssdctl.toml": "settings, read from the working directory; `ssdctl config init` writes one",
-    "runs/PRESET": "the run folder, where no other was given",
+    "runs/PRESET": "the default run folder",
 }
 
 
 def pages() -> dict[str, str]:
-    """Every page by its file's name."""
-    root = click_tree()
-    found = {}
-    todo: list[tuple[str, Any]] = [("ssdctl", root)]
-    while todo:
-        path, command = todo.pop()
-        found[path.replace(" ", "-") + ".1"] = _page(path, command)
-        todo += [(f"{path} {n}", child) for n, child in getattr(command, "commands", {}).items()]
-    return found
+    """Return every page by the name of its file."""
+    result = {}
+    pending: list[tuple[str, Any]] = [("ssdctl", click_tree())]
+    while pending:
+        path, command = pending.pop()
+        result[path.replace(" ", "-") + ".1"] = _page(path, command)
+        children = getattr(command, "commands", {})
+        pending += [(f"{path} {name}", child) for name, child in children.items()]
+    return result
 
 
 def _page(path: str, command: Any) -> str:
@@ -68,9 +69,9 @@ def _page(path: str, command: Any) -> str:
     ]
     if children := getattr(command, "commands", None):
         lines.append(".SH COMMANDS")
-        for child, its in children.items():
-            first = _plain(its.help).partition("\n")[0]
-            lines += [".TP", f".BR {_roff(f'{name}-{child}')} (1)", _roff(first)]
+        for child_name, child in children.items():
+            first = _plain(child.help).partition("\n")[0]
+            lines += [".TP", f".BR {_roff(f'{name}-{child_name}')} (1)", _roff(first)]
     lines += _options(command)
     if examples:
         commands = [line.removeprefix("$ ") for line in examples.splitlines()]
@@ -121,17 +122,17 @@ def _definitions(title: str, entries: dict[str, str]) -> list[str]:
 
 
 def _paragraphs(text: str) -> list[str]:
-    found = [" ".join(part.split()) for part in text.split("\n\n")]
-    return [line for part in found if part for line in (".PP", _roff(part))][1:]
+    paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
+    return [line for part in paragraphs if part for line in (".PP", _roff(part))][1:]
 
 
 def _plain(text: str | None) -> str:
-    """The text without rich's markup, which help texts escape."""
+    """Return the text without rich's markup and its escapes."""
     return re.sub(r"\[/?bold\]", "", text or "").replace("\\[", "[")
 
 
 def _roff(text: str) -> str:
-    """The text as roff prints it: no letter is a command."""
+    """Return the text escaped, so that roff prints it literally."""
     text = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return f"\\&{text}" if text.startswith((".", "'")) else text
 

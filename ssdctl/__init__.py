@@ -1,9 +1,9 @@
-"""ssdctl: train, evaluate and ship SSD300 detectors. Importing it never imports torch.
+"""Train, evaluate and deploy SSD300 detectors. Importing this package does not import torch.
 
 import ssdctl
 
-for found in ssdctl.load("runs/stable-r34").predict("street.jpg"):
-    print(found.name, found.score, found.box)
+for detection in ssdctl.load("runs/stable-r34").predict("street.jpg"):
+    print(detection.name, detection.score, detection.box)
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def load(
     tile: int | None = None,
     tile_overlap: float = 0.2,
 ) -> Predictor:
-    """Return a detector that is ready for pictures.
+    """Load a detector from a checkpoint, ready to predict.
 
     Args:
-        checkpoint: A checkpoint, ours or a peer's (MLPerf, Habana, NVIDIA), or a run folder: its
-            best checkpoint, else its last.
-        device: `auto` is the accelerator that this machine has, else the CPU.
-        score: Detections score more than this, 0 to 1.
-        nms_iou: A box that overlaps a better one of its class by more (IoU) is dropped.
-            None: the network's convention (0.5; VGG16 0.45).
+        checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA), or a run
+            folder: its best checkpoint, else its last.
+        device: `auto` is the accelerator of this machine, else the CPU.
+        score: Return only detections with a score above this, 0 to 1.
+        nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
+            None: the convention of the network (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: The names of the classes to return; empty: all.
         max_detections: How many detections of a picture are returned, the best; None: all.
@@ -52,8 +52,8 @@ def load(
         tile_overlap: Overlap of neighbouring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
-        ssdctl.errors.UsageError: No such file, device, precision or class.
-        ssdctl.errors.IntegrityError: The file is damaged, no checkpoint, or would run code.
+        ssdctl.errors.UsageError: The file, device, precision or a class does not exist.
+        ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
     from ssdctl.inference import predict  # late: torch takes seconds
 

@@ -1,7 +1,8 @@
-"""Where the program starts: `ssdctl`, or `python -m ssdctl` as launchers have it.
+"""Entry point of `ssdctl` and of `python -m ssdctl`, which launchers use.
 
-The signal handlers of a run go in before anything else is imported: the imports take a second or
-two, and a signal may come at any moment. Other commands end silently by Ctrl-C until they run.
+The signal handlers of a training run are installed before anything else is imported: the imports
+take a second or two, and a signal may arrive at any moment. Until their own code runs, other
+commands exit silently on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def own_exit_code() -> Iterator[None]:
-    """Keep the exit code of the block if stdout or stderr cannot be written.
+    """Preserve the exit code of the block if stdout or stderr cannot be written.
 
-    Python flushes both again when it exits, and exits with 120 if that fails.
+    Python flushes both again at exit, and exits with 120 if that fails.
     """
     try:
         yield
@@ -32,21 +33,21 @@ def own_exit_code() -> Iterator[None]:
 
 @own_exit_code()
 def run() -> None:
-    """Run the command line, or tell a shell what may come next on it."""
+    """Run the command line, or answer a completion request of a shell."""
     is_training = "train" in sys.argv[1:2]
     if os.getpid() == 1 and not is_training:
-        # The first process of a container ignores what it has no handler for: it would hold its
-        # device until it is killed. Commands with handlers of their own put them in its place.
+        # The first process of a container ignores signals without a handler: it would hold its
+        # device until it is killed. Commands that have their own handlers replace this one.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if can_be_interrupted:  # not below nohup
+    if can_be_interrupted:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ssdctl.cli import shell_completion
     from ssdctl.launch.exit_codes import recorded_exit
     from ssdctl.runtime import signals
 
-    if shell_completion.is_asked():
-        raise SystemExit(shell_completion.answer())
+    if shell_completion.is_requested():
+        raise SystemExit(shell_completion.complete())
     if is_training:
         signals.install()
     with recorded_exit():

@@ -1,8 +1,7 @@
-"""Exceptions and exit codes.
+"""Expected failures and exit codes.
 
-An error is one message: what is wrong, where, and (in `hint`) what to do. The command line prints
-it without a traceback and exits with the error's code. Any other exception that escapes is a bug:
-exit 1.
+An error is one message: what is wrong, where, and (in `hint`) what to do next. The command line
+prints it without a traceback and exits with the error's code. Any other exception is a bug: exit 1.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class DistributedError(SsdctlError):
     exit_code = ExitCode.DISTRIBUTED
 
 
-class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was asked to stop and did
+class Stopped(SsdctlError):  # noqa: N818 - not a failure: the run was stopped by request
     exit_code = ExitCode.STOPPED
 
 

@@ -31,13 +31,13 @@ LOCK_POLL_S = 0.1
 
 @contextlib.contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-    """Turn OSErrors of the disk into a `DiskError` (exit 6) that names the path."""
+    """Convert errors of the file system to a `DiskError` (exit 6) that names the path."""
     try:
         yield
     except OSError as error:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
-            where = path  # the user does not know the temporary file
+            where = path  # the user never named the temporary file
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskError(
                 f"no space left while {doing} {where}", hint="free some space, then run it again"
@@ -97,7 +97,7 @@ def refuse_url(path: str | Path, option: str) -> None:
     """Refuse a URL where a local folder is expected.
 
     Raises:
-        UsageError: It is a URL, as `s3://bucket/data`, which a `Path` holds as `s3:/bucket/data`.
+        UsageError: It is a URL, such as `s3://bucket/data` (as a `Path`: `s3:/bucket/data`).
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)) and not Path(path).exists():
         url = redact_url(re.sub(r":/+", "://", str(path), count=1))
@@ -134,18 +134,18 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Publish `content` at `path` atomically."""
+    """Write `content` to `path` atomically."""
     with atomic_write(path) as file:
         file.write(content)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Publish `content` at `path` atomically, as UTF-8."""
+    """Write `content` to `path` atomically, as UTF-8."""
     write_bytes(path, content.encode())
 
 
 def sync_dir(path: Path) -> None:
-    """Make a rename in this folder survive a power failure."""
+    """Flush a folder to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -174,8 +174,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove_stale_temporaries(folder: Path) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
-    Call it before this process writes there: in a restarted pod it often has the dead writer's
-    process id.
+    Call it before this process writes to the folder: in a restarted pod this process often has
+    the same id as the dead writer.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -188,7 +188,7 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Return whether an untrusted name is a relative path that stays below its base folder."""
+    """Return whether an untrusted name is a relative path that does not leave its folder."""
     if not name or "\0" in name or "\\" in name or name.startswith("/"):
         return False
     return ".." not in name or ".." not in name.split("/")
@@ -197,7 +197,7 @@ def is_plain_name(name: str) -> bool:
 def safe_join(root: Path, name: str) -> Path:
     """Return `root / name` for an untrusted relative name.
 
-    Only the name is checked, so a symbolic link that the user made inside `root` stays usable.
+    Only the name is checked, so symbolic links that the user made inside `root` still work.
 
     Raises:
         IntegrityError: The path would leave `root`.
@@ -256,7 +256,7 @@ def lock(
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of `path`, which need not exist yet."""
+    """Return the free bytes of the file system of `path`, which need not exist yet."""
     while not path.exists():
         path = path.parent
     return shutil.disk_usage(path).free

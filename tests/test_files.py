@@ -1,4 +1,4 @@
-"""Files appear whole or not at all; names from outside stay inside."""
+"""Files are written atomically; untrusted names cannot leave their folder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_goes(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_living_writers_temporary_stays(tmp_path: Path) -> None:
+def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
     living = tmp_path / f".file.{os.getppid()}.tmp"
     own = tmp_path / f".file.{os.getpid()}.tmp"  # of a process that had this one's number
     living.touch()
@@ -107,38 +107,38 @@ def test_second_name_replaces_the_first(tmp_path: Path) -> None:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the disk from here on, in order."""
-    asked: list[str] = []
+    """Record the calls to the disk, in order."""
+    calls: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
     def note_fsync(descriptor: int) -> None:
         path = Path(f"/proc/self/fd/{descriptor}").resolve()
-        asked.append(f"fsync {'folder' if path.is_dir() else path.stat().st_size}")
+        calls.append(f"fsync {'folder' if path.is_dir() else path.stat().st_size}")
         fsync(descriptor)
 
     def note_replace(self: Path, target: Path) -> Path:
-        asked.append("rename")
+        calls.append("rename")
         return replace(self, target)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "replace", note_replace)
-    return asked
+    return calls
 
 
-def test_a_power_cut_finds_the_old_file_or_the_new_one(
+def test_a_power_failure_leaves_the_old_file_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes reach the disk before the name, and the name before anybody goes on."""
-    asked = noted(monkeypatch)
+    """The content is flushed before the rename, and the rename before the function returns."""
+    calls = noted(monkeypatch)
     write_text(tmp_path / "file", "12345")
-    assert asked == ["fsync 5", "rename", "fsync folder"]
-    asked.clear()
+    assert calls == ["fsync 5", "rename", "fsync folder"]
+    calls.clear()
     link_or_copy(tmp_path / "file", tmp_path / "linked")
-    assert asked == ["rename", "fsync folder"]
-    asked.clear()
+    assert calls == ["rename", "fsync folder"]
+    calls.clear()
     monkeypatch.setattr(os, "link", refuses)
     link_or_copy(tmp_path / "file", tmp_path / "copied")
-    assert asked == ["fsync 5", "rename", "fsync folder"]
+    assert calls == ["fsync 5", "rename", "fsync folder"]
 
 
 def refuses(*_: object) -> None:
@@ -173,7 +173,7 @@ def test_a_second_name_on_another_disk_is_a_copy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "last"]
 
 
-def test_what_the_disk_did_not_say_passes_through(tmp_path: Path) -> None:
+def test_other_errors_pass_through(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError), disk_errors(tmp_path, "writing"):
         raise BrokenPipeError(errno.EPIPE, "no reader")
 
@@ -200,7 +200,7 @@ def hold(path: Path, on_wait: Callable[[], None]) -> None:
         pass
 
 
-def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
+def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     code = (
         "import time; from pathlib import Path; from ssdctl.files import lock\n"
@@ -220,23 +220,23 @@ def test_lock_waits_for_the_living_and_not_for_the_dead(tmp_path: Path) -> None:
     holder.kill()
     holder.communicate()
     assert waiter.communicate(timeout=10)[0] == "held\n"
-    with lock(path, on_wait=lambda: pytest.fail("nobody holds it")):
-        told: list[str] = []
-        other = threading.Thread(target=hold, args=(path, lambda: told.append("waiting")))
+    with lock(path, on_wait=lambda: pytest.fail("the lock is free")):
+        waits: list[str] = []
+        other = threading.Thread(target=hold, args=(path, lambda: waits.append("waiting")))
         other.start()
-        while not told and time.monotonic() - start < 30:
+        while not waits and time.monotonic() - start < 30:
             time.sleep(0.01)
-        assert told == ["waiting"]
+        assert waits == ["waiting"]
     other.join(30)
     assert not other.is_alive()
     assert time.monotonic() - start < 30
 
 
-def test_free_space_of_a_folder_to_come(tmp_path: Path) -> None:
+def test_free_space_of_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "not" / "yet") > 0
 
 
-def test_a_refusal_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
+def test_an_error_names_the_target_file(tmp_path: Path) -> None:
     with pytest.raises(DiskError) as caught, atomic_write(tmp_path) as file:  # it is a folder
         file.write(b"x")
     assert str(caught.value) == f"Is a directory while writing {tmp_path}"

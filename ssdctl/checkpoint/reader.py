@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 import warnings
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import msgspec
 import torch
@@ -19,14 +18,22 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
+from ssdctl.checkpoint.validation import (
+    MAX_CLASSES,
+    MAX_COUNT,
+    check_zip,
+    is_state,
+    read_fields,
+    refuse_differences,
+    shape_differences,
+)
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.model import vgg
+from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
-MAX_KEYS = 6  # listed in a message
 
 
 class Architecture(NamedTuple):
@@ -38,35 +45,6 @@ class Architecture(NamedTuple):
 
     def build(self) -> SSD300:
         return SSD300(self.backbone, self.num_classes, self.extra_norm)
-
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class _Built(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: str
-    extra_norm: Literal["none", "batch"]
-    num_classes: AtLeastOne
-
-
-class _Optimizer(msgspec.Struct):
-    state: dict[int, Any]
-    param_groups: list[dict[str, Any]]
-
-
-class _Facts(msgspec.Struct):
-    """The fields of our checkpoints other than the weights, with their types."""
-
-    architecture: _Built
-    classes: list[ClassName]
-    config: dict[str, Any]
-    step: Count
-    samples_seen: Count
-    images: AtLeastOne
-    global_batch: AtLeastOne
-    best_ap: float | None
-    optimizer: _Optimizer
 
 
 class Checkpoint(NamedTuple):
@@ -104,14 +82,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
             hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
         )
     try:
-        facts = msgspec.convert(payload, _Facts)
+        facts = read_fields(payload)
         trained = payload.get("trained")
         states = [payload["model"]] if trained is None else [payload["model"], trained]
-        if not all(map(_is_state, states)) or facts.architecture.backbone not in get_args(
+        if not all(map(is_state, states)) or facts.architecture.backbone not in get_args(
             BackboneName
         ):
             raise TypeError("model")
-    except (msgspec.ValidationError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
     return Checkpoint(
         path=path,
@@ -133,7 +111,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
     """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
-    if not _is_state(weights):
+    if not is_state(weights):
         raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are not tensors")
     state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), peer)
     backbone = third_party.backbone_of(state)
@@ -144,12 +122,16 @@ def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpo
         )
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
+    if not 1 <= num_classes <= MAX_CLASSES:
+        raise IntegrityError(f"{path}: its network has {num_classes} classes")
     if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )
     try:
         step, epoch = int(payload.get("iteration", 0)), float(payload.get("epoch", 0))
+        if not (0 <= step <= MAX_COUNT and 0 <= epoch <= MAX_COUNT):
+            raise ValueError("out of bounds")
     except (TypeError, ValueError, OverflowError) as error:
         raise IntegrityError(f"{path}: its iteration or epoch is not a number: {error}") from None
     return Checkpoint(
@@ -189,6 +171,7 @@ def with_classes(
     Returns:
         The weights, and the names of the classes that were kept.
     """
+    _check_class_heads(checkpoint)
     state = with_counters(checkpoint.model, model)
     old = {"": 0, **{c.name: label for label, c in enumerate(checkpoint.classes, start=1)}}
     new = {"": 0, **{c.name: label for label, c in enumerate(classes, start=1)}}
@@ -228,7 +211,7 @@ def read_payload(path: Path) -> Any:
         )
     with path.open("rb") as file:
         if file.read(2) == b"PK":
-            verify(path)
+            check_zip(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about formats that are checked by the result
@@ -250,47 +233,42 @@ def _reason(error: Exception) -> str:
     return text.splitlines()[0]
 
 
-def verify(path: Path) -> None:
-    """Check that a file is a complete zip with correct CRCs, or raise IntegrityError."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except Exception as error:  # zipfile raises a dozen kinds on a spoiled directory
-        raise IntegrityError(
-            f"{path}: not a checkpoint, or a damaged one: {error}",
-            hint="an earlier one may be intact: see the run's checkpoints/",
-        ) from None
-    if broken is not None:
-        raise IntegrityError(f"{path}: damaged: the CRC of {broken} is wrong")
-
-
 def load_network(checkpoint: Checkpoint) -> SSD300:
     """Return the network of a checkpoint with its weights.
 
     Raises:
         IntegrityError: The weights do not fit; the message lists what differs.
     """
+    _check_class_heads(checkpoint)
     model = checkpoint.architecture.build()
     load_state(model, with_counters(checkpoint.model, model), checkpoint.path)
     return model
 
 
+def _check_class_heads(checkpoint: Checkpoint) -> None:
+    """Check that the file has the class heads that its number of classes needs.
+
+    The rest of the network has a fixed size: `load_state` compares it.
+
+    Raises:
+        IntegrityError: A head is missing or has another shape.
+    """
+    _, _, num_classes = checkpoint.architecture
+    channels = ssd300.feature_channels(checkpoint.architecture.backbone)
+    expected: dict[str, tuple[int, ...]] = {}
+    for level, (width, boxes) in enumerate(zip(channels, BOXES_PER_CELL, strict=True)):
+        name = f"class_heads.{level}"
+        expected[f"{name}.weight"] = (boxes * num_classes, width, 3, 3)
+        expected[f"{name}.bias"] = (boxes * num_classes,)
+    state = {k: tuple(v.shape) for k, v in checkpoint.model.items() if k in expected}
+    refuse_differences(shape_differences(expected, state), checkpoint.path)
+
+
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Load weights, all or nothing, or raise IntegrityError with what differs."""
-    expected = module.state_dict()
-    wrong = [f"missing {name}" for name in expected if name not in state]
-    wrong += [f"unexpected {name}" for name in state if name not in expected]
-    wrong += [
-        f"{name} is {tuple(state[name].shape)}, not {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
-    ]
-    if wrong:
-        more = f" and {len(wrong) - MAX_KEYS} more" if len(wrong) > MAX_KEYS else ""
-        raise IntegrityError(
-            f"{path}: does not fit the network: {'; '.join(wrong[:MAX_KEYS])}{more}",
-            hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
-        )
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    refuse_differences(shape_differences(expected, shapes), path)
     module.load_state_dict(state)
 
 
@@ -301,7 +279,7 @@ def load_backbone(model: SSD300, path: Path) -> None:
         IntegrityError: The file is damaged, or contains another network.
     """
     state = read_payload(path)
-    if not _is_state(state):
+    if not is_state(state):
         raise IntegrityError(
             f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
@@ -324,9 +302,3 @@ def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, T
         if name.endswith("num_batches_tracked")
     }
     return {**counters, **state}
-
-
-def _is_state(value: object) -> bool:
-    return isinstance(value, Mapping) and all(
-        isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items()
-    )

@@ -1,4 +1,4 @@
-"""The typer application that the commands register with, and how one command runs another."""
+"""Define the typer application of all commands, and run one command from another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdctl.cli.command import MARKUP, make_options
 app = typer.Typer(
     name="ssdctl",
     help="Train, evaluate and deploy SSD300 detectors, from a laptop to a Gaudi cluster.",
-    epilog="New here? `ssdctl demo` shows every step in minutes, without network.",
+    epilog="To start, run `ssdctl demo`: it shows every step in minutes, without network.",
     no_args_is_help=True,
     rich_markup_mode=MARKUP,
     pretty_exceptions_enable=False,
@@ -42,7 +42,7 @@ def _root(
 
 
 def run_command(arguments: Sequence[str], *, stdout_to_stderr: bool = False) -> None:
-    """Run one command inside another; a failure exits with its code."""
+    """Run one command from another one; a failure exits with its code."""
     with contextlib.redirect_stdout(sys.stderr if stdout_to_stderr else sys.stdout):
         click_root().main(args=list(arguments), prog_name="ssdctl", standalone_mode=False)
 
@@ -51,7 +51,7 @@ def click_root(module: str | None = None) -> typer.core.TyperGroup:
     """Return the click command of `app`.
 
     Args:
-        module: Add options only to the commands of this module of `ssdctl.cli`; None: to all.
+        module: The module of `ssdctl.cli` whose commands get their options; None: all modules.
     """
     make_options(module)
     root = typer.main.get_command(app)

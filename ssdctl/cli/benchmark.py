@@ -40,22 +40,24 @@ Seconds = Annotated[
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
-        "ssdctl benchmark data --execution compile   # the full chain, compiled as in training",
+        "ssdctl benchmark data --execution compile   # the full pipeline, compiled as in training",
     ],
 )
 def data(call: Call, seconds: Seconds = 5.0) -> None:
-    """Measure the input: images per second of the host stage, and of the full chain on the CPU.
+    """Measure the input pipeline on the CPU, in images per second: host stage and full pipeline.
 
-    The host stage reads, crops, decodes and resizes images and their boxes; it is all that the CPU
-    does in training. The full chain adds colours, normalisation and targets. Also printed: the
-    stages of one image in one thread.
+    The host stage reads, crops, decodes and resizes images and their boxes; it is the CPU's whole
+    work in training. The full pipeline adds colours, normalisation and targets. The time of each
+    stage for one image in one thread is also printed.
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
     from ssdctl.benchmark.data import benchmark_data
 
     with _splits(call) as splits:
-        _show(call, benchmark_data(splits["train"], call.config, seconds, call.console.say))
+        _print_figures(
+            call, benchmark_data(splits["train"], call.config, seconds, call.console.say)
+        )
 
 
 @command(
@@ -86,9 +88,9 @@ def train(
         bool, typer.Option("--fake-data", help="Measure only the device, without images")
     ] = False,
 ) -> None:
-    """Measure training: images per second, step time, share of the peak, memory, hours of a run.
+    """Measure training: images per second, step time, share of peak FLOPS, memory, hours of a run.
 
-    The rate is that of real images; the cost compared with fake ones is printed too.
+    The rate is measured on real images and compared with that of fake ones.
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
@@ -98,7 +100,7 @@ def train(
         split = splits["train"] if splits else None
         figures = benchmark_train(split, call.config, seconds, call.console.say)
     if figures is not None:
-        _show(call, figures)
+        _print_figures(call, figures)
 
 
 @command(
@@ -123,7 +125,7 @@ def train(
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
-    """Measure evaluation: network, detection, latency of one picture, scoring of COCO's size."""
+    """Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
     keep_freed_memory()
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.data.dataset import require_split
@@ -132,12 +134,12 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     with _splits(call) as splits:
         root, _ = dataset_folders(call.config.data)
         split = require_split(splits, call.config.evaluate.split, root)
-        _show(call, benchmark_evaluate(split, call.config, seconds))
+        _print_figures(call, benchmark_evaluate(split, call.config, seconds))
 
 
 @contextlib.contextmanager
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
-    """Open the dataset that the config names, else generate one."""
+    """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.benchmark.common import make_shapes
     from ssdctl.data.prepare import open_dataset
     from ssdctl.data.store_folder import dataset_folders
@@ -151,5 +153,5 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
         yield make_shapes(Path(temporary))
 
 
-def _show(call: Call, figures: Figures) -> None:
+def _print_figures(call: Call, figures: Figures) -> None:
     call.console.result(figures, "\n".join(f"{name:<26}{v}" for name, v in figures.items()))

@@ -1,12 +1,12 @@
-"""How a command gets its options: from the settings of the schema, so nothing is said twice.
+"""Register commands, with options generated from the settings of the schema.
 
     @command(app, "train", panel="Train", settings=["data.*", "train.*"], examples=[...])
     def train(call: Call, dry_run: Annotated[bool, typer.Option(...)] = False) -> None:
         call.config.train.lr ...
 
 The options of the settings and the common ones (--config, --set, --json, -q, -v) are added to the
-function's own; the function gets the resolved config. Expected failures become one message and
-their exit code.
+function's own; the function receives the resolved config. Expected failures are reported in one
+message and exit with their code.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from ssdctl.runtime.redact import redact_urls
 
 COMMON = "Common"
 LONGEST_METAVAR = 24
-NARROW = 72  # columns; below, tables would cut the options' names
+NARROW = 72  # columns; in fewer, the tables would truncate the names of options
 MARKUP: Literal["rich"] | None = "rich" if shutil.get_terminal_size().columns >= NARROW else None
 
 
 class Call(NamedTuple):
-    """One call of a command: its config, its console, and the options given."""
+    """One call of a command: its config, its console, and the options on its command line."""
 
     resolved: Resolved
     console: Console
@@ -66,45 +66,46 @@ def command(
         app: The application or group.
         name: The command's name.
         panel: The heading under which `ssdctl --help` lists it.
-        settings: The settings that are its options (`train.*`, `data.root`).
+        settings: The settings that become its options (`train.*`, `data.root`).
         examples: Command lines for `--help`.
-        more_options: Options made from a table; the function takes them as `**options`.
-        is_isolated: Leave ./ssdctl.toml and SSDCTL_* variables out: for commands that repair them.
+        more_options: Options generated from a table; the function takes them as `**options`.
+        is_isolated: Ignore ./ssdctl.toml and SSDCTL_* variables: for commands that repair them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        chosen: list[Setting] = []
+        selected: list[Setting] = []
 
-        def run(**given: Any) -> None:
+        def run(**values: Any) -> None:
             console = Console(
-                as_json=given.pop("as_json"),
-                quiet=given.pop("quiet"),
-                verbose=given.pop("verbose"),
+                as_json=values.pop("as_json"),
+                quiet=values.pop("quiet"),
+                verbose=values.pop("verbose"),
             )
             with console.show_log():
                 with_exit_codes(
-                    console, lambda: function(_call(console, chosen, given, is_isolated), **given)
+                    console,
+                    lambda: function(_call(console, selected, values, is_isolated), **values),
                 )
 
         def add_options() -> None:
-            chosen.extend(select(*settings) if settings else [])
+            selected.extend(select(*settings) if settings else [])
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
             own = [*more_options, *(p for p in own if p.kind is not p.VAR_KEYWORD)]
             for parameter in own:
-                _take_no_value(parameter)
-            parameters = [*own, *_setting_parameters(chosen), *_common_parameters()]
-            _sign(run, parameters)
+                _hide_metavar_of_flag(parameter)
+            parameters = [*own, *_setting_parameters(selected), *_common_parameters()]
+            _set_signature(run, parameters)
 
         class Command(AliasCommand):
-            settings = chosen
+            settings = selected
 
         run.__name__ = function.__name__
-        _sign(run, [])
+        _set_signature(run, [])
         _without_options.append((function.__module__.rpartition(".")[2], add_options))
         app.command(
             name,
             cls=Command,
-            help=_flowing(inspect.getdoc(function) or "") + _examples(examples),
+            help=_unwrapped(inspect.getdoc(function) or "") + _examples_section(examples),
             rich_help_panel=panel,
             context_settings={"help_option_names": ["-h", "--help"]},
         )(run)
@@ -113,19 +114,19 @@ def command(
     return register
 
 
-def _sign(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
-    """Give a function the signature that typer is to read."""
+def _set_signature(run: Any, parameters: Sequence[inspect.Parameter]) -> None:
+    """Set the signature of a function that typer reads."""
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
-# Commands whose options are still to be made: (module, how). Hundreds of options would take half of
-# the time that `ssdctl --help` has, which shows none of them.
+# Commands without options so far: (module, function that adds them). Creating the hundreds of
+# options would take half of the time of `ssdctl --help`, which shows none of them.
 _without_options: list[tuple[str, Callable[[], None]]] = []
 
 
 def make_options(module: str | None = None) -> None:
-    """Give the commands of a module (None: all) their options, before typer looks at them."""
+    """Add the options of a module's commands (None: of all), before typer reads them."""
     for entry in list(_without_options):
         if module in (None, entry[0]):
             entry[1]()
@@ -133,7 +134,7 @@ def make_options(module: str | None = None) -> None:
 
 
 def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
-    """Run a command's work; turn expected failures into one message and their exit code."""
+    """Call `work`; report an expected failure in one message and exit with its code."""
     try:
         work()
     except SsdctlError as error:
@@ -166,24 +167,23 @@ def _encoding_problem(error: UnicodeEncodeError) -> UsageError:
 
 
 def _call(
-    console: Console, chosen: Sequence[Setting], given: dict[str, Any], is_isolated: bool
+    console: Console, settings: Sequence[Setting], values: dict[str, Any], is_isolated: bool
 ) -> Call:
-    """Take the settings' values out of `given` and resolve the config."""
-    file = given.pop("config_file")
-    assignments = given.pop("assignments") or []
+    """Remove the values of settings from `values` and resolve the config."""
+    file = values.pop("config_file")
+    assignments = values.pop("assignments") or []
     overrides = []
-    for setting in chosen:
+    for setting in settings:
         for flag, parameter, constant in _options(setting):
-            value = given.pop(parameter)
+            value = values.pop(parameter)
             if value is None or (value is False and constant is not None):
                 continue
             if setting.is_flag and value is False:
                 flag = setting.flags[1]
             overrides.append(Override(setting.path, constant or value, flag))
-    typed = [parse_assignment(text) for text in assignments]
     resolved = resolve(
         file=file,
-        overrides=[*typed, *overrides],
+        overrides=[*map(parse_assignment, assignments), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )
@@ -191,7 +191,7 @@ def _call(
 
 
 def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
-    """The options of a setting: (flag, parameter name, the constant that the flag stands for)."""
+    """Return the options of a setting: (flag, parameter name, constant that the flag sets)."""
     base = setting.path.replace(".", "__")
     if setting.choice_flags:
         return [(f, base + "__" + f.strip("-"), f.strip("-")) for f in setting.flags]
@@ -199,7 +199,7 @@ def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
 
 
 def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
-    found = []
+    parameters = []
     for setting in settings:
         for flag, name, constant in _options(setting):
             if constant:
@@ -207,7 +207,7 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
                 option = typer.Option(
                     flag, help=text, metavar="", rich_help_panel=setting.panel, show_default=False
                 )
-                found.append(_parameter(name, bool, option, default=False))
+                parameters.append(_parameter(name, bool, option, default=False))
                 continue
             flags = "/".join(setting.flags) if setting.is_flag else flag
             choices = setting.choices
@@ -220,8 +220,8 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
                 autocompletion=completer(choices) if choices else None,
             )
             kind = bool if setting.is_flag else str
-            found.append(_parameter(name, kind | None, option, default=None))
-    return found
+            parameters.append(_parameter(name, kind | None, option, default=None))
+    return parameters
 
 
 def _common_parameters() -> list[inspect.Parameter]:
@@ -231,15 +231,17 @@ def _common_parameters() -> list[inspect.Parameter]:
         )
 
     config = option(
-        "--config", help="Config file (default: ssdctl.toml here, if any)", metavar="FILE"
+        "--config", help="Config file (default: ./ssdctl.toml if it exists)", metavar="FILE"
     )
     assign = option("--set", help="Set any key of the config", metavar="KEY=VALUE")
+    quiet = option("-q", "--quiet", help="Print only warnings and errors")
+    verbose = option("-v", "--verbose", help="Print tracebacks of errors")
     return [
         _parameter("config_file", str | None, config, default=None),
         _parameter("assignments", list[str] | None, assign, default=None),
         _parameter("as_json", bool, option("--json", help="Print the result as JSON"), False),
-        _parameter("quiet", bool, option("-q", "--quiet", help="Warnings and errors alone"), False),
-        _parameter("verbose", bool, option("-v", "--verbose", help="Tracebacks too"), False),
+        _parameter("quiet", bool, quiet, False),
+        _parameter("verbose", bool, verbose, False),
     ]
 
 
@@ -249,22 +251,22 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
     )
 
 
-def _take_no_value(parameter: inspect.Parameter) -> None:
-    """Say of a command's own flag that no value follows it."""
+def _hide_metavar_of_flag(parameter: inspect.Parameter) -> None:
+    """Show no placeholder of a value if the parameter is a flag."""
     kind, *more = typing.get_args(parameter.annotation)
     if kind is bool:
         more[0].metavar = ""
 
 
-def _flowing(text: str) -> str:
-    """The paragraphs of a docstring without its line ends: the terminal's width decides."""
+def _unwrapped(text: str) -> str:
+    """Return the paragraphs of a docstring without line breaks; the terminal wraps them."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
 
 
 def _metavar(setting: Setting) -> str | None:
-    """What stands for the value: the choices where they are short."""
+    """Return the placeholder of the value: the choices if they are short."""
     if setting.is_flag:
-        return ""  # else typer writes <bool>, as if it took a value
+        return ""  # else typer prints <bool>, as if a value followed
     joined = "|".join(setting.choices)
     if len(joined) > LONGEST_METAVAR:
         return "NAME"
@@ -297,13 +299,13 @@ def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [c for c in choices if c.startswith(incomplete)]
 
 
-def _examples(examples: Sequence[str]) -> str:
-    """Below the purpose, above the options, which may be hundreds of lines."""
+def _examples_section(examples: Sequence[str]) -> str:
+    """Return the examples as the end of the description, above the options."""
     if not examples:
         return ""
     lines = [_escaped(f"$ {line}") for line in examples]
     if MARKUP is None:
-        return "\n\n\b\n" + "\n".join(["Examples:", *lines])  # \b: lines stay lines
+        return "\n\n\b\n" + "\n".join(["Examples:", *lines])  # \b: do not wrap
     return "\n\n" + "\n".join(["[bold]Examples[/bold]", *lines])
 
 

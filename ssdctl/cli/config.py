@@ -1,4 +1,4 @@
-"""`ssdctl config`: what is set, by whom, and what could be."""
+"""`ssdctl config`: show the settings and their sources, check and write config files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ssdctl.files import write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-group = typer.Typer(no_args_is_help=True, help="Show, check and start config files.")
+group = typer.Typer(no_args_is_help=True, help="Show settings; check and write config files.")
 app.add_typer(group, name="config", rich_help_panel="This machine")
 
 
@@ -36,7 +36,7 @@ app.add_typer(group, name="config", rich_help_panel="This machine")
     settings=["data.*", "model.*", "train.*"],
     examples=[
         "ssdctl config show --preset nvidia-r50",
-        "ssdctl config show train.lr train.warmup   # these, with what they mean",
+        "ssdctl config show train.lr train.warmup   # only these, with their meaning",
         "ssdctl config show slurm",
         "ssdctl config show --json",
     ],
@@ -46,21 +46,22 @@ def show(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Settings or tables, with their meaning; without any all are shown, in short",
+            help="Settings or tables to show, with their meaning; if none is given, show all "
+            "settings without it",
             metavar="KEY...",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Show settings, their values and where these came from."""
+    """Show settings, their values and the source of each value."""
     values, sources = render.values(call.config), call.resolved.sources
-    chosen = [path for key in keys or [] for path in _named(key)] or list(values)
-    data = {path: {"value": values[path], "source": sources[path]} for path in chosen}
+    paths = [path for key in keys or [] for path in _paths_of_key(key)] or list(values)
+    data = {path: {"value": values[path], "source": sources[path]} for path in paths}
     call.console.result(data, lambda: _table(data, with_help=bool(keys)))
 
 
-def _named(key: str) -> list[str]:
-    """The settings of a table, or the one of that name."""
+def _paths_of_key(key: str) -> list[str]:
+    """Return the paths of all settings of a table, or of one setting."""
     paths = [path for path in all_settings() if key == path.partition(".")[0]]
     if (path := setting_path(key)) is not None:
         paths.append(path)
@@ -79,8 +80,8 @@ def _table(data: dict[str, dict[str, Any]], *, with_help: bool) -> Table:
         table.add_column("meaning")
     for path, entry in data.items():
         value = entry["value"]
-        shown = "-" if value is None else render.toml_value(value)
-        table.add_row(path, shown, entry["source"], *[all_settings()[path].help] * with_help)
+        text = "-" if value is None else render.toml_value(value)
+        table.add_row(path, text, entry["source"], *[all_settings()[path].help] * with_help)
     return table
 
 
@@ -91,15 +92,15 @@ def validate(
         str, typer.Argument(help="Config file", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
 ) -> None:
-    """Check a config file: its keys, types, bounds and what they say together."""
-    resolve(file=file, environment={})  # the file alone, not this shell's variables
+    """Check a config file: keys, types, bounds, and settings that contradict each other."""
+    resolve(file=file, environment={})  # only the file, without the environment
     keys = len(read_toml(Path(file)))
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
 
 
 @command(group, "schema", is_isolated=True, examples=["ssdctl config schema > ssdctl.schema.json"])
 def schema(call: Call) -> None:
-    """Print the JSON schema of a config file, for editors."""
+    """Print the JSON schema of config files, for editors."""
     import json
 
     data = render.json_schema()
@@ -113,7 +114,7 @@ def schema(call: Call) -> None:
     examples=["ssdctl config presets", "ssdctl config presets --json"],
 )
 def presets(call: Call) -> None:
-    """Show the recipes side by side."""
+    """Show all presets in one table."""
     names = all_settings()["train.preset"].choices
     recipes = {name: {o.path: o.value for o in preset_overrides(name)} for name in names}
     call.console.result(recipes, lambda: _preset_table(recipes))
@@ -124,7 +125,7 @@ def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
 
     table = Table("key", *recipes, box=None, pad_edge=False)
     for column in table.columns:
-        column.overflow = "fold"  # a key that is cut is no key
+        column.overflow = "fold"  # do not truncate keys
     for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
         cells = [render.toml_value(r[path]) if path in r else "-" for r in recipes.values()]
         table.add_row(path, *cells)
@@ -152,10 +153,10 @@ def init(
 ) -> None:
     """Write a config file with every setting, its meaning and its value, as comments.
 
-    Take the mark away from a line to set it; the rest follows the preset and the defaults.
+    Uncomment a line to set it; the other settings follow the preset and the defaults.
     """
     path = Path(file)
     if path.exists() and not force:
-        raise UsageError(f"{path} exists", hint="--force overwrites it")
-    write_text(path, render.to_started_toml(call.resolved))
-    call.console.result({"file": file}, f"{file} written; ssdctl reads {DEFAULT_FILE} by itself")
+        raise UsageError(f"{path}: already exists", hint="use --force to overwrite it")
+    write_text(path, render.to_template_toml(call.resolved))
+    call.console.result({"file": file}, f"wrote {file}; commands read ./{DEFAULT_FILE} by default")

@@ -1,4 +1,4 @@
-"""The one sink: results to stdout (human or JSON), everything else to stderr."""
+"""Write all output of a command: results to stdout (text or JSON), everything else to stderr."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class MessageSink(Protocol):
 
 
 class Console:
-    """Where a command's words go.
+    """The output of a command.
 
     Args:
-        as_json: stdout carries one JSON object and nothing else.
-        quiet: stderr carries warnings and errors alone.
-        verbose: Errors come with their traceback.
+        as_json: Write one JSON object to stdout and nothing else.
+        quiet: Write only warnings and errors to stderr.
+        verbose: Print the traceback of errors.
     """
 
     def __init__(
@@ -86,20 +86,20 @@ class Console:
 
     @property
     def live(self) -> bool:
-        """Whether a display that redraws itself makes sense."""
+        """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
     def say(self, text: str) -> None:
-        """Tell what happens."""
+        """Write a line of information to stderr, unless quiet."""
         if not self.quiet:
             self._message(text)
 
     def warn(self, text: str) -> None:
-        """Tell what the user should look at; said even with -q."""
+        """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 
     def error(self, error: SsdctlError) -> None:
-        """The one message of an expected failure."""
+        """Write the message and the hint of an expected failure to stderr."""
         self._message(str(error), label="error", style="red")
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
@@ -111,11 +111,11 @@ class Console:
         *,
         is_painted: bool = False,
     ) -> None:
-        """Print the command's answer.
+        """Write the result to stdout.
 
         Args:
             data: Printed as JSON with --json.
-            human: Printed without --json: text, or a function that makes a rich table.
+            human: Printed without --json: text, or a function that returns a rich table.
             is_painted: `human` is text with colours, and its other parts are printable.
         """
         if self.as_json:
@@ -129,7 +129,7 @@ class Console:
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
     ) -> Iterator[T]:
-        """Pass `items` through, with a bar on a terminal."""
+        """Yield `items`, with a progress bar on a terminal."""
         if not self.live:
             yield from items
             return
@@ -139,7 +139,7 @@ class Console:
         yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
-        """The text in a colour, or bold, where the stream (stdout) is a terminal that wants it."""
+        """Return the text in a colour or bold if the stream (None: stdout) supports colours."""
         stream = stream or sys.stdout
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if is_plain or not stream.isatty():
@@ -161,7 +161,7 @@ class Console:
                 print(_encodable(text, stream), file=stream, flush=True)
         except DiskError:
             if stream is sys.stdout:
-                raise  # a log that is full is no reason to end a run; a lost answer is
+                raise  # a lost result is an error; lost messages on stderr must not end a run
 
 
 def _json(data: Any) -> str:

@@ -18,7 +18,7 @@ app.add_typer(group, name="dataset", rich_help_panel="Data")
 
 
 class Target(str, Enum):
-    """The layouts that can be written."""
+    """The layouts that `dataset export` writes."""
 
     coco = "coco"
     yolo = "yolo"
@@ -40,7 +40,7 @@ def export(
     root: Annotated[
         str,
         typer.Argument(
-            metavar="DIR", help="Dataset folder or file, as --data takes it", show_default=False
+            metavar="DIR", help="Dataset folder or file, as for --data", show_default=False
         ),
     ],
     to: Annotated[
@@ -52,8 +52,8 @@ def export(
 ) -> None:
     """Write the prepared images and their checked boxes to a new folder.
 
-    All splits are written. A dataset that was never prepared is checked first. Images have the
-    bytes of the store: those of a store that was made with --shrink are smaller.
+    All splits are written. A dataset that was never prepared is checked first. Image files are
+    copied from the store: if it was prepared with --shrink, they are the smaller ones.
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.export_dataset import export_dataset

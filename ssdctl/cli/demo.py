@@ -1,4 +1,4 @@
-"""`ssdctl demo`: the whole way once, by the commands that a user would type."""
+"""`ssdctl demo`: run the whole pipeline with the commands that a user would type."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ssdctl.cli.command import Call, command
 from ssdctl.config import TrainConfig
 from ssdctl.runs.layout import RunDir
 
-# Found by trials on two cores (benchmarks/RESULTS.md), from random weights. No crops: each image is
-# seen once, so there is nothing to vary.
+# Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
+# each image is used only once.
 BATCH_SIZE = 4
 RECIPE = (
     "--backbone resnet18 --backbone-weights none --augment none "
@@ -25,9 +25,8 @@ RECIPE = (
 IMAGES = 1080
 USEFUL_STEPS = 200  # for AP 0.4: 220 reached 0.45 and 0.47
 FULL_STEPS = 260  # one pass over the images
-BUDGET_S = 270.0  # of the whole tour; what is left of five minutes is for surprises
-# What training is followed by, in steps: two evaluations of 100 images.
-EVALUATION_STEPS = 20
+BUDGET_S = 270.0  # of the whole demo; the rest of five minutes is a reserve
+EVALUATION_STEPS = 20  # time of the two evaluations of 100 images, in training steps
 REPORT_S = 10.0
 
 
@@ -35,18 +34,20 @@ REPORT_S = 10.0
     app,
     "demo",
     panel="Start here",
-    examples=["ssdctl demo", "ssdctl demo --out /tmp/tour --seed 1"],
+    examples=["ssdctl demo", "ssdctl demo --out /tmp/demo --seed 1"],
 )
 def demo(
     call: Call,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder of the tour")] = "demo",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of it all")] = 0,
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write to")] = "demo",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, help="Seed of the data and the training")
+    ] = 0,
 ) -> None:
-    """Walk the whole way in minutes, without network: data, training, evaluation, report.
+    """Run all steps in minutes, without network: dataset, training, evaluation, report.
 
-    A small detector learns to find shapes, from random weights, in as many steps as five minutes
-    allow on this machine. The commands are printed, so that you can go on alone; a tour that was
-    interrupted goes on where it stopped.
+    A small detector is trained from random weights to find shapes, for as many steps as five
+    minutes allow on this machine. Each command is printed before it runs. An interrupted demo
+    continues when it is run again.
     """
     start = time.monotonic()
     folder = Path(out)
@@ -55,31 +56,31 @@ def demo(
     common += ["--verbose"] if call.console.verbose else []
     common += ["--config", call.config_file] if call.config_file else []
     common += [part for text in call.assignments for part in ("--set", text)]
-    done: list[str] = []
+    commands: list[str] = []
 
-    def take(*arguments: str) -> None:
+    def run_step(*arguments: str) -> None:
         line = shlex.join(["ssdctl", *arguments])
         call.console.say(f"\n$ {line}")
         run_command([*arguments, *common], stdout_to_stderr=call.console.as_json)
-        done.append(line)
+        commands.append(line)
 
-    take("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
-         "--seed", str(seed))  # fmt: skip
-    take("prepare", "--data", str(data))
+    run_step("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
+             "--seed", str(seed))  # fmt: skip
+    run_step("prepare", "--data", str(data))
     steps = steps_of_run(run)
     if steps is None:
-        pace_s = seconds_per_step(call.config.train)
-        steps = affordable_steps(pace_s, BUDGET_S - (time.monotonic() - start))
-        call.console.say(f"\n{_explain(steps, pace_s)}")
-    take("train", "--data", str(data), "--out", str(run), "--seed", str(seed), *RECIPE.split(),
-         "--steps", str(steps))  # fmt: skip
-    take("evaluate", str(RunDir(run).best))
-    take("report", str(run))
-    _conclude(call, run, steps, done, time.monotonic() - start)
+        step_s = seconds_per_step(call.config.train)
+        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
+        call.console.say(f"\n{_training_length(steps, step_s)}")
+    run_step("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
+             *RECIPE.split(), "--steps", str(steps))  # fmt: skip
+    run_step("evaluate", str(RunDir(run).best))
+    run_step("report", str(run))
+    _print_result(call, run, steps, commands, time.monotonic() - start)
 
 
 def seconds_per_step(config: TrainConfig) -> float:
-    """Time a few training steps of the demo's network; nearly 0 on an accelerator."""
+    """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
     from ssdctl.checkpoint.reader import Architecture
@@ -93,7 +94,7 @@ def seconds_per_step(config: TrainConfig) -> float:
     config = msgspec.structs.replace(config, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
     if not device.is_host:
-        return 1e-3  # seconds matter only where a step takes one
+        return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "none", len(CLASSES) + 1).build()).train()
     precision = choose_precision(config.precision, device)
     step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
@@ -106,22 +107,22 @@ def seconds_per_step(config: TrainConfig) -> float:
     return sum(times[1:]) / len(times[1:])  # the first one allocates
 
 
-def affordable_steps(pace_s: float, left_s: float) -> int:
-    """Choose how many steps to train.
+def affordable_steps(step_s: float, left_s: float) -> int:
+    """Return how many steps to train.
 
     Args:
-        pace_s: Seconds of a step.
+        step_s: Seconds per step.
         left_s: Seconds left for training, evaluation and report.
 
     Returns:
         A multiple of 10, at least `USEFUL_STEPS` and at most `FULL_STEPS`.
     """
-    steps = (left_s - REPORT_S) / pace_s - EVALUATION_STEPS
+    steps = (left_s - REPORT_S) / step_s - EVALUATION_STEPS
     return min(max(int(steps) // 10 * 10, USEFUL_STEPS), FULL_STEPS)
 
 
 def steps_of_run(run: Path) -> int | None:
-    """Return the steps that an interrupted tour planned, or None before its training."""
+    """Return the planned steps of an interrupted demo, or None if its training has not started."""
     from ssdctl.runs.reader import read_run
 
     if not (run / "checkpoints").is_dir():
@@ -130,17 +131,20 @@ def steps_of_run(run: Path) -> int | None:
     return int(steps) if steps else None
 
 
-def _explain(steps: int, pace_s: float) -> str:
-    minutes = steps * pace_s / 60
-    text = f"A step takes {pace_s:.2f} s here: training takes {steps} steps, {minutes:.1f} minutes"
+def _training_length(steps: int, step_s: float) -> str:
+    minutes = steps * step_s / 60
+    text = (
+        f"A step takes {step_s:.2f} s on this machine: training takes {steps} steps, "
+        f"{minutes:.1f} minutes"
+    )
     if steps == FULL_STEPS:
         return f"{text}, one pass over the images."
-    reason = "fewer make no useful detector" if steps == USEFUL_STEPS else "what 5 minutes allow"
-    more = f"{FULL_STEPS} steps would take {FULL_STEPS * pace_s / 60:.1f} minutes"
+    reason = "the minimum" if steps == USEFUL_STEPS else "as many as fit into 5 minutes"
+    more = f"{FULL_STEPS} steps would take {FULL_STEPS * step_s / 60:.1f} minutes"
     return f"{text} ({reason}). {more} and reach an AP of about 0.5."
 
 
-def _conclude(call: Call, run: Path, steps: int, commands: list[str], spent_s: float) -> None:
+def _print_result(call: Call, run: Path, steps: int, commands: list[str], spent_s: float) -> None:
     from ssdctl.runs.reader import read_run
 
     best = read_run(run).best
@@ -157,9 +161,9 @@ def _conclude(call: Call, run: Path, steps: int, commands: list[str], spent_s: f
     lines = [
         "",
         f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on held-out images after {steps} steps, "
-        f"in {spent_s:.0f} seconds. The commands of this tour:",
+        f"in {spent_s:.0f} seconds. The commands that were run:",
         *(f"  {line}" for line in commands),
         f"Report: {report}",
-        f"More steps make it better: repeat the training with --steps {2 * FULL_STEPS} --out DIR",
+        f"For a better detector, repeat the training with --steps {2 * FULL_STEPS} --out DIR",
     ]
     call.console.result(data, "\n".join(lines))

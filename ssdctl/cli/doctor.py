@@ -12,7 +12,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import UsageError
 
-WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file, an issue
+DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that is not a terminal
 
 
 @command(
@@ -29,21 +29,21 @@ WIDTH_ELSEWHERE, WIDEST = 100, 120  # where there is no terminal to ask: a file,
 def doctor(
     call: Call,
     network: Annotated[
-        bool, typer.Option("--network", help="Ask the download hosts too, through your proxies")
+        bool, typer.Option("--network", help="Also connect to the download hosts, through proxies")
     ] = False,
     self_test: Annotated[
         bool,
         typer.Option(
             "--self-test",
-            help="Also write 64 MB to the data's disk and read them, join two ranks, and train a "
-            "step on the device that --device auto would choose",
+            help="Also write 64 MB to the dataset's disk and read them, connect two ranks, and "
+            "train one step on the device that --device auto would choose",
         ),
     ] = False,
 ) -> None:
-    """Say what this machine has and lacks, each with its remedy.
+    """Check this machine: hardware, software, disk and dataset, with a remedy for each problem.
 
-    Exits with 2 where something fails. Nothing is changed; --self-test writes a file without a
-    name for some seconds. Passwords and your name are left out, so paste it into an issue.
+    Exits with 2 if a check fails. Nothing is changed; --self-test writes an unnamed temporary file
+    for some seconds. The output has no passwords or user names and can be pasted into an issue.
     """
     from ssdctl.doctor.check import FAIL
     from ssdctl.doctor.render import to_text
@@ -51,7 +51,7 @@ def doctor(
 
     with stoppable("nothing was changed"):
         checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
-    width = min(shutil.get_terminal_size((WIDTH_ELSEWHERE, 24)).columns, WIDEST)
+    width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
     text = to_text(checks, width, call.console.painted)
     call.console.result([check._asdict() for check in checks], text, is_painted=True)
     if any(check.state == FAIL for check in checks):

@@ -1,4 +1,4 @@
-"""`ssdctl download`: get a dataset, verified."""
+"""`ssdctl download`: download or generate a dataset and verify it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COCO_DIR = "data/coco"
 SHAPES_DIR = "data/shapes"
-MAX_NAMED = 10
+MAX_LISTED_FILES = 10  # in an error message
 
 
 @command(
@@ -48,56 +48,60 @@ def download(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Check the files there byte by byte, without network"),
+        typer.Option("--verify", help="Only check the files in DIR byte by byte, without network"),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be fetched, and fetch nothing")
+        bool, typer.Option("--dry-run", help="Show the files to download, without downloading")
     ] = False,
 ) -> None:
-    """Get a dataset: COCO 2017, generated shapes, or the files of a manifest.
+    """Download or generate a dataset: COCO 2017, generated shapes, or the files of a manifest.
 
-    Resumes after any end, checks every file against its pinned SHA-256 and unpacks it.
+    Each file is checked against its pinned SHA-256 and unpacked. An interrupted download resumes
+    if the command is run again.
     """
     config = call.config.download
     if dest is not None:
         refuse_url(dest, "--dest")
     if verify and dry_run:
-        raise UsageError("--verify and --dry-run exclude each other")
+        raise UsageError("--verify and --dry-run exclude each other: give one of them")
     if config.manifest and config.part:
-        raise UsageError("--part chooses from COCO 2017, --manifest names its own files: give one")
+        raise UsageError("--part selects from COCO 2017, --manifest lists its own files: give one")
     if config.dataset == "shapes":
         if config.manifest or config.part or verify:
-            raise UsageError("--dataset shapes is generated: no --manifest, --part or --verify")
+            raise UsageError(
+                "--dataset shapes is generated: --manifest, --part and --verify do not apply"
+            )
         _generate_shapes(call, dest or Path(SHAPES_DIR), dry_run)
         return
-    files = _chosen(config.manifest, config.part)
+    files = _selected_files(config.manifest, config.part)
     folder = dest or Path(COCO_DIR)
     if verify:
-        _verify(call, files, folder, chosen=bool(config.manifest or config.part))
+        _verify(call, files, folder, is_selection=bool(config.manifest or config.part))
     elif dry_run:
         _show_plan(call, files, folder)
     else:
         _download(call, files, folder)
 
 
-def _chosen(manifest: str | None, part: str | None) -> list[PinnedFile]:
+def _selected_files(manifest: str | None, part: str | None) -> list[PinnedFile]:
     from ssdctl.download.sources import COCO2017, read_manifest
 
     if manifest is not None:
         return read_manifest(Path(manifest))
     if part is not None:
         return [COCO2017[part]]
-    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)  # errors show early
+    # The smallest first, so that errors show early.
+    return sorted(COCO2017.values(), key=lambda file: file.bytes or 0)
 
 
 def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
     from ssdctl.download.dataset import download, plan
 
     config = call.config.download
-    planned = plan(files, dest, config.mirror)
-    expected = {row["name"]: row["bytes"] for row in planned if row["state"] == "missing"}
+    rows = plan(files, dest, config.mirror)
+    expected = {row["name"]: row["bytes"] for row in rows if row["state"] == "missing"}
     with fetching(call.console, expected) as progress:
-        done = download(
+        results = download(
             files,
             dest,
             mirror=config.mirror,
@@ -107,10 +111,10 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
             report=progress,
         )
     lines = [
-        f"{d['name']}: {d['state']}" + (f", {d['files']:,} files" if "files" in d else "")
-        for d in done
+        f"{row['name']}: {row['state']}" + (f", {row['files']:,} files" if "files" in row else "")
+        for row in results
     ]
-    call.console.result({"dest": str(dest), "files": done}, "\n".join(lines))
+    call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
     if not config.manifest:
         call.console.say(f"{dest} is ready; next: ssdctl prepare --data {dest}")
 
@@ -120,7 +124,7 @@ def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
     from ssdctl.files import free_bytes
 
     config = call.config.download
-    planned = plan(files, dest, config.mirror)
+    rows = plan(files, dest, config.mirror)
     needed = needed_bytes(files, dest, config.keep_archives)
     free = free_bytes(dest.absolute())
 
@@ -128,41 +132,42 @@ def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
         from rich.table import Table
 
         caption = f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free"
-        shown = Table("file", "state", "bytes", caption=caption)
-        shown.add_column("URL", overflow="fold")
-        for row in planned:
-            shown.add_row(row["name"], row["state"], f"{row['bytes']:,}", row["url"])
-        return shown
+        result = Table("file", "state", "bytes", caption=caption)
+        result.add_column("URL", overflow="fold")
+        for row in rows:
+            result.add_row(row["name"], row["state"], f"{row['bytes']:,}", row["url"])
+        return result
 
-    data = {"dest": str(dest), "files": planned, "needed_bytes": needed, "free_bytes": free}
+    data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
     call.console.result(data, table)
 
 
-def _verify(call: Call, files: list[PinnedFile], dest: Path, *, chosen: bool) -> None:
-    """Check; a part of COCO that was never asked for may be missing, nothing else."""
+def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bool) -> None:
+    """Check the files; without a selection some parts of COCO may be missing, but not all."""
     from ssdctl.download.dataset import verify
 
     with fetching(call.console) as progress:
-        checked = verify(files, dest, report=progress)
-    lines = [f"{row['name']}: {row['state']}" for row in checked]
-    call.console.result({"dest": str(dest), "files": checked}, "\n".join(lines))
-    all_missing = all(row["state"] == "missing" for row in checked)
+        rows = verify(files, dest, report=progress)
+    lines = [f"{row['name']}: {row['state']}" for row in rows]
+    call.console.result({"dest": str(dest), "files": rows}, "\n".join(lines))
+    all_missing = all(row["state"] == "missing" for row in rows)
     bad = [
         row
-        for row in checked
-        if row["state"] == "broken" or (row["state"] == "missing" and (chosen or all_missing))
+        for row in rows
+        if row["state"] == "broken" or (row["state"] == "missing" and (is_selection or all_missing))
     ]
     if bad:
         raise IntegrityError(
-            f"{dest}: missing or broken: {_named(bad)}",
+            f"{dest}: missing or broken: {_names(bad)}",
             hint="run `ssdctl download` again with the same options, without --verify",
         )
 
 
-def _named(rows: list[dict[str, Any]]) -> str:
+def _names(rows: list[dict[str, Any]]) -> str:
     names = [name for row in rows for name in row["problems"]]
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    num_more = len(names) - MAX_LISTED_FILES
+    more = f" and {num_more:,} more" if num_more > 0 else ""
+    return ", ".join(names[:MAX_LISTED_FILES]) + more
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:

@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from ssdctl.cli.console import Console
     from ssdctl.download.transfer import Patience
 
-READING = ("checking ", "verifying ", "unpacking ")
-LINE_S = 30.0  # between two lines of progress if no display can be drawn
+READING = ("checking ", "verifying ", "unpacking ")  # how labels of work on local files begin
+LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
 
 
 class ByteProgress:
-    """Shows bytes, rate and time left over all files: a display on a terminal, lines elsewhere.
+    """Show bytes, rate and remaining time of a transfer: bars on a terminal, else lines.
 
-    Called as the transfer's `report`: (label, bytes done, bytes in total). The label is a file's
-    name while it is fetched; while it is verified or unpacked, a verb and the name.
+    The transfer calls it as `report`: (label, bytes done, bytes in total). The label is the name
+    of a file that is downloaded, or a verb and the name while it is verified or unpacked.
 
     Args:
-        console: Where it is displayed.
-        expected: The files to fetch and their bytes; with several there is a line for all of them.
+        console: The output of the command.
+        expected: The bytes of each file to download; several files also get a line for all of
+            them.
     """
 
     def __init__(self, console: Console, expected: Mapping[str, int] | None = None) -> None:
         self._console = console
         self._expected = dict(expected or {})
-        self._arrived = dict.fromkeys(self._expected, 0)
+        self._received = dict.fromkeys(self._expected, 0)
         self._label = ""
         self._display: Progress | None = None
         self._all: TaskID | None = None
@@ -48,7 +49,7 @@ class ByteProgress:
             self._draw(label, done, total)
         elif label != self._label:
             self._begin(label, done, total)
-        elif time.monotonic() - self._last_line[0] >= LINE_S:
+        elif time.monotonic() - self._last_line[0] >= LINE_INTERVAL_S:
             self._print_line(label, done, total)
         self._label = label
 
@@ -60,47 +61,48 @@ class ByteProgress:
         self._label = ""
 
     def _count(self, label: str, done: int) -> None:
-        """Keep the account of all files."""
+        """Update the received bytes of all files."""
         name = label.rpartition(" ")[2]
-        if label in self._arrived:
-            self._arrived[label] = done
-        elif name in self._arrived and not label.startswith("checking"):
-            self._arrived[name] = self._expected[name]  # fetched: else it would not be verified
+        if label in self._received:
+            self._received[label] = done
+        elif name in self._received and not label.startswith("checking"):
+            self._received[name] = self._expected[name]  # complete, as it is verified now
 
     def _draw(self, label: str, done: int, total: int) -> None:
         if self._display is None:
             self._display = _byte_display()
             if len(self._expected) > 1:
-                whole = sum(self._expected.values())
-                here = sum(self._arrived.values())
-                self._all = self._display.add_task("all files", total=whole, completed=here)
+                total_bytes, received = sum(self._expected.values()), sum(self._received.values())
+                self._all = self._display.add_task(
+                    "all files", total=total_bytes, completed=received
+                )
             self._display.start()
         if label != self._label or self._current is None:
             if self._current is not None:
                 self._display.remove_task(self._current)
-            # Bytes that were here already are no part of the rate.
+            # Bytes of an earlier attempt do not count for the rate.
             self._current = self._display.add_task(label, total=total, completed=done)
         self._display.update(self._current, completed=done)
         if self._all is not None:
-            self._display.update(self._all, completed=sum(self._arrived.values()))
+            self._display.update(self._all, completed=sum(self._received.values()))
 
     def _begin(self, label: str, done: int, total: int) -> None:
         self._first = self._last_line = (time.monotonic(), done)
-        is_fetched = not label.startswith(READING)  # else what is done was read a moment ago
-        here = f", {done / 1e6:,.1f} MB here already" if is_fetched and 0 < done < total else ""
-        self._console.say(f"{label}: {total / 1e6:,.1f} MB{here}")
+        is_resumed = not label.startswith(READING) and 0 < done < total
+        resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
+        self._console.say(f"{label}: {total / 1e6:,.1f} MB{resumed}")
 
     def _print_line(self, label: str, done: int, total: int) -> None:
-        begun, had = self._first
-        rate = (done - had) / (time.monotonic() - begun)
+        start, done_at_start = self._first
+        rate = (done - done_at_start) / (time.monotonic() - start)
         text = f"{label}: {100 * done / max(total, 1):.0f}%, {rate / 1e6:.1f} MB/s"
         if rate > 0:
             text += f", {_minutes(total - done, rate)} left"
         if len(self._expected) > 1:
-            whole, here = sum(self._expected.values()), sum(self._arrived.values())
-            text += f"; all files: {100 * here / max(whole, 1):.0f}%"
+            total_bytes, received = sum(self._expected.values()), sum(self._received.values())
+            text += f"; all files: {100 * received / max(total_bytes, 1):.0f}%"
             if rate > 0 and label in self._expected:
-                text += f", {_minutes(whole - here, rate)} left"
+                text += f", {_minutes(total_bytes - received, rate)} left"
         self._console.say(text)
         self._last_line = (time.monotonic(), done)
 
@@ -136,13 +138,13 @@ def _byte_display() -> Progress:
 
 @contextlib.contextmanager
 def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Iterator[ByteProgress]:
-    """A progress display around work that may be stopped: Ctrl-C and SIGTERM end it with 75.
+    """Yield a progress display for work that Ctrl-C and SIGTERM stop with exit code 75.
 
     Raises:
-        Stopped: A signal came. What arrived is kept.
+        Stopped: A signal was received. The downloaded bytes are kept.
     """
     progress = ByteProgress(console, expected)
-    with stoppable("what arrived is kept"):
+    with stoppable("the downloaded bytes are kept"):
         try:
             yield progress
         finally:
@@ -150,7 +152,7 @@ def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Ite
 
 
 def patience(timeout_s: float) -> Patience:
-    """Timeouts that fit a deadline of `timeout_s`: a silent connection gets two chances in it."""
+    """Return timeouts for a limit of `timeout_s` that allows an idle connection one retry."""
     from ssdctl.download.transfer import Patience
 
     default = Patience()

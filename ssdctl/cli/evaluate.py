@@ -43,7 +43,9 @@ def evaluate(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="CKPT|RUN|DETECTIONS.json", help="What to score", show_default=False
+            metavar="CKPT|RUN|DETECTIONS.json",
+            help="A checkpoint, a run folder or a COCO results file",
+            show_default=False,
         ),
     ],
     detections: Annotated[
@@ -55,30 +57,31 @@ def evaluate(
         typer.Option(
             "--report",
             metavar="DIR",
-            help="Write report.html and evaluation.json there: PR curves, errors, samples",
+            help="Write report.html and evaluation.json to DIR: PR curves, errors, samples",
         ),
     ] = None,
 ) -> None:
     """Score a checkpoint, every checkpoint of a run, or a file of detections by COCO AP.
 
-    A checkpoint remembers its dataset, so its path is enough. All images of the split count; in
-    fp32 unless --bf16 is given. The output includes the cost of the errors in AP50, by type.
+    A checkpoint contains the path of its dataset, so --data is not required. All images of the
+    split are scored, in fp32 unless --bf16 is given. The output includes the errors by type, with
+    the AP50 that each type costs.
     """
     path = Path(what)
     if not path.exists():
         path = locate_checkpoint(what, mirror=call.config.download.mirror)
     if path.suffix == ".json":
-        if find_ranks().is_main:  # one process is enough
+        if find_ranks().is_main:  # scored on one rank
             _score_file(call, path, report)
         return
     files = RunDir(path).all_checkpoints() if path.is_dir() else [path]
     if len(files) > 1 and detections:
         raise UsageError(
-            f"--detections writes one file, {path} holds {len(files)} checkpoints",
-            hint=f"name one of them: {files[0]}",
+            f"--detections writes one file, but {path} contains {len(files)} checkpoints",
+            hint=f"give one of them, such as {files[0]}",
         )
     evaluations = _evaluate(call, files, Path(detections) if detections else None)
-    if not evaluations:  # only the first rank has them
+    if not evaluations:  # not the main rank
         return
     if report is not None:
         best = max(evaluations, key=lambda e: e.figures["AP"])
@@ -86,14 +89,14 @@ def evaluate(
     if not call.console.as_json:
         return
     if path.is_dir():
-        named = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
-        call.console.result({"checkpoints": named})
+        results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
+        call.console.result({"checkpoints": results})
     else:
         call.console.result(evaluations[0].as_json())
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score checkpoints on all ranks; return the evaluations on the first one."""
+    """Score checkpoints on all ranks; return the evaluations on the main rank, else nothing."""
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import barrier
     from ssdctl.distributed.process_group import process_group
@@ -110,7 +113,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
                 file,
                 call.config,
                 device,
-                given=call.resolved.called_for(),
+                given=call.resolved.explicit_settings(),
                 progress=call.console.progress,
                 ranks=ranks,
                 detections_file=detections,
@@ -127,7 +130,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
 
 @contextlib.contextmanager
 def _one_report(ranks: Ranks) -> Iterator[None]:
-    """Exit silently if the first rank reports the error: the ranks share one terminal."""
+    """Exit silently on the other ranks if the main rank reports the same error."""
     try:
         yield
     except SsdctlError as error:
@@ -137,7 +140,7 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
 
 
 def _score_file(call: Call, path: Path, report: str | None) -> None:
-    """Score a results file: only the annotations are read."""
+    """Score a COCO results file; only the annotations of the dataset are read."""
     from ssdctl.evaluate.results_file import evaluate_results
 
     evaluation = evaluate_results(path, call.config)
@@ -173,11 +176,11 @@ def tables(evaluation: Evaluation) -> Group:
 
     figures = table("figure", "value")
     for name, value in evaluation.figures.items():
-        figures.add_row(name, shown(value))
+        figures.add_row(name, format_score(value))
     classes = table("class", "AP", "AP50", "small", "medium", "large", "objects")
     for entry in evaluation.per_class:
         values = (entry.AP, entry.AP50, entry.APs, entry.APm, entry.APl)
-        classes.add_row(entry.name, *map(shown, values), str(entry.objects))
+        classes.add_row(entry.name, *map(format_score, values), str(entry.objects))
     errors = table("error type", "count", "AP50 gain", "meaning")
     for error in evaluation.errors:
         gain = f"+{error.delta_ap:.3f}"
@@ -186,6 +189,6 @@ def tables(evaluation: Evaluation) -> Group:
     return Group(figures, classes, errors)
 
 
-def shown(value: float) -> str:
-    """Format a figure; -1 means that there was nothing to measure."""
+def format_score(value: float) -> str:
+    """Format a score; -1 means that the split has no objects of this kind."""
     return "-" if value < 0 else f"{value:.3f}"

@@ -58,7 +58,7 @@ def export(
 ) -> None:
     """Write a checkpoint in another format: ONNX, safetensors, MLPerf's or NVIDIA's.
 
-    An ONNX file is compared with PyTorch on pictures of the dataset before it is written.
+    Before an ONNX file is written, its output on images of the dataset is compared with PyTorch's.
     """
     if kind not in FORMATS:
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
@@ -70,14 +70,14 @@ def export(
 
     source = locate_checkpoint(checkpoint, mirror=call.config.download.mirror)
     if Path(out).exists() and Path(out).samefile(source):
-        raise UsageError(f"--out {out} is the checkpoint itself", hint="name another file")
-    opened = read_checkpoint(source)
-    facts: dict[str, Any] = {"file": out, "format": kind}
+        raise UsageError(f"--out {out} is the checkpoint itself", hint="give another file")
+    content = read_checkpoint(source)
+    result: dict[str, Any] = {"file": out, "format": kind}
     if kind == "onnx":
-        facts |= _export_onnx(call, opened, Path(out), raw)
+        result |= _export_onnx(call, content, Path(out), raw)
     else:
-        write(opened, kind, Path(out))
-    call.console.result(facts, f"{source} -> {out} ({kind})")
+        write(content, kind, Path(out))
+    call.console.result(result, f"{source} -> {out} ({kind})")
 
 
 def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
     from ssdctl.export.formats import export_onnx
 
     settings = call.config.evaluate
-    given = call.resolved.called_for()
+    given = call.resolved.explicit_settings()
     data = dataset_folders(choose_data(checkpoint, call.config.data, given))
     comparison, pictures = export_onnx(
         checkpoint,
@@ -97,8 +97,8 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
         nms_iou=settings.nms_iou,
     )
     call.console.say(
-        f"onnxruntime agrees with PyTorch on {comparison.pictures} pictures ({pictures}): boxes "
-        f"to {comparison.box_difference:.1g} of the picture, "
-        f"scores to {comparison.score_difference:.1g}"
+        f"onnxruntime agrees with PyTorch on {comparison.pictures} images ({pictures}): largest "
+        f"difference of boxes {comparison.box_difference:.1g} of the image size, of scores "
+        f"{comparison.score_difference:.1g}"
     )
     return {"raw": raw, **comparison._asdict()}

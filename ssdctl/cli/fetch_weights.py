@@ -1,4 +1,4 @@
-"""`ssdctl fetch-weights`: backbone weights by name, verified."""
+"""`ssdctl fetch-weights`: download and verify backbone weights by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fetch_weights(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help=r"Weights to fetch \[default: those of the config's preset]",
+            help=r"Weights to download \[default: those of the config's preset]",
             autocompletion=_complete,
             show_default=False,
         ),
@@ -53,35 +53,35 @@ def fetch_weights(
         typer.Option(
             "--dest",
             metavar="DIR",
-            help=r"Folder \[default: where torch.hub looks, ~/.cache/torch/hub/checkpoints]",
+            help=r"Folder \[default: torch.hub's cache, ~/.cache/torch/hub/checkpoints]",
             show_default=False,
         ),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--list", help="Show the names, and which ones are here")
+        bool, typer.Option("--list", help="List all names, and the files that are present")
     ] = False,
 ) -> None:
-    """Fetch and verify backbone weights into the folder from which training loads them."""
+    """Download backbone weights to the folder from which training loads them, and verify them."""
     if list_all:
         if name is not None:
-            raise UsageError("--list takes no NAME")
+            raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
     from ssdctl.download.backbone_weights import fetch_weights, weights_of
     from ssdctl.download.sources import weights_named
 
-    chosen = name or weights_of(call.config.model)
-    if chosen is None or "/" in chosen:
+    weights_name = name or weights_of(call.config.model)
+    if weights_name is None or "/" in weights_name:
         raise UsageError(
-            f"the config's backbone weights are {call.config.model.weights!r}: nothing to fetch",
-            hint="give a NAME of `ssdctl fetch-weights --list`",
+            f"model.weights is {call.config.model.weights!r} in the config: nothing to download",
+            hint="give a NAME that `ssdctl fetch-weights --list` shows",
         )
 
-    weights = weights_named(chosen)
+    weights = weights_named(weights_name)
     config = call.config.download
     with fetching(call.console) as progress:
         path = fetch_weights(
-            chosen,
+            weights_name,
             dest,
             mirror=config.mirror,
             patience=patience(config.timeout),
@@ -119,9 +119,9 @@ def _list(call: Call, dest: Path | None) -> None:
     def table() -> Table:
         from rich.table import Table
 
-        shown = Table("name", "alias", "what it is", "here")
+        result = Table("name", "alias", "description", "present")
         for row in rows:
-            shown.add_row(row["name"], row["alias"] or "", row["note"], row["path"] or "no")
-        return shown
+            result.add_row(row["name"], row["alias"] or "", row["note"], row["path"] or "no")
+        return result
 
     call.console.result({"weights": rows}, table)

@@ -1,4 +1,4 @@
-"""How a command that can go on later ends by a signal."""
+"""Handle SIGINT and SIGTERM in commands that continue when they are run again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from ssdctl.errors import Stopped
 
 @contextlib.contextmanager
 def stoppable(kept: str) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the block with 75; `kept` says what the next start has of it.
+    """End the block with exit code 75 on Ctrl-C and SIGTERM.
+
+    Args:
+        kept: What remains of the block's work, for the message.
 
     Raises:
-        Stopped: A signal came.
+        Stopped: A signal was received.
     """
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
@@ -25,6 +28,6 @@ def stoppable(kept: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; {kept}", hint="run the same command again to go on") from None
+        raise Stopped(f"stopped; {kept}", hint="run the same command again to continue") from None
     finally:
         signal.signal(signal.SIGTERM, before)

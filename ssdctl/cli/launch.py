@@ -1,4 +1,4 @@
-"""`ssdctl launch`: write and run the command that trains on several devices."""
+"""`ssdctl launch`: build and run the command that trains on several devices."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ssdctl.cli.command import Call, command
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.errors import DistributedError, ExitCode, UsageError
 
-if TYPE_CHECKING:  # imported where they are used: `ssdctl --help` pays for every module
+if TYPE_CHECKING:  # imported late, so that `ssdctl --help` stays fast
     from ssdctl.launch.request import LaunchPlan, LaunchRequest
     from ssdctl.launch.run import JobOutcome
 
-CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts is for these; others would repeat
+CRASHES = (ExitCode.BUG, ExitCode.DISTRIBUTED)  # --restarts applies; others would repeat
 SUBMIT = {"slurm": "sbatch", "kubernetes": "kubectl create -f"}  # the batch engines
 OUTCOMES: dict[int, str] = {
     ExitCode.DISTRIBUTED: "a rank or the launcher died; the first failure is above",
-    ExitCode.STOPPED: "stopped; run the same command again to go on",
+    ExitCode.STOPPED: "stopped; run the same command again to continue",
     ExitCode.INTERRUPTED: "interrupted",
 }
 
@@ -35,7 +35,7 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
         device.count_option,
         min=1,
         metavar="N",
-        help=f"Run on N {device.description} ({device.launcher}), the total of all nodes",
+        help=f"Run on N {device.description} ({device.launcher}), in total over all nodes",
         rich_help_panel="Launch",
         show_default=False,
     )
@@ -68,7 +68,7 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Only print the command, script or manifest",
+            help="Print the command, script or manifest without running it",
             rich_help_panel="Launch",
         ),
     ] = False,
@@ -77,8 +77,8 @@ def launch(
         typer.Option(
             "--write",
             metavar="FILE",
-            help="Write the command as a bash script, or the batch engine's script or manifest, "
-            "instead of running it",
+            help="Write the command as a bash script, or the script or manifest of the batch "
+            "engine, to FILE instead of running it",
             rich_help_panel="Launch",
         ),
     ] = None,
@@ -86,7 +86,7 @@ def launch(
         bool,
         typer.Option(
             "--wait",
-            help="Follow the job of a batch engine to its end",
+            help="Follow the job of a batch engine until it ends",
             rich_help_panel="Launch",
         ),
     ] = False,
@@ -98,13 +98,13 @@ def launch(
     ] = None,
     **counts: int | None,
 ) -> None:
-    """Train on several devices: write the launcher's command, and run it.
+    """Train on several devices: build the command of the launcher and run it.
 
-    Takes every option of `ssdctl train` and hands it on. Slurm and Kubernetes get the job and its
-    id is printed; their own settings are the tables `slurm` and `kubernetes` of the config.
+    All options of `ssdctl train` are accepted and passed on. With Slurm and Kubernetes the job is
+    submitted and its id printed; the tables `slurm` and `kubernetes` of the config set its details.
     """
-    given = [(device, count) for device, count in counts.items() if count is not None]
-    if len(given) != 1:
+    devices = [(device, count) for device, count in counts.items() if count is not None]
+    if len(devices) != 1:
         raise UsageError(
             f"give exactly one of {', '.join(d.count_option for d in DEVICE_TYPES.values())}",
             hint="for example: ssdctl launch --cpus 2",
@@ -113,25 +113,25 @@ def launch(
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
 
-    request = make_request(call, *given[0], rest or [])
+    request = make_request(call, *devices[0], rest or [])
     if write is not None:  # the script may run on other machines
         request = dataclasses.replace(request, local_address=None, is_written=True)
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warn(warning)
 
-    answer: dict[str, object] = {
+    result: dict[str, object] = {
         "argv": list(plan.argv),
         "environment": dict(plan.environment),
         "command": plan.to_line(),
     }
     if plan.text is not None:
-        answer["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
+        result["script" if plan.manifest is None else "manifest"] = plan.manifest or plan.text
     if write is None and not dry_run:
         if plan.launcher in SUBMIT:
-            _submit(call, plan, answer, wait)
+            _submit(call, plan, result, wait)
         else:
-            _run(call, request, plan, answer)
+            _run(call, request, plan, result)
         return
     if plan.missing and write is not None:
         raise UsageError(plan.missing)
@@ -141,13 +141,13 @@ def launch(
         if Path(write).exists():
             call.console.say(f"{write} exists and is replaced")
         _write_script(Path(write), plan)
-        answer["written"] = write
+        result["written"] = write
         submit = SUBMIT.get(plan.launcher)
         call.console.say(
             f"wrote {write}" + (f"; submit it with {submit} {write}" if submit else "")
         )
     human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
-    call.console.result(answer, None if plan.text and write is not None else human)
+    call.console.result(result, None if plan.text and write is not None else human)
 
 
 def _write_script(path: Path, plan: LaunchPlan) -> None:
@@ -155,11 +155,11 @@ def _write_script(path: Path, plan: LaunchPlan) -> None:
     if plan.manifest is None:
         mode = path.stat().st_mode
         with files.disk_errors(path, "writing"):
-            path.chmod(mode | (mode & 0o444) >> 2)  # who may read may run
+            path.chmod(mode | (mode & 0o444) >> 2)  # executable for everyone who may read it
 
 
-def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, answer: dict[str, object]) -> None:
-    """Run the job on this machine (or from it), again where it crashes and may."""
+def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str, object]) -> None:
+    """Run the job with a local launcher; restart it after crashes as often as --restarts allows."""
     from ssdctl.cli.launch_request import resumed
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
@@ -169,27 +169,29 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, answer: dict[str,
         raise UsageError(plan.missing)
     require_launcher(plan)
     if plan.launcher == "torchrun" and plan.nodes > 1:
-        call.console.say("this starts the ranks of this node: run it on every node")
-    left = request.config.restarts
+        call.console.say("this starts only the ranks of this node: run it on every node")
+    restarts_left = request.config.restarts
     while True:
         call.console.say(plan.to_log_line())
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
         _show_failure(call, request, plan, outcome)
-        if outcome.code not in CRASHES or not left:
+        if outcome.code not in CRASHES or not restarts_left:
             break
-        left -= 1
-        call.console.warn(f"starting again after exit code {outcome.code}; {left} restarts left")
+        restarts_left -= 1
+        call.console.warn(
+            f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
+        )
         request = resumed(request)
         plan = make_plan(request, read_node())
     if call.console.as_json:
-        call.console.result({**answer, "exit_code": outcome.code})
-    _leave(call, outcome.code)
+        call.console.result({**result, "exit_code": outcome.code})
+    _exit_with(call, outcome.code)
 
 
 def _show_failure(
     call: Call, request: LaunchRequest, plan: LaunchPlan, outcome: JobOutcome
 ) -> None:
-    """Say which rank a failed job owes to, and what it said last."""
+    """Print the ranks that failed first and the end of their log."""
     from ssdctl.launch.exit_codes import first_failure
     from ssdctl.launch.logs import last_lines
     from ssdctl.runs.layout import RunDir
@@ -200,29 +202,29 @@ def _show_failure(
     failure = first_failure(outcome.exits, num_ranks, outcome.lost)
     if failure is None:
         return
-    ranks, what = failure
-    call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {what}"))
+    ranks, reason = failure
+    call.console.error(DistributedError(f"rank {', '.join(map(str, ranks))} {reason}"))
     for rank in ranks[:1]:
         if rank == 0 or request.run_folder is None:
-            continue  # the first rank's words are above
+            continue  # the output of rank 0 is already on the terminal
         path = RunDir(Path(request.run_folder)).rank_log(rank)
         if lines := last_lines(path):
             call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
 
 
-def _submit(call: Call, plan: LaunchPlan, answer: dict[str, object], wait: bool) -> None:
-    """Hand the job to its engine; follow it to the end if asked to."""
+def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool) -> None:
+    """Submit the job to its batch engine; with `wait` follow it until it ends."""
     from ssdctl.launch import batch
 
     batch.require_engine(plan)
     job = batch.submit(plan)
-    answer["id"] = job
-    end = batch.end_command(job, plan)
+    result["id"] = job
+    cancel = batch.end_command(job, plan)
     if not wait:
-        call.console.say(f"submitted; {end} ends it")
-        call.console.result(answer, job)
+        call.console.say(f"submitted; to cancel it: {cancel}")
+        call.console.result(result, job)
         return
-    call.console.say(f"submitted {job}; {end} ends it")
+    call.console.say(f"submitted {job}; to cancel it: {cancel}")
     stream = sys.stderr if call.console.as_json else sys.stdout
 
     def write(text: str) -> None:
@@ -232,14 +234,15 @@ def _submit(call: Call, plan: LaunchPlan, answer: dict[str, object], wait: bool)
     try:
         code = batch.follow(job, plan, write, call.console.say)
     except KeyboardInterrupt:
-        call.console.warn(f"{job} goes on without being followed; {end} ends it")
+        call.console.warn(f"{job} continues to run; to cancel it: {cancel}")
         raise
     if call.console.as_json:
-        call.console.result({**answer, "exit_code": code})
-    _leave(call, code)
+        call.console.result({**result, "exit_code": code})
+    _exit_with(call, code)
 
 
-def _leave(call: Call, code: int) -> None:
+def _exit_with(call: Call, code: int) -> None:
+    """Exit with the code of a failed job; return if it is 0."""
     if code:
         call.console.say(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""What `ssdctl launch` hands on: the command of the ranks, and the request for a plan."""
+"""Build the request of `ssdctl launch` for a plan, with the command that the ranks run."""
 
 from __future__ import annotations
 
@@ -25,22 +25,30 @@ from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
 from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.torch_compat import installed_version
 
-OWN = ("launch", "slurm", "kubernetes")  # the tables that are no concern of the ranks
+LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
 
 
 def make_request(call: Call, device: str, count: int, rest: list[str]) -> LaunchRequest:
-    """What the user asked for.
+    """Return the request for a launch plan.
+
+    Args:
+        call: This call of `launch`.
+        device: The device type of the count.
+        count: The number of devices.
+        rest: The command after `--`; empty: `train`.
 
     Raises:
-        UsageError: It contradicts itself, or the host file cannot be read.
+        UsageError: The options contradict each other, or the host file cannot be read.
     """
     config, in_pods = call.config.launch, call.config.launch.launcher == "kubernetes"
     command = rest_command(call, rest) if rest else train_command(call, device, in_pods=in_pods)
-    settings = carried_settings(call) if in_pods else {}
-    if rest:  # it may have no --device: the settings say it to those that have one
+    settings = exported_settings(call) if in_pods else {}
+    if rest:  # the command may not have --device: set it by variables, which any command accepts
         settings |= {s.environment: device for s in all_settings().values() if s.name == "device"}
     if config.hostfile is not None and config.launcher in ("slurm", "kubernetes"):
-        raise UsageError(f"--hostfile is mpirun's: {config.launcher} chooses the hosts")
+        raise UsageError(
+            f"--hostfile applies to mpirun and torchrun: {config.launcher} chooses the hosts"
+        )
     request = LaunchRequest(
         device=device,
         count=count,
@@ -81,22 +89,22 @@ def _local_address(request: LaunchRequest) -> str | None:
 
 
 def resumed(request: LaunchRequest) -> LaunchRequest:
-    """The request for the next attempt of a job that crashed."""
+    """Return the request for the next attempt of a job that crashed."""
     command = request.command
     if command[0] == "train" and command[-1] != "--resume=auto":
-        command = (*command, "--resume=auto")  # `never` was meant for the first attempt
+        command = (*command, "--resume=auto")  # `never` applies only to the first attempt
     return dataclasses.replace(request, command=command, free_port=free_port())
 
 
-def carried_settings(call: Call) -> dict[str, str]:
-    """Variables that say in a pod what a config file and the environment say here."""
-    found = {}
+def exported_settings(call: Call) -> dict[str, str]:
+    """Return variables that set in a pod what config files and variables set on this machine."""
+    variables = {}
     for path, value in values(call.config).items():
         source, setting = call.resolved.sources[path], all_settings()[path]
-        is_known_there = source == "default" or source.startswith(("preset ", "cluster ", "--"))
-        if setting.section not in OWN and not is_known_there:
-            found[setting.environment] = _as_text(value)
-    return found
+        is_set_in_pod = source == "default" or source.startswith(("preset ", "cluster ", "--"))
+        if setting.section not in LAUNCH_TABLES and not is_set_in_pod:
+            variables[setting.environment] = _as_text(value)
+    return variables
 
 
 def _as_text(value: object) -> str:
@@ -108,73 +116,76 @@ def _as_text(value: object) -> str:
 
 
 def train_command(call: Call, device: str, *, in_pods: bool = False) -> list[str]:
-    """`train` with the options that the user gave, and the device.
+    """Return `train` with the user's options and the device, as arguments.
 
-    An option and its value are one word, so a value that begins with '-' stays a value.
+    An option and its value are one argument, so that values may begin with '-'.
 
     Args:
         call: This call of `launch`.
-        device: What the count was given for.
-        in_pods: The config file does not exist where the ranks run.
+        device: The device type of the count.
+        in_pods: The ranks run in pods, which do not have the config file.
 
     Raises:
-        UsageError: The user asked for another device.
+        UsageError: The options name another device.
     """
-    words = ["train"]
+    arguments = ["train"]
     if call.config_file is not None and not in_pods:
-        words.append(f"--config={call.config_file}")
+        arguments.append(f"--config={call.config_file}")
     for text in call.assignments:
         path, value, _ = parse_assignment(text)
         if path == "train.device":
             _check_device(value, device)
-        if path.partition(".")[0] not in OWN:
-            words.append(f"--set={text}")
+        if path.partition(".")[0] not in LAUNCH_TABLES:
+            arguments.append(f"--set={text}")
     for path, value, flag in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
             _check_device(value, device)
-        elif setting.section in OWN:
+        elif setting.section in LAUNCH_TABLES:
             pass
         elif setting.choice_flags or setting.is_flag:
-            words.append(flag)
+            arguments.append(flag)
         else:
-            words.append(f"{flag}={value}")
-    words += ["--quiet"] * call.console.quiet + ["--verbose"] * call.console.verbose
-    return [*words, f"--device={device}"]
+            arguments.append(f"{flag}={value}")
+    arguments += ["--quiet"] * call.console.quiet + ["--verbose"] * call.console.verbose
+    return [*arguments, f"--device={device}"]
 
 
-def _check_device(asked: str, device: str) -> None:
-    if asked not in ("auto", device):
-        raise UsageError(f"--device {asked} contradicts the count of {device} devices")
+def _check_device(value: str, device: str) -> None:
+    if value not in ("auto", device):
+        raise UsageError(
+            f"--device {value} contradicts the number of {device} devices: give only the number"
+        )
 
 
 def rest_command(call: Call, rest: list[str]) -> list[str]:
-    """What follows `--`, seen to be a command of ours with options that it has.
+    """Return the command after `--`, checked: it must exist and have these options.
 
     Raises:
-        UsageError: No such command, or options of train before `--`.
-        SystemExit: Options that it does not have.
+        UsageError: The command does not exist, or options of train precede `--`.
+        SystemExit: The command does not have one of the options.
     """
-    known = [info.name for info in app.registered_commands if info.name]
-    known += [info.name for info in app.registered_groups if info.name]
-    if rest[0] not in known or rest[0] == "launch":
-        close = difflib.get_close_matches(rest[0], known, n=1)
+    commands = [info.name for info in app.registered_commands if info.name]
+    commands += [info.name for info in app.registered_groups if info.name]
+    if rest[0] not in commands or rest[0] == "launch":
+        close = difflib.get_close_matches(rest[0], commands, n=1)
         raise UsageError(
-            f"{rest[0]!r} is no command that can be launched",
-            hint=f"did you mean {close[0]!r}?" if close else "`ssdctl --help` lists them",
+            f"{rest[0]!r} is not a command that can be launched",
+            hint=f"did you mean {close[0]!r}?" if close else "`ssdctl --help` lists the commands",
         )
-    stray = [o.source for o in call.overrides if o.path.partition(".")[0] not in OWN]
-    stray += [f"--set {a}" for a in call.assignments if a.strip().partition(".")[0] not in OWN]
-    if stray:
+    tables = [(o.source, o.path) for o in call.overrides]
+    tables += [(f"--set {a}", a.strip()) for a in call.assignments]
+    misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
+    if misplaced:
         raise UsageError(
-            f"{stray[0]} belongs to train, but {rest[0]} is launched",
+            f"{misplaced[0]} is an option of train, but {rest[0]} is launched",
             hint=f"put the options of {rest[0]} after --",
         )
     return _without_aliases(rest)
 
 
 def _without_aliases(rest: list[str]) -> list[str]:
-    """Check the options of a command to launch, as every rank would; return it without aliases."""
+    """Parse the options of a command to launch, as each rank would; return it without aliases."""
     command = click_root(rest[0].replace("-", "_")).commands[rest[0]]
     command.make_context(f"ssdctl {rest[0]}", rest[1:])
     return (

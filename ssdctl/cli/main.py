@@ -1,4 +1,4 @@
-"""`ssdctl`: the command line."""
+"""Run the command line: register all commands, dispatch, exit with the right code."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ app.registered_groups.sort(key=_position)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line and exit with a code of the contract.
+    """Run the command line and exit with one of the documented codes.
 
-    (Typer itself exits silently if the reader of stdout is closed, as with `| head`.)
+    If the reader of stdout is closed, as with `| head`, typer exits silently.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         click_root(_module_of(arguments)).main(args=arguments, prog_name="ssdctl")
-    except KeyboardInterrupt:  # before a command started
+    except KeyboardInterrupt:  # before a command runs
         raise SystemExit(Interrupted.exit_code) from None
     except Exception:
         exit_as_bug()
@@ -77,6 +77,6 @@ def click_tree() -> typer.core.TyperGroup:
 
 
 def _module_of(arguments: Sequence[str]) -> str:
-    """Return the module of the command that is called."""
+    """Return the module of the command on the command line."""
     name = next((a for a in arguments if not a.startswith("-")), "")
     return name.replace("-", "_")

@@ -1,4 +1,4 @@
-"""`ssdctl models`: the detectors that have a name."""
+"""`ssdctl models`: list the published detectors that can be used by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TRUST = {
     "pinned": "SHA-256 pinned",
     "prefix": "first digits of the SHA-256 pinned",
-    "first use": "no published checksum: SHA-256 remembered at the first use",
+    "first use": "no published checksum: SHA-256 recorded at the first use",
 }
 
 
@@ -25,7 +25,7 @@ TRUST = {
     examples=["ssdctl models", "ssdctl predict ssd300-vgg16-coco street.jpg"],
 )
 def models(call: Call) -> None:
-    """List the COCO detectors that can be used by name, wherever a checkpoint is expected."""
+    """List the COCO detectors that can be used by name instead of a checkpoint."""
     from ssdctl.download.detectors import DETECTORS, cached_path
 
     rows: list[dict[str, Any]] = []
@@ -49,12 +49,12 @@ def models(call: Call) -> None:
     def table() -> Table:
         from rich.table import Table
 
-        shown = Table("name", "network", "AP", "licence", "check", "present")
+        result = Table("name", "network", "AP", "licence", "check", "present")
         for row in rows:
             ap = "" if row["AP"] is None else f"{row['AP']:.3f}"
             present = f"{row['bytes'] / 1e6:.0f} MB" if row["path"] else "no"
             check = TRUST[row["trust"]]
-            shown.add_row(row["name"], row["network"], ap, row["licence"], check, present)
-        return shown
+            result.add_row(row["name"], row["network"], ap, row["licence"], check, present)
+        return result
 
     call.console.result({"models": rows}, table)

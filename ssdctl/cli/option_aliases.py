@@ -1,9 +1,9 @@
-"""Other spellings of options, and options of the replaced systems.
+"""Accept other spellings of options, and handle options of the replaced systems.
 
 A command line may use standard spellings (`--batch-size`, `--learning-rate`, `--num_workers`) and
 old flags that mean the same: `AliasCommand` rewrites them before they are parsed, so help and
 completion list each option once. An old flag with another meaning, or without a counterpart, is
-refused with what to write instead (exit 2).
+refused with its replacement or the reason (exit 2).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.errors import UsageError
 
-# Aliases of options that belong to a command itself: the first one that the command has.
+# Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
 COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
 POSITIONAL = "="
 PRECISIONS = ("bf16", "fp16", "fp32")
-CHECKPOINT_METAVAR = "CKPT"  # commands whose first argument starts so take --checkpoint CKPT too
+CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept --checkpoint CKPT
 
 COUNT = "ssdctl launch with the number of devices: " + ", ".join(
     f"{device.count_option} N" for device in DEVICE_TYPES.values()
@@ -58,11 +58,11 @@ NOT_NEEDED = {
     "--kubernetes-run": "ssdctl launch --launcher kubernetes submits a job",
     "--num-examples-per-epoch": "the images of the dataset are counted",
     "--use-cocoeval-cc": "scoring always uses a compiled engine; --verify compares pycocotools",
-    "--recipe-cache": "compiled graphs are kept in ~/.cache/ssdctl, or where "
-    "PT_HPU_RECIPE_CACHE_CONFIG says",
-    "--static": "batches are always made from the dataset, none are stored beforehand",
+    "--recipe-cache": "compiled graphs are kept in ~/.cache/ssdctl, or in the folder that "
+    "PT_HPU_RECIPE_CACHE_CONFIG sets",
+    "--static": "batches are always created from the dataset during training",
     "--parallel-loader": "the next batches are always copied to the device in advance",
-    "--benchmark-warmup": "ssdctl benchmark train warms up by itself",
+    "--benchmark-warmup": "ssdctl benchmark train chooses its warm-up",
     "--trace": "the batch size of a run does not change",
     "--rule": "the batch size of a run does not change",
     "--hmp-bf16": "autocast chooses the operators, without lists: --bf16",
@@ -145,7 +145,7 @@ class AliasCommand(typer.core.TyperCommand):
             for alias in setting.aliases:
                 templates.setdefault(*_template(setting, alias))
         if any(setting.path == "train.epochs" for setting in self.settings):
-            for setting in select("evaluate.*"):  # a run evaluates too
+            for setting in select("evaluate.*"):  # training runs evaluations
                 for alias in setting.aliases:
                     if alias not in own:
                         templates.setdefault(alias, f"--set={setting.path}=")
@@ -185,12 +185,12 @@ def _split(
     return token, "", ""
 
 
-def _refuse_removed(flag: str, chosen: Sequence[Setting]) -> None:
-    """Raise UsageError if `flag` is one of a replaced system, naming what to write instead."""
+def _refuse_removed(flag: str, settings: Sequence[Setting]) -> None:
+    """Raise UsageError with the replacement if `flag` is an option of a replaced system."""
     flag = flag.partition("=")[0]
     for setting in all_settings().values():
         if flag in setting.removed_flags:
-            place = "" if setting in chosen else f" (an option of ssdctl {setting.section})"
+            place = "" if setting in settings else f" (an option of ssdctl {setting.section})"
             raise UsageError(
                 f"{flag} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
             )

@@ -18,7 +18,7 @@ from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
-    from ssdctl.inference.results import Failure, Prediction
+    from ssdctl.inference.results import Prediction, UnreadablePicture
     from ssdctl.inference.sources import Source
 
 
@@ -93,10 +93,10 @@ def predict(
 
 def _predict(
     call: Call, predictor: Predictor, sources: list[Source], out: Path | None
-) -> list[Failure]:
+) -> list[UnreadablePicture]:
     """Print, draw and save the detections; return the pictures that cannot be read."""
     from ssdctl.inference.batches import predict_sources
-    from ssdctl.inference.results import Failure
+    from ssdctl.inference.results import UnreadablePicture
     from ssdctl.inference.save import free_stem, open_writer
 
     settings, console = call.config.predict, call.console
@@ -106,9 +106,9 @@ def _predict(
         writer = open_writer(settings.save or "json", out, predictor.returned_classes)
     threads = len(os.sched_getaffinity(0))
     results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)
-    records, failures, stems = [], list[Failure](), set[str]()
+    records, failures, stems = [], list[UnreadablePicture](), set[str]()
     for result in console.progress(results, total=len(sources), label="predicting", unit="img"):
-        if isinstance(result, Failure):
+        if isinstance(result, UnreadablePicture):
             console.warn(str(result.error))
             failures.append(result)
             continue

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ssdctl.data.prepare import Outcome
 
-SHOWN = 5  # examples of each kind of finding in the table
+MAX_EXAMPLES = 5  # of each kind of finding, in the table
 
 
 @command(
@@ -26,9 +26,9 @@ SHOWN = 5  # examples of each kind of finding in the table
     settings=["data.*", "prepare.*"],
     examples=[
         "ssdctl prepare --data /data/coco",
-        "ssdctl prepare --data /data/coco --no-pack   # index only, images stay where they are",
+        "ssdctl prepare --data /data/coco --no-pack   # only the index, images are not copied",
         "ssdctl prepare --data /readonly/coco --store /scratch/coco-store --shrink 480",
-        "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the layout is recognised",
+        "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the layout is detected",
         "ssdctl prepare --data export/data.yaml --split 0.9 --classes cat,dog",
     ],
 )
@@ -42,16 +42,17 @@ def prepare(
         typer.Option(
             "--preview",
             metavar="FILE",
-            help="Draw some training images with their boxes, complete and augmented (.png, .jpg)",
+            help="Draw some training images with their boxes, original and augmented, to FILE "
+            "(.png, .jpg)",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Check every annotation and every image's header, and write the store that training reads.
 
-    The layout of the dataset is recognised. What cannot be trained on is dropped or repaired,
-    counted here and listed in the store's report.json. A killed prepare continues when it is run
-    again.
+    The layout of the dataset is detected. Images and boxes that cannot be used are repaired or
+    dropped; the output counts them and report.json in the store lists them. An interrupted prepare
+    continues if the command is run again.
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.prepare import prepare as write_store
@@ -93,7 +94,10 @@ def prepare(
 
 
 def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert layouts other than COCO's: into the dataset folder if asked to, else the store."""
+    """Convert layouts other than COCO's: to the dataset folder if options ask for it, or a store.
+
+    A conversion that an earlier call wrote is only reported.
+    """
     from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_made
     from ssdctl.data.dataset import CONVERTED
 
@@ -104,8 +108,8 @@ def _convert(call: Call, root: Path, folder: Path) -> None:
         convert(root, conversion, call.console.say, folder / CONVERTED)
     elif conversion:
         convert(root, conversion, call.console.say)
-    elif made := describe_made(root):
-        call.console.say(made)
+    elif description := describe_made(root):
+        call.console.say(description)
     else:
         convert_again(root, folder, call.console.say)
 
@@ -117,15 +121,15 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
     splits = find_splits(root, folder)
     split = "train" if "train" in splits else "val"
-    num_shown = preview(open_split(folder, split, splits[split]), call.config, path)
-    call.console.say(f"{path}: {num_shown} images of {split} with their boxes")
+    num_images = preview(open_split(folder, split, splits[split]), call.config, path)
+    call.console.say(f"{path}: {num_images} images of {split} with their boxes")
 
 
 def _tables(outcome: Outcome) -> Group:
     from rich.console import Group
     from rich.table import Table
 
-    table = Table("split", "images", "boxes", "classes", "to train on")
+    table = Table("split", "images", "boxes", "classes", "trainable")
     for column in table.columns[1:]:
         column.justify = "right"
     findings = Table("split", "number", "dropped or repaired", "image", "annotation", "for example")
@@ -136,10 +140,10 @@ def _tables(outcome: Outcome) -> Group:
         table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
         for kind, number in report.counts().items():
             first = (report.split, f"{number:,}", kind)
-            for item in [f for f in report.findings if f.kind == kind][:SHOWN]:
-                place = (str(item.image_id), str(item.annotation_id or ""))
-                findings.add_row(*first, *place, item.detail)
+            for item in [f for f in report.findings if f.kind == kind][:MAX_EXAMPLES]:
+                ids = (str(item.image_id), str(item.annotation_id or ""))
+                findings.add_row(*first, *ids, item.detail)
                 first = ("", "", "")
     if not findings.rows:
         return Group(table, "nothing was dropped or repaired")
-    return Group(table, findings, f"all of them: {Path(outcome.store) / 'report.json'}")
+    return Group(table, findings, f"complete list: {Path(outcome.store) / 'report.json'}")

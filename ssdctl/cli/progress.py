@@ -1,4 +1,4 @@
-"""How a run shows itself: a block that redraws on a terminal, plain lines elsewhere."""
+"""Display the progress of a training run: a redrawn block on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BAR_WIDTH = 32
 
 
 class TrainingDisplay:
-    """Shows the records of metrics.jsonl as they come."""
+    """Show the records of metrics.jsonl as the run writes them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -40,21 +40,21 @@ class TrainingDisplay:
         self._console.handler.sink = self._console
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         if self._live is not None:
             self._live.console.print(printable_message(text))
         else:
             self._console.say(text)
 
     def warn(self, text: str) -> None:
-        """A line that stays, said even with -q."""
+        """Print a warning as a permanent line, even if the console is quiet."""
         if self._live is not None:
             self._live.console.print(f"warning: {printable_message(text)}", style="yellow")
         else:
             self._console.warn(text)
 
     def show(self, record: dict[str, Any]) -> None:
-        """One record of the run."""
+        """Show one record of the run."""
         if record["kind"] == "train":
             if self._live is not None:
                 self._live.update(self._block(record))
@@ -67,7 +67,7 @@ class TrainingDisplay:
             self._plan = record
 
     def _time_left(self, record: dict[str, Any]) -> str:
-        """As 1:02:03; nothing where the rate is not known."""
+        """Return the remaining time as 1:02:03, or an empty text if the rate is unknown."""
         if not self._plan or record["images_per_second"] <= 0:
             return ""
         steps = self._plan["total_steps"] - record["step"]
@@ -75,21 +75,21 @@ class TrainingDisplay:
         return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
     def _block(self, record: dict[str, Any]) -> Any:
-        """The run as it stands: where it is, what it computes, what it waits for."""
+        """Return the current state of the run: position, losses, speed and memory."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         total = self._plan.get("total_steps", record["step"])
-        place = Table.grid(padding=(0, 2))
-        place.add_row(
+        position = Table.grid(padding=(0, 2))
+        position.add_row(
             Text(f"step {record['step']:,}/{total:,}", style="bold"),
             ProgressBar(total=total, completed=record["step"], width=BAR_WIDTH),
             Text(f"epoch {record['epoch']:.2f}"),
             Text(f"{self._time_left(record)} left"),
         )
-        figures = Text(
+        losses = Text(
             f"loss {record['loss']:.3f} (box {record['loss_box']:.3f} class "
             f"{record['loss_class']:.3f})  lr {record['lr']:.2e}",
             style="cyan",
@@ -103,18 +103,18 @@ class TrainingDisplay:
             overflow="ellipsis",
             no_wrap=True,
         )
-        return Group(place, figures, speed)
+        return Group(position, losses, speed)
 
 
 def describe(record: dict[str, Any]) -> str:
-    """One line about a record."""
-    place = f"step {record['step']}  epoch {record['epoch']:.2f}"
+    """Return one line that summarises a record."""
+    position = f"step {record['step']}  epoch {record['epoch']:.2f}"
     if record["kind"] == "eval":
-        figures = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
-        return f"{place}  {figures}"
+        scores = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
+        return f"{position}  {scores}"
     wait = f"  waits {record['data_wait']:.0%} for images" if record["data_wait"] >= 0.05 else ""
     return (
-        f"{place}  loss {record['loss']:.3f} (box {record['loss_box']:.3f} class "
+        f"{position}  loss {record['loss']:.3f} (box {record['loss_box']:.3f} class "
         f"{record['loss_class']:.3f})  lr {record['lr']:.2e}  "
         f"{record['images_per_second']:.1f} img/s{wait}"
     )

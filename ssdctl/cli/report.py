@@ -27,16 +27,16 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE.html",
-            help="Page to write (default: report.html in the first run)",
+            help="File to write (default: report.html in the first run folder)",
         ),
     ] = None,
 ) -> None:
-    """Write one self-contained HTML page: curves, AP, sample detections, config, environment."""
+    """Write a self-contained HTML page: curves, AP, sample detections, config, environment."""
     from ssdctl.report.page import write_report
     from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 
-    read = read_runs([Path(run) for run in runs])
+    contents = read_runs([Path(run) for run in runs])
     target = Path(out) if out else RunDir(Path(runs[0])).report
-    write_report(read, target)
+    write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")

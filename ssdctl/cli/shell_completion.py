@@ -1,7 +1,7 @@
-"""What TAB gives, from a table: typer and its packages would take longer than a TAB may.
+"""Complete command lines in shells, from a table: importing typer would make a TAB too slow.
 
-The shells ask as the scripts in completions/ have it, which are typer's (also those that
-`ssdctl --install-completion` writes): `_SSDCTL_COMPLETE=complete_bash` and its like.
+The completion scripts, those in completions/ and those that `ssdctl --install-completion` writes,
+are typer's: they call the program with `_SSDCTL_COMPLETE=complete_bash` or that of another shell.
 `completions/generate.py` writes the table, completion_table.json.
 """
 
@@ -19,42 +19,47 @@ from typing import Any, NamedTuple
 VARIABLE = "_SSDCTL_COMPLETE"
 TABLE = Path(__file__).with_name("completion_table.json")
 KEY_VALUE = "KEY=VALUE"  # the metavar of --set
-RUN = "RUN"  # in a metavar: run folders are offered
-# What no shell reads as anything else: zsh evaluates our answer, and run folders have any name.
+RUN = "RUN"  # in a metavar: run folders are completed
+# Without special characters of a shell: zsh evaluates the output, and run folders have any name.
 PLAIN_WORD = re.compile(r"[\w./+=-]+")
 NOT_PLAIN = re.compile(r"[^\w ,.;/+=%-]+")
 
 
-class Word(NamedTuple):
-    """One answer."""
+class Completion(NamedTuple):
+    """One possible completion of a word."""
 
     value: str
     help: str = ""
 
 
-def is_asked() -> bool:
-    """Whether a shell wants words (its script comes from typer)."""
+def is_requested() -> bool:
+    """Return whether a shell requests completions, by the script that typer generates."""
     return os.environ.get(VARIABLE, "").startswith("complete_")
 
 
-def answer() -> int:
-    """Print the words for the shell that asks; the exit code is part of the answer for fish."""
+def complete() -> int:
+    """Print the completions for the shell that requests them; return the exit code.
+
+    For fish, 1 means that there are none and that it shall complete file names.
+    """
     shell = os.environ[VARIABLE].partition("_")[2]
     before, word = _bash_line() if shell == "bash" else _line(shell)
     flag, equals, value = word.partition("=")
     if equals and flag.startswith("--") and shell != "bash":
-        words = [Word(flag + "=" + w.value, w.help) for w in find([*before, flag], value)]
+        completions = [
+            Completion(flag + "=" + c.value, c.help) for c in find([*before, flag], value)
+        ]
     else:
-        words = find(before, word)
-    words = [w for w in words if PLAIN_WORD.fullmatch(w.value)]
+        completions = find(before, word)
+    completions = [c for c in completions if PLAIN_WORD.fullmatch(c.value)]
     if shell == "fish" and os.environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-        return 0 if words else 1  # 1: fish offers files
-    sys.stdout.write(_formatted(shell, words))
+        return 0 if completions else 1
+    sys.stdout.write(_formatted(shell, completions))
     return 0
 
 
 def _bash_line() -> tuple[list[str], str]:
-    """The words before the cursor and the one at it. Bash cuts `--key=value` at the sign."""
+    """Return the words before the cursor and the one at it; bash splits `--key=value` at `=`."""
     position = int(os.environ["COMP_CWORD"])
     words = os.environ["COMP_WORDS"].split("\n")[: position + 1]
     words += [""] * (position + 1 - len(words))
@@ -68,7 +73,7 @@ def _line(shell: str) -> tuple[list[str], str]:
     text = os.environ.get("_TYPER_COMPLETE_ARGS", "")
     try:
         words = shlex.split(text)[1:]
-    except ValueError:  # a quote that is still open
+    except ValueError:  # an unclosed quote
         words = text.split()[1:]
     if shell in ("powershell", "pwsh"):
         word = os.environ.get("_TYPER_COMPLETE_WORD_TO_COMPLETE", "")
@@ -78,39 +83,39 @@ def _line(shell: str) -> tuple[list[str], str]:
     return words, ""
 
 
-def find(before: list[str], word: str) -> list[Word]:
-    """What may stand at `word`; nothing where any file may."""
+def find(before: list[str], word: str) -> list[Completion]:
+    """Return the completions of `word` after the words `before`; none if any file may follow."""
     table = node = json.loads(TABLE.read_text(encoding="utf-8"))
-    expected = None  # the option whose value comes next
+    option = None  # the option that the next word is the value of
     for text in before:
         if text == "--":
             node = table  # `launch ... -- evaluate`
-        elif expected is not None:
-            expected = None
+        elif option is not None:
+            option = None
         elif "value" in node["options"].get(text, ()):
-            expected = node["options"][text]
+            option = node["options"][text]
         elif text in node.get("commands", {}):
             node = node["commands"][text]
-    if expected is not None:
-        if expected["value"] == KEY_VALUE:
-            return [Word(f"{key}=") for key in table["keys"] if key.startswith(word)]
-        return _values(expected, word)
+    if option is not None:
+        if option["value"] == KEY_VALUE:
+            return [Completion(f"{key}=") for key in table["keys"] if key.startswith(word)]
+        return _values(option, word)
     if word.startswith("-"):
-        return [Word(n, o["help"]) for n, o in node["options"].items() if n.startswith(word)]
+        return [Completion(n, o["help"]) for n, o in node["options"].items() if n.startswith(word)]
     if commands := node.get("commands"):
-        return [Word(n, c["help"]) for n, c in commands.items() if n.startswith(word)]
-    return [found for argument in node["arguments"] for found in _values(argument, word)]
+        return [Completion(n, c["help"]) for n, c in commands.items() if n.startswith(word)]
+    return [completion for argument in node["arguments"] for completion in _values(argument, word)]
 
 
-def _values(option: Mapping[str, Any], word: str) -> list[Word]:
-    found = [Word(choice) for choice in option.get("choices", ()) if choice.startswith(word)]
+def _values(option: Mapping[str, Any], word: str) -> list[Completion]:
+    values = [Completion(choice) for choice in option.get("choices", ()) if choice.startswith(word)]
     if RUN in re.split(r"\W", option["value"]):
-        found += [Word(run) for run in _run_folders() if run.startswith(word)]
-    return found
+        values += [Completion(run) for run in _run_folders() if run.startswith(word)]
+    return values
 
 
 def _run_folders() -> list[str]:
-    """Run folders in the usual places, the newest first."""
+    """Return run folders in the usual places, the newest first."""
     from ssdctl.runs.layout import RUNS, RunDir
 
     folders = [path for pattern in (f"{RUNS}/*", "*", "*/run") for path in Path().glob(pattern)]
@@ -119,17 +124,18 @@ def _run_folders() -> list[str]:
     return [str(path.parent) for path in configs]
 
 
-def _formatted(shell: str, words: list[Word]) -> str:
+def _formatted(shell: str, completions: list[Completion]) -> str:
+    """Return completions in the format that the typer script of a shell reads."""
     if shell == "zsh":
-        if not words:
+        if not completions:
             return "_files"
-        pairs = (f'"{w.value}"' + (f':"{_plain(w.help)}"' if w.help else "") for w in words)
+        pairs = (f'"{c.value}"' + (f':"{_plain(c.help)}"' if c.help else "") for c in completions)
         return "_arguments '*: :((" + "\n".join(pairs) + "))'"
     if shell == "fish":
-        return "\n".join(f"{w.value}\t{w.help}" if w.help else w.value for w in words)
+        return "\n".join(f"{c.value}\t{c.help}" if c.help else c.value for c in completions)
     if shell in ("powershell", "pwsh"):
-        return "\n".join(f"{w.value}:::{w.help or ' '}" for w in words)
-    return "\n".join(w.value for w in words)
+        return "\n".join(f"{c.value}:::{c.help or ' '}" for c in completions)
+    return "\n".join(c.value for c in completions)
 
 
 def _plain(text: str) -> str:

@@ -29,26 +29,26 @@ if TYPE_CHECKING:
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
-        "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a quick look",
-        "ssdctl train --fake-data --steps 100 --warmup 10st   # the device's ceiling, no dataset",
+        "ssdctl train --steps 100 --warmup 10st --backbone-weights none   # a short trial",
+        "ssdctl train --fake-data --steps 100 --warmup 10st   # the device's speed, no dataset",
         "ssdctl train --dry-run --json   # the plan: steps, warm-up, learning rate",
     ],
 )
 def train(
     call: Call,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is written")
+        bool, typer.Option("--dry-run", help="Print the plan without training or writing files")
     ] = False,
 ) -> None:
-    """Train SSD300, or go on with a run that was stopped.
+    """Train SSD300, or continue a run that was stopped.
 
-    The same command again resumes from the newest intact checkpoint in the run folder. SIGTERM
-    and Ctrl-C save and exit 75; a second Ctrl-C exits at once.
+    The same command resumes from the newest intact checkpoint in the run folder. On SIGTERM or
+    Ctrl-C the run is saved and exits with 75; a second Ctrl-C exits immediately.
     """
     if dry_run:
         _show_plan(call)
         return
-    signals.install()  # in place already where this is the process's own command
+    signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         keep_freed_memory()
     ranks, run = find_ranks(), run_dir(call.config.train)
@@ -62,7 +62,7 @@ def train(
         from ssdctl.train.loop import run_training
 
         root, _ = dataset_folders(call.config.data)
-        # The run remembers where its data lies, so that `evaluate CKPT` works from anywhere.
+        # Record absolute paths of the dataset, so that `evaluate CKPT` works from any folder.
         resolved = call.resolved.with_value("data.root", str(root.absolute()))
         if (store := call.config.data.store) is not None:
             resolved = resolved.with_value("data.store", str(Path(store).absolute()))
@@ -79,7 +79,7 @@ def train(
         return
     ap = "not evaluated" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
-    if summary.images_per_second:  # else it was finished before
+    if summary.images_per_second:  # else the run was already finished
         trained = (
             f" in {summary.total_s:.0f} s, {summary.images_per_second:.1f} img/s, "
             f"{summary.peak_memory_bytes / 1e9:.1f} GB at most"
@@ -99,8 +99,8 @@ def _show_plan(call: Call) -> None:
         images, classes = COCO_NUM_IMAGES, COCO_NUM_CLASSES
         if not call.config.train.fake_data:
             call.console.warn(
-                f"{root}: no such dataset folder; planned for COCO's {COCO_NUM_IMAGES:,} training "
-                "images with boxes"
+                f"{root}: no such dataset folder; the plan assumes COCO's {COCO_NUM_IMAGES:,} "
+                "training images with boxes"
             )
     else:
         images, classes = count_trainable(root, folder)
@@ -113,7 +113,7 @@ def _show_plan(call: Call) -> None:
 
 
 def _disk_needed(config: Config, classes: int) -> str:
-    """What the checkpoints will take, for people."""
+    """Return a line about the disk space that the checkpoints need and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes
 
@@ -130,7 +130,7 @@ def _disk_needed(config: Config, classes: int) -> str:
 def _too_large(plan: TrainSchedule) -> str:
     if plan.global_batch_size <= plan.images:
         return ""
-    return ", more than there are images: some come several times in a step"
+    return ", more than there are images: a step uses some of them several times"
 
 
 def _described(plan: TrainSchedule) -> str:

@@ -1,7 +1,7 @@
-"""The typed config that every command shares.
+"""The typed config that all commands share.
 
-sections/ says which settings there are, schema.py puts them together, settings.py lists them one by
-one (for options, help and docs), resolve.py layers their sources, render.py writes a config down.
+sections/ defines the settings, schema.py combines them into one config, settings.py lists them one
+by one (for options, help and docs), resolve.py layers their sources, render.py formats a config.
 """
 
 from ssdctl.config.resolve import Resolved, resolve

@@ -1,4 +1,4 @@
-"""The table of device types: what a device is called by options, launchers and schedulers.
+"""The table of device types: the names of a device in options, launchers and schedulers.
 
 A new device type gets a row here, a module in `ssdctl/device/` that opens it, a row in
 `ssdctl/device/__init__.py`, and its checks in `ssdctl/doctor/`.
@@ -19,10 +19,10 @@ class DeviceType(NamedTuple):
         name: The value of `--device`, and PyTorch's name of the device.
         plural: The option of `ssdctl launch` that counts its devices, without dashes.
         description: What is counted, in help texts.
-        launcher: What starts one rank per device if the user does not say.
+        launcher: The program that starts one rank per device by default.
         slurm_gres: Slurm's usual name of the resource; None: none is requested.
         kubernetes_resource: The name of the resource in a pod; None: none is requested.
-        precisions: The precisions that it can train in.
+        precisions: The precisions in which it can train.
         has_sync_bn: Whether batch norm can be synchronised over its ranks (--sync-bn).
     """
 
@@ -37,12 +37,12 @@ class DeviceType(NamedTuple):
 
     @property
     def count_option(self) -> str:
-        """The option of `ssdctl launch` that counts its devices."""
+        """Return the option of `ssdctl launch` that counts its devices."""
         return f"--{self.plural}"
 
 
 BF16, ALL = ("bf16", "fp32"), ("bf16", "fp16", "fp32")  # fp16 on a CPU takes 100 times as long
-# torch_xla has torchrun start one process per chip, and gives each process its chip.
+# For TPUs torchrun starts one process per chip, and torch_xla assigns a chip to each process.
 DEVICE_TYPES = {
     device.name: device
     for device in (

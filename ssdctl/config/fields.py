@@ -1,4 +1,4 @@
-"""Building blocks of settings: their description, and types with bounds."""
+"""Define the metadata of settings and the value types with bounds."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -29,16 +29,17 @@ def setting(
 
     Args:
         help: One sentence, units included.
-        flag: The option's name if it is not the field's.
+        flag: The option's name if it differs from the field's.
         panel: The heading under which `--help` lists it.
         metavar: The placeholder of the value in `--help`.
-        choice_flags: Give each choice a flag of its own (`--bf16`) and the field none.
+        choice_flags: Make one flag per choice (`--bf16`) instead of one option with a value.
         aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
             sets x. Long ones that take a value are key aliases too: `--batch-size` is
             `train.batch_size`.
-        removed_flags: Options of the replaced systems with another meaning or syntax, and what to
-            write instead.
-        affects_results: Another value changes what a run computes, so a resume refuses it.
+        removed_flags: Options of the replaced systems with another meaning or syntax, and their
+            replacement.
+        affects_results: Whether another value changes what a run computes, so that a resume
+            refuses it.
     """
     extra = {
         "flag": flag,
@@ -59,7 +60,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # "3" or "3ep": epochs; "300st": optimizer steps; "10min": wall time (for saving).
 Duration = Annotated[str, msgspec.Meta(pattern=r"^\d+(\.\d+)?(ep|st)?$")]
-# The same for what is repeated, which needs a length.
+# The same, but above 0: the distance between two repeated events.
 Interval = Annotated[str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st)?$")]
 IntervalOrTime = Annotated[
     str, msgspec.Meta(pattern=r"^(?![0.]+(ep|st|min)?$)\d+(\.\d+)?(ep|st|min)?$")

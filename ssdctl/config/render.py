@@ -1,4 +1,4 @@
-"""Write a config down: TOML with the source of each value, plain data for JSON, the JSON schema."""
+"""Format a config: TOML with the source of each value, plain data for JSON, the JSON schema."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SNAPSHOT_SECTIONS = ("data", "model", "train", "evaluate")
 
 
 def values(config: Config) -> dict[str, Any]:
-    """Every setting's value by its path, as JSON types."""
+    """Return every setting's value by its path, as JSON types."""
     sections: dict[str, dict[str, Any]] = msgspec.to_builtins(config)
     return {f"{section}.{k}": v for section, table in sections.items() for k, v in table.items()}
 
 
 def to_toml(resolved: Resolved) -> str:
-    """The config as a file that `--config` reads back, with sources. Unset values are comments."""
+    """Return the config as a file for `--config`, with the sources. Unset values are comments."""
     return _tables(resolved, _with_source, values(resolved.config))
 
 
@@ -55,11 +55,11 @@ def redact_toml(text: str) -> str:
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def to_started_toml(resolved: Resolved) -> str:
-    """A file to begin with: each setting's help and value as comments, set where the user set it.
+def to_template_toml(resolved: Resolved) -> str:
+    """Return a template config file: each setting's help and value as comments.
 
-    So it changes nothing until it is edited, and what it leaves out follows the presets and the
-    defaults of later versions.
+    Only values from options are active. The file changes nothing else until it is edited, and what
+    stays a comment follows the presets and the defaults of later versions.
     """
     return _tables(resolved, _with_help, values(resolved.config))
 
@@ -90,17 +90,17 @@ def _with_help(setting: Setting, value: Any, source: str) -> list[str]:
     mark = "" if source.startswith("--") else "#"
     is_complete = all(choice in setting.help for choice in setting.choices)
     choices = "" if is_complete else f": {', '.join(setting.choices)}"
-    shown = "" if value is None else toml_value(value)
-    return ["", f"# {setting.help}{choices}", f"{mark}{setting.name} = {shown}".rstrip()]
+    text = "" if value is None else toml_value(value)
+    return ["", f"# {setting.help}{choices}", f"{mark}{setting.name} = {text}".rstrip()]
 
 
 def toml_value(value: Any) -> str:
-    """One value in TOML. JSON's strings, numbers and lists are TOML's too, but for DEL."""
+    """Format one value as TOML. JSON strings, numbers and lists are TOML too, except for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a config file, for editors: every key optional, unknown ones refused."""
+    """Return the JSON schema of a config file: all keys are optional, unknown ones refused."""
     schema = msgspec.json.schema(Config)
     for definition in schema["$defs"].values():
         definition.pop("required", None)

@@ -2,8 +2,8 @@
 
     resolve(overrides=[Override("train.lr", "1e-3", "--lr")]) -> Resolved(config, sources)
 
-Every value is checked where it comes from, so a message can name the file and line, the variable
-or the option. Values are text or TOML values; nothing is ever evaluated.
+Every value is checked together with its source, so that a message can name the file and line, the
+variable or the option. Values are text or TOML values; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAIN_TYPES = {"float": "a number", "int": "a whole number", "bool": "true or fa
 
 
 class Override(NamedTuple):
-    """One value from one place. `source` names the place as the user would."""
+    """One value from one source: a file and line, a variable or an option."""
 
     path: str
     value: Any
@@ -44,17 +44,17 @@ class Override(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """A whole config, and where each value came from (`default`, `preset X`, `FILE:LINE`, ...)."""
+    """A complete config, and the source of each value (`default`, `preset X`, `FILE:LINE`, ...)."""
 
     config: Config
     sources: dict[str, str]
 
-    def called_for(self) -> set[str]:
-        """The settings that this call names itself, by options or variables: no file's."""
+    def explicit_settings(self) -> set[str]:
+        """Return the settings that options or environment variables set, not those of files."""
         return {p for p, source in self.sources.items() if source.startswith(("--", PREFIX))}
 
     def with_value(self, path: str, value: Any) -> Resolved:
-        """The same with one value replaced by what it came down to; its source stays."""
+        """Return a copy with one value replaced; its source is unchanged."""
         section, _, name = path.partition(".")
         table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
         return self._replace(config=msgspec.structs.replace(self.config, **{section: table}))
@@ -67,16 +67,17 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     default_file: bool = True,
 ) -> Resolved:
-    """The config that every command works with.
+    """Return the config of a command from all its sources.
 
     Args:
-        file: `--config`; without it `ssdctl.toml` in the working directory, if there is one.
-        overrides: The command line's values, in order; the last one wins.
-        environment: The process's environment where not given.
-        default_file: Whether to read `ssdctl.toml` where `file` is None.
+        file: The value of `--config`; None: `ssdctl.toml` in the working directory, if it exists.
+        overrides: The values of the command line, in order; the last one wins.
+        environment: Environment variables; None: those of the process.
+        default_file: Whether to read `ssdctl.toml` if `file` is None.
 
     Raises:
-        UsageError: An unknown key, a value of the wrong type or out of bounds, a broken file.
+        UsageError: A key is unknown, a value has the wrong type or is out of bounds, or a file is
+            unreadable.
     """
     layers = [
         *_from_file(file, default_file),
@@ -86,8 +87,8 @@ def resolve(
     layers = [o._replace(path=p) for o in layers for p in SPLIT_KEYS.get(o.path, (o.path,))]
     checked = [_checked(o) for o in layers]
 
-    chosen = [o.value for o in checked if o.path == "train.preset"]
-    preset = chosen[-1] if chosen else all_settings()["train.preset"].default
+    presets = [o.value for o in checked if o.path == "train.preset"]
+    preset = presets[-1] if presets else all_settings()["train.preset"].default
     clusters = [o.value for o in checked if o.path == "launch.cluster"]
     cluster = cluster_overrides(clusters[-1]) if clusters and clusters[-1] else []
 
@@ -112,22 +113,22 @@ def resolve(
 
 
 def preset_overrides(name: str) -> list[Override]:
-    """What a preset sets, checked like any other file."""
-    found = read_toml(PRESET_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=f"preset {name}") for o in found]
+    """Return the values of a preset, checked like any other file."""
+    overrides = read_toml(PRESET_DIR / f"{name}.toml")
+    return [_checked(o)._replace(source=f"preset {name}") for o in overrides]
 
 
 def cluster_overrides(name: str) -> list[Override]:
-    """What is known of a cluster, checked like any other file."""
-    found = read_toml(CLUSTER_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=f"cluster {name}") for o in found]
+    """Return the settings of a known cluster, checked like any other file."""
+    overrides = read_toml(CLUSTER_DIR / f"{name}.toml")
+    return [_checked(o)._replace(source=f"cluster {name}") for o in overrides]
 
 
 def read_toml(path: Path) -> list[Override]:
-    """A config file's values, each with its line.
+    """Return the values of a config file, each with its line.
 
     Raises:
-        UsageError: The file is absent, unreadable or no TOML.
+        UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -165,15 +166,15 @@ def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str,
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:
-    """The line of each `section.key`; the parser does not tell it."""
-    found: dict[str, int] = {}
+    """Return the line of each `section.key`, which the TOML parser does not report."""
+    numbers: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
             table = header[1] + "."
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):
-            found.setdefault(table + key[1], number)
-    return found
+            numbers.setdefault(table + key[1], number)
+    return numbers
 
 
 def _from_file(file: str | None, default_file: bool) -> list[Override]:
@@ -185,16 +186,16 @@ def _from_file(file: str | None, default_file: bool) -> list[Override]:
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[Override]:
-    found = []
+    overrides = []
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
-            found.append(Override(path, text, variable))
-    return found
+            overrides.append(Override(path, text, variable))
+    return overrides
 
 
 def parse_assignment(text: str) -> Override:
-    """`--set train.lr=0.001` as an override."""
+    """Return the override of `--set KEY=VALUE`."""
     path, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: expected KEY=VALUE, as in --set train.lr=0.001")
@@ -220,7 +221,7 @@ def _converted(override: Override, setting: Setting) -> Any:
     try:
         return msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
     except msgspec.ValidationError as error:
-        problem = _explained(setting, str(error))
+        problem = _readable_problem(setting, str(error))
         key = (
             ""
             if override.source.startswith("--") and override.source != "--set"
@@ -229,7 +230,8 @@ def _converted(override: Override, setting: Setting) -> Any:
         raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
 
 
-def _explained(setting: Setting, problem: str) -> str:
+def _readable_problem(setting: Setting, problem: str) -> str:
+    """Return what a value should be, from the message of msgspec."""
     if setting.choices:
         return f"expected one of {', '.join(setting.choices)}"
     if "regex" in problem:
@@ -239,7 +241,7 @@ def _explained(setting: Setting, problem: str) -> str:
     problem = problem[0].lower() + problem[1:].replace("`", "")
     for name, plain in PLAIN_TYPES.items():
         problem = re.sub(rf"expected {name}\b", f"expected {plain}", problem)
-    return problem.removesuffix(", got str")  # its text was just quoted
+    return problem.removesuffix(", got str")  # the message already quotes the value
 
 
 def _lookup(override: Override) -> Setting:
@@ -256,14 +258,14 @@ def setting_path(key: str) -> str | None:
 
 
 def nearest_key(path: str) -> str:
-    """A hint that names the setting closest to a mistyped one."""
+    """Return a hint that names the setting closest to a mistyped one."""
     settings = all_settings().values()
     section, _, name = path.rpartition(".")
-    words: dict[str, str] = {}  # names, options, and those of the replaced systems
+    paths: dict[str, str] = {}  # by names, options, and options of the replaced systems
     for setting in sorted(settings, key=lambda s: s.section != section):
         options = (*setting.flags, *setting.aliases, *setting.removed_flags)
         for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
-            words.setdefault(word, setting.path)
-        words.setdefault(setting.section, setting.section)
-    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), words, n=1, cutoff=0.65)
-    return f"did you mean {words[near[0]]!r}?" if near else "`ssdctl config show` lists every key"
+            paths.setdefault(word, setting.path)
+        paths.setdefault(setting.section, setting.section)
+    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), paths, n=1, cutoff=0.65)
+    return f"did you mean {paths[near[0]]!r}?" if near else "`ssdctl config show` lists all keys"

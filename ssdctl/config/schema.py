@@ -1,7 +1,8 @@
-"""Every setting of ssdctl, once: its type, its bounds, its default and what it is for.
+"""The config: all settings of ssdctl, and the rules that involve several of them.
 
-The command line's options, their help, the JSON schema, `config init` and the docs are made from
-the tables in `sections/`. A field without a default belongs to the recipe: every preset names it.
+The command line's options, their help, the JSON schema, `config init` and the docs are generated
+from the classes in `sections/`, which define the type, bounds, default and meaning of each setting.
+A field without a default belongs to the recipe: every preset sets it.
 """
 
 import typing
@@ -31,26 +32,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def conflicts(config: Config) -> list[tuple[str, str]]:
-    """The rules that bind several settings: (key, what is wrong) for each one broken."""
-    found = []
+    """Return (key, problem) of each rule between several settings that the config breaks."""
+    problems = []
     decays = config.train.decay_epochs
     if list(decays) != sorted(set(decays)):
-        found.append(("train.decay_epochs", "the epochs must rise"))
-    named = config.model.weights.partition("-")[0]
-    if named in typing.get_args(BackboneName) and named != config.model.backbone:
-        found.append(
-            ("model.weights", f"{config.model.weights} do not fit {config.model.backbone}")
+        problems.append(("train.decay_epochs", "the epochs must increase"))
+    weights_backbone = config.model.weights.partition("-")[0]
+    is_backbone = weights_backbone in typing.get_args(BackboneName)
+    if is_backbone and weights_backbone != config.model.backbone:
+        problems.append(
+            ("model.weights", f"{config.model.weights} does not fit {config.model.backbone}")
         )
     if config.model.backbone == "vgg16" and config.model.extra_norm != "none":
-        found.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
+        problems.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
-        found.append(("train.decay_epochs", "a cosine needs two epochs, its start and its end"))
+        problems.append(("train.decay_epochs", "cosine needs two epochs, its start and its end"))
     if config.train.augment == "ssd-zoom" and config.train.pipeline == "dali":
-        found.append(("train.augment", "ssd-zoom needs --pipeline native"))
+        problems.append(("train.augment", "ssd-zoom needs --pipeline native"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):
-        found.append(("train.init", "--init starts a new run and --resume FILE goes on with one"))
+        problems.append(("train.init", "--init starts a new run, --resume FILE continues one"))
     if config.train.profile is not None:
         first, last = map(int, config.train.profile.split(","))
         if last < first:
-            found.append(("train.profile", f"step {last} comes before step {first}"))
-    return found
+            problems.append(("train.profile", f"step {last} is before step {first}"))
+    return problems

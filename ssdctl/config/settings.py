@@ -1,4 +1,4 @@
-"""All settings as a flat list: what options, help, docs and messages are made from."""
+"""All settings as a flat list, from which options, help, docs and messages are generated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Setting(NamedTuple):
 
     path: str
     type: Any
-    default: Any  # msgspec.NODEFAULT where the preset names it
+    default: Any  # msgspec.NODEFAULT if the presets set it
     help: str
     flags: tuple[str, ...]
     panel: str
@@ -26,8 +26,8 @@ class Setting(NamedTuple):
     choices: tuple[str, ...]
     choice_flags: bool
     aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
-    removed_flags: dict[str, str]  # flags of the replaced systems -> what to write instead
-    affects_results: bool  # another value changes what a run computes
+    removed_flags: dict[str, str]  # flag of a replaced system -> its replacement
+    affects_results: bool  # whether another value changes what a run computes
 
     @property
     def section(self) -> str:
@@ -39,17 +39,17 @@ class Setting(NamedTuple):
 
     @property
     def is_recipe(self) -> bool:
-        """Whether every preset names it."""
+        """Return whether the presets set it instead of a default."""
         return self.default is msgspec.NODEFAULT
 
     @property
     def is_flag(self) -> bool:
-        """Whether it is on or off."""
+        """Return whether it is a boolean: on or off."""
         return plain_type(self.type) is bool
 
     @property
     def key_aliases(self) -> list[str]:
-        """Other names of its key in files, `--set` and variables: `bs` for `batch_size`."""
+        """Return other names of its key in files, `--set` and variables: `bs` for `batch_size`."""
         flags = [] if self.is_flag or self.choice_flags else list(self.flags)
         spellings = [*flags, *(a for a in self.aliases if a.startswith("--") and "=" not in a)]
         names = [spelling.removeprefix("--").replace("-", "_") for spelling in spellings]
@@ -57,12 +57,12 @@ class Setting(NamedTuple):
 
     @property
     def environment(self) -> str:
-        """The variable that sets it."""
+        """Return the name of the environment variable that sets it."""
         return f"SSDCTL_{self.section}__{self.name}".upper()
 
 
 def plain_type(annotation: Any) -> Any:
-    """The type behind `Annotated` and `| None`."""
+    """Return the type without `Annotated` and `| None`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return plain_type(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -109,21 +109,21 @@ def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[
 
 @functools.cache
 def all_settings() -> dict[str, Setting]:
-    """Every setting by its path, in the schema's order."""
-    found = {}
+    """Return every setting by its path, in the schema's order."""
+    settings = {}
     for section in msgspec.structs.fields(Config):
         for field in msgspec.structs.fields(section.type):
             setting = _setting(section.name, field)
-            found[setting.path] = setting
-    return found
+            settings[setting.path] = setting
+    return settings
 
 
-# Keys of earlier versions that two settings replaced: still read from files and checkpoints.
+# Keys of earlier versions that were split into two settings: still read from files and checkpoints.
 SPLIT_KEYS = {"train.decay_bias_and_norm": ("train.decay_bias", "train.decay_norm")}
 
 
 def with_current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by path, as a checkpoint contains them, with today's keys."""
+    """Return the settings of a checkpoint, by path, with their current keys."""
     return {key: v for path, v in values.items() for key in SPLIT_KEYS.get(path, (path,))}
 
 
@@ -138,8 +138,8 @@ def paths_by_key() -> dict[str, str]:
 
 
 def select(*patterns: str) -> list[Setting]:
-    """The settings named `section.name` or, with `section.*`, a whole section."""
-    chosen: dict[str, Setting] = {}
+    """Return the settings that `section.name` or `section.*` (all of a section) select."""
+    selected: dict[str, Setting] = {}
     for pattern in patterns:
         section, _, name = pattern.partition(".")
         matches = {
@@ -148,5 +148,5 @@ def select(*patterns: str) -> list[Setting]:
             if setting.section == section and name in ("*", setting.name)
         }
         assert matches, f"no setting matches {pattern}"
-        chosen |= matches
-    return list(chosen.values())
+        selected |= matches
+    return list(selected.values())

@@ -16,15 +16,16 @@ from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.class_match import class_differences, match_classes
 from ssdctl.data.coco_classes import UNUSED
+from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.prepare import open_dataset
-from ssdctl.data.store import Split
+from ssdctl.data.store import Split, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
 from ssdctl.distributed.collectives import barrier, run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
@@ -213,10 +214,18 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
         return data
     if "data.store" in given:
         return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
-    root, _ = data_of(checkpoint)
+    root, folder = data_of(checkpoint)
+    fallback, own_folder = dataset_folders(data)
     if root.exists():
+        # A checkpoint is a foreign file: only the user chooses folders that are written to.
+        if (root, folder) != (fallback, own_folder) and not (
+            is_converted(root, folder) and is_prepared(root, folder)
+        ):
+            raise DataError(
+                f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
+                hint=f"--data {root} prepares it again",
+            )
         return _remembered(checkpoint)
-    fallback, _ = dataset_folders(data)
     log.info(
         "the dataset of %s (%s) does not exist any more: using %s", checkpoint.path, root, fallback
     )

@@ -14,7 +14,7 @@ from PIL import Image
 
 from ssdctl.errors import DataError, NetworkError
 from ssdctl.inference.predict import Predictor, open_picture, view_of
-from ssdctl.inference.results import Failure, Prediction
+from ssdctl.inference.results import Prediction, UnreadablePicture
 from ssdctl.inference.sources import Source
 from ssdctl.runtime.map_ahead import map_ahead
 
@@ -32,8 +32,8 @@ class _Opened(Generic[T]):
 
 def predict_sources(
     predictor: Predictor, sources: Iterable[Source], *, batch_size: int, threads: int
-) -> Iterator[Prediction | Failure]:
-    """Detect on many pictures, in their order; one that cannot be read gives a `Failure`.
+) -> Iterator[Prediction | UnreadablePicture]:
+    """Detect on many pictures, in their order; one that cannot be read gives a `UnreadablePicture`.
 
     Threads open the pictures of the next batches and keep only what the network gets. With tiles,
     one whole picture is opened in advance.
@@ -45,14 +45,14 @@ def predict_sources(
 
 def _predict_views(
     predictor: Predictor, sources: Iterable[Source], batch_size: int, threads: int
-) -> Iterator[Prediction | Failure]:
+) -> Iterator[Prediction | UnreadablePicture]:
     with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
         views = _open_ahead(pool, view_of, sources, 2 * batch_size)
         while batch := list(itertools.islice(views, batch_size)):
-            good = [item.picture for item in batch if not isinstance(item, Failure)]
+            good = [item.picture for item in batch if not isinstance(item, UnreadablePicture)]
             detections = iter(predictor.predict_views(good))
             for item in batch:
-                if isinstance(item, Failure):
+                if isinstance(item, UnreadablePicture):
                     yield item
                 else:
                     size = item.picture.size
@@ -61,10 +61,10 @@ def _predict_views(
 
 def _predict_tiled(
     predictor: Predictor, sources: Iterable[Source], batch_size: int
-) -> Iterator[Prediction | Failure]:
+) -> Iterator[Prediction | UnreadablePicture]:
     with ThreadPoolExecutor(1, thread_name_prefix="open") as pool:
         for item in _open_ahead(pool, _unchanged, sources, 1):
-            if isinstance(item, Failure):
+            if isinstance(item, UnreadablePicture):
                 yield item
             else:
                 found = predictor.predict_tiled(item.picture, batch_size)
@@ -80,14 +80,14 @@ def _open_ahead(
     convert: Callable[[Image.Image], T],
     sources: Iterable[Source],
     count: int,
-) -> Iterator[_Opened[T] | Failure]:
+) -> Iterator[_Opened[T] | UnreadablePicture]:
     """Yield the opened and converted pictures in their order; up to `count` are opened ahead."""
 
-    def opened(source: Source) -> _Opened[T] | Failure:
+    def opened(source: Source) -> _Opened[T] | UnreadablePicture:
         try:
             content = source.open()
             return _Opened(source, content, convert(open_picture(content)))
         except (DataError, NetworkError) as error:
-            return Failure(source, error)
+            return UnreadablePicture(source, error)
 
     return map_ahead(pool, opened, sources, count)

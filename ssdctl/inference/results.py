@@ -56,7 +56,7 @@ class Prediction(NamedTuple):
         }
 
 
-class Failure(NamedTuple):
+class UnreadablePicture(NamedTuple):
     """A picture that could not be fetched or read."""
 
     source: Source

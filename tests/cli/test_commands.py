@@ -40,7 +40,7 @@ def test_help_has_a_purpose_and_examples(cli: Cli, command: str) -> None:
         assert option in result.out
 
 
-def test_help_on_a_narrow_terminal_cuts_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_on_a_narrow_terminal_shows_complete_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "45")
     help_text = process("train", "--help").stdout
     assert all(f"{flag} " in help_text for flag in ("--backbone-weights", "--resume-changed"))
@@ -131,7 +131,7 @@ def test_mistakes_get_one_message_and_their_code(
     assert result.out == ""
 
 
-def test_what_nobody_expected_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_exception_is_a_bug(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(**_: object) -> None:
         raise ValueError("out of the blue")
 
@@ -148,7 +148,7 @@ def test_verbose_shows_the_traceback(cli: Cli) -> None:
 
 
 def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
-    """/proc refuses new folders to everybody, root included."""
+    """Not even root can create folders in /proc."""
     for arguments in (
         ["prepare", "--data", shapes, "--store", "/proc/store"],
         ["download", "--dataset", "shapes", "--dest", "/proc/shapes", "--images", "1"],
@@ -172,7 +172,7 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
-def test_a_plan_without_a_dataset_is_one_for_coco(cli: Cli) -> None:
+def test_a_plan_without_a_dataset_assumes_coco(cli: Cli) -> None:
     for options in (["--data", "none"], []):
         result = cli("train", "--dry-run", "--json", "--bs", 32, *options)
         assert result.code == 0, result.err
@@ -182,14 +182,14 @@ def test_a_plan_without_a_dataset_is_one_for_coco(cli: Cli) -> None:
         assert "no such dataset folder" in result.err
 
 
-@pytest.mark.parametrize(("batch", "is_said"), [(20, False), (1000, True)])
-def test_plan_says_where_a_step_takes_more_than_there_is(
-    cli: Cli, shapes: Path, batch: int, is_said: bool
+@pytest.mark.parametrize(("batch", "is_reported"), [(20, False), (1000, True)])
+def test_plan_reports_a_batch_larger_than_the_dataset(
+    cli: Cli, shapes: Path, batch: int, is_reported: bool
 ) -> None:
     options = ["--data", shapes, "--bs", batch, "--steps", 1, "--warmup", "0st"]
     result = cli("train", *options, "--dry-run")
     assert result.code == 0, result.err
-    assert ("more than there are images" in result.out) == is_said
+    assert ("more than there are images" in result.out) == is_reported
 
 
 def test_config_commands(cli: Cli) -> None:
@@ -198,9 +198,9 @@ def test_config_commands(cli: Cli) -> None:
     assert "valid" in cli("config", "validate").out
     text = Path("ssdctl.toml").read_text()
     Path("ssdctl.toml").write_text(text.replace("#lr = 0.0025", "lr = 0.5"))
-    shown = json.loads(cli("config", "show", "--json").out)
-    assert shown["train.lr"]["value"] == 0.5
-    assert re.fullmatch(r"ssdctl\.toml:\d+", shown["train.lr"]["source"])
+    settings = json.loads(cli("config", "show", "--json").out)
+    assert settings["train.lr"]["value"] == 0.5
+    assert re.fullmatch(r"ssdctl\.toml:\d+", settings["train.lr"]["source"])
     assert list(json.loads(cli("config", "show", "--json", "train.lr").out)) == ["train.lr"]
     assert "Time limit" in cli("config", "show", "slurm").out
     assert "did you mean 'slurm'?" in cli("config", "show", "slrum").err
@@ -212,7 +212,9 @@ def test_config_commands(cli: Cli) -> None:
     assert "mlperf-r34" in cli("config", "presets").out
 
 
-def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -> None:
+def test_evaluate_uses_the_dataset_of_the_checkpoint(
+    cli: Cli, tiny_run: Path, tmp_path: Path
+) -> None:
     checkpoint = tiny_run / "checkpoints/last.pt"
     written = tmp_path / "detections.json"
     low = ["--score-threshold", "0.01", "--device", "cpu"]
@@ -232,7 +234,7 @@ def test_evaluate_remembers_its_data(cli: Cli, tiny_run: Path, tmp_path: Path) -
     assert "Missed" in human.out  # what the errors cost
 
 
-def test_data_that_moved_away_is_said(
+def test_a_moved_dataset_is_reported(
     cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
     import torch
@@ -248,7 +250,7 @@ def test_data_that_moved_away_is_said(
     assert "using data/coco" in result.err
 
 
-def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
+def test_unknown_categories_are_reported(cli: Cli, shapes: Path) -> None:
     Path("d.json").write_text(
         '[{"image_id": 1, "category_id": 99, "bbox": [1, 1, 9, 9], "score": 0.5}]'
     )
@@ -258,7 +260,7 @@ def test_unknown_categories_are_said(cli: Cli, shapes: Path) -> None:
     assert result.err.startswith("warning: 1 detections are of categories that")
 
 
-def test_the_images_that_count_can_be_chosen(
+def test_scored_images_can_be_selected(
     cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "dataset"
@@ -290,7 +292,7 @@ def test_the_images_that_count_can_be_chosen(
         ({"annotations": [{"id": 5, "image_id": 1, "category_id": 3}]}, "not list: 5 (category 3)"),
     ],
 )
-def test_annotations_that_nothing_can_be_scored_against(
+def test_annotations_without_objects_are_an_error(
     cli: Cli, change: dict[str, object], words: str
 ) -> None:
     sound = {"images": [{"id": 1}], "annotations": [], "categories": [{"id": 2, "name": "cat"}]}
@@ -313,7 +315,7 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     assert names == ["best.pt", "step-00000003.pt"]
 
 
-def test_tables_of_several_checkpoints_say_whose_they_are(
+def test_tables_of_several_checkpoints_name_the_checkpoint(
     cli: Cli, tiny_run: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -345,15 +347,15 @@ def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_p
     answers = json.loads(result.out)
     assert [a["image"] for a in answers] == [str(p) for p in pictures]
     for answer in answers:
-        for found in answer["detections"]:
-            left, top, right, bottom = found["box"]
+        for detection in answer["detections"]:
+            left, top, right, bottom = detection["box"]
             assert 0 <= left <= right
             assert 0 <= top <= bottom
-            assert found["score"] >= 0.01
+            assert detection["score"] >= 0.01
     assert len(list(Path("drawn").glob("*.png"))) == 2
 
 
-def test_export_back_to_the_peers(cli: Cli, checkpoint: Path) -> None:
+def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     import torch
 
     assert cli("export", checkpoint, "--format", "mlperf", "--out", "iter_3.pt").code == 0
@@ -402,7 +404,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_output_to_a_full_disk() -> None:
-    """A lost answer is an error of the disk; lost notices are none."""
+    """A lost result is a disk error; lost messages on stderr are not."""
     command = [sys.executable, "-m", "ssdctl", "config"]
     with Path("/dev/full").open("w") as full:
         for options in (["show"], ["show", "--json"]):
@@ -415,7 +417,7 @@ def test_output_to_a_full_disk() -> None:
         assert subprocess.run([*command, "show", "nothing"], stderr=full).returncode == 2
 
 
-def test_closed_stdout_is_no_traceback() -> None:
+def test_closed_stdout_causes_no_traceback() -> None:
     command = f"{sys.executable} -m ssdctl config schema | head -c 10"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert "Traceback" not in done.stderr
@@ -428,7 +430,7 @@ def test_no_colour_without_a_terminal(cli: Cli) -> None:
     assert "\x1b" not in process("train", "--lr", "x").stderr
 
 
-def test_interrupt_is_no_traceback() -> None:
+def test_interrupt_causes_no_traceback() -> None:
     command = [sys.executable, "-m", "ssdctl", "benchmark", "data", "--seconds", "60"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert running.stderr is not None
@@ -453,8 +455,8 @@ def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     assert "Traceback" not in rest
 
 
-def test_the_first_process_of_a_container_ends_when_asked() -> None:
-    """There the kernel drops a SIGTERM that has no handler, and the device stays held."""
+def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
+    """The kernel ignores SIGTERM for it if there is no handler, and the device stays in use."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-pf", "true"]).returncode:
         pytest.skip("no process namespaces here")
     argv = ["unshare", "-pf", "--kill-child", sys.executable, "-m", "ssdctl"]

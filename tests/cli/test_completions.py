@@ -1,4 +1,4 @@
-"""The completion scripts are those that the program gives, and they complete."""
+"""The completion scripts are up to date, and they complete commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(shell: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def complete(line: str) -> list[str]:
-    """What bash is offered, where '=' is a word of its own."""
+    """Return the completions in bash, which treats '=' as a separate word."""
     words = line.replace("=", "\n=\n").replace(" ", "\n")
     done = ask("bash", COMP_WORDS=words, COMP_CWORD=str(words.count("\n")))
     assert done.returncode == 0, done.stderr
@@ -47,8 +47,10 @@ def test_scripts_are_not_stale(name: str, shell: str) -> None:
     assert (ROOT / "completions" / name).read_text() == GENERATOR.script(shell)
 
 
-def test_words_are_not_stale() -> None:
-    assert GENERATOR.TABLE.read_text() == GENERATOR.words(), "run completions/generate.py"
+def test_table_is_not_stale() -> None:
+    assert GENERATOR.TABLE.read_text() == GENERATOR.completion_table(), (
+        "run completions/generate.py"
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_run_folders_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert complete("ssdctl evaluate runs/first/ch") == []  # a file in it: the shell's affair
 
 
-def test_every_shell_is_answered_in_its_way() -> None:
+def test_output_has_the_format_of_each_shell() -> None:
     line = {"_TYPER_COMPLETE_ARGS": "ssdctl train --preset=mlp"}
     assert ask("zsh", **line).stdout == """_arguments '*: :(("--preset=mlperf-r34"))'"""
     assert ask("fish", _TYPER_COMPLETE_FISH_ACTION="get-args", **line).stdout == (

@@ -1,4 +1,4 @@
-"""`ssdctl dataset export` writes what the store has, in layouts that other programs open."""
+"""`ssdctl dataset export` writes the store in layouts that other programs read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from PIL import Image
 
 @pytest.fixture
 def dataset(tmp_path: Path, cli: Callable[..., Result]) -> Path:
-    """A prepared export with a crowd, whose store is packed."""
+    """Return a prepared dataset with a crowd and a packed store."""
     root = exports.cvat_coco(tmp_path / "parts", ("train", "val", "test"))
     path = root / "annotations/instances_train.json"
     content = json.loads(path.read_text())
@@ -31,7 +31,7 @@ def dataset(tmp_path: Path, cli: Callable[..., Result]) -> Path:
 
 
 def labels_of(data: Path, cli: Callable[..., Result]) -> dict[str, list[Any]]:
-    """The boxes of each split as COCO has them, read through `dataset export --to coco`."""
+    """Return the boxes of each split, read through `dataset export --to coco`."""
     out = data.with_name(f"{data.name}-coco")
     result = cli("dataset", "export", data, "--to", "coco", "--out", out)
     assert result.code == 0, result.err
@@ -86,7 +86,7 @@ def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Callable[...,
 
 
 def test_hugging_face_opens_it(dataset: Path, cli: Callable[..., Result]) -> None:
-    """In a process of its own, without network and without this package."""
+    """In a separate process, without network and without this package."""
     pytest.importorskip("datasets")
     assert cli("dataset", "export", dataset, "--to", "hf", "--out", "out").code == 0
     program = """
@@ -125,7 +125,7 @@ print(json.dumps({
     assert loaded["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
 
 
-def test_a_folder_with_files_is_not_touched(dataset: Path, cli: Callable[..., Result]) -> None:
+def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Callable[..., Result]) -> None:
     Path("out").mkdir()
     Path("out/mine.txt").write_text("x")
     result = cli("dataset", "export", dataset, "--to", "yolo", "--out", "out")

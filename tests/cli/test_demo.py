@@ -1,4 +1,4 @@
-"""How many steps the demo takes on machines of different speed."""
+"""The number of training steps of the demo on machines of different speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ssdctl.config import resolve
 
 
 @pytest.mark.parametrize(
-    ("pace_s", "left_s", "steps"),
+    ("step_s", "left_s", "steps"),
     [
         (0.1, 240.0, demo.FULL_STEPS),  # a fast machine makes one pass over the images
         (1.0, 260.0, 230),  # 250 s for 230 steps and two evaluations
@@ -19,8 +19,8 @@ from ssdctl.config import resolve
         (1.0, -20.0, demo.USEFUL_STEPS),
     ],
 )
-def test_steps_follow_from_the_rate(pace_s: float, left_s: float, steps: int) -> None:
-    assert demo.affordable_steps(pace_s, left_s) == steps
+def test_steps_follow_from_the_rate(step_s: float, left_s: float, steps: int) -> None:
+    assert demo.affordable_steps(step_s, left_s) == steps
 
 
 def test_the_rate_is_measured_on_this_machine() -> None:
@@ -28,7 +28,7 @@ def test_the_rate_is_measured_on_this_machine() -> None:
     assert 1e-3 <= demo.seconds_per_step(config) < 60
 
 
-def test_an_interrupted_tour_keeps_its_steps(tmp_path: Path) -> None:
+def test_an_interrupted_demo_keeps_its_number_of_steps(tmp_path: Path) -> None:
     assert demo.steps_of_run(tmp_path) is None
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").touch()

@@ -34,12 +34,12 @@ def manifest(url: str, content: bytes = ARCHIVE, name: str = "val.zip", more: st
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `ssdctl download ...`."""
+    """Return (exit code, stdout, stderr) of `ssdctl download ...`."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["download", *arguments])
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out, said.err
+    output = capsys.readouterr()
+    return int(end.value.code or 0), output.out, output.err
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -52,9 +52,9 @@ def test_a_manifest_is_fetched_and_unpacked(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
-    said = answer(capsys, "--dest", "data", "--manifest", file_list, "--connections", "2")
-    assert said["dest"] == "data"
-    assert said["files"][0]["state"] == "fetched"
+    result = answer(capsys, "--dest", "data", "--manifest", file_list, "--connections", "2")
+    assert result["dest"] == "data"
+    assert result["files"][0]["state"] == "fetched"
     assert tree(Path("data/val2017")) == {k.partition("/")[2]: v for k, v in CONTENT.items()}
     assert not Path("data/val.zip").exists()
     assert answer(capsys, "--dest", "data", "--manifest", file_list)["files"][0]["files"] == 30
@@ -62,7 +62,7 @@ def test_a_manifest_is_fetched_and_unpacked(
     assert (code, out) == (0, "val.zip: present, 30 files\n")
 
 
-def test_archives_are_kept_where_asked(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_archives_are_kept_if_requested(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
     answer(capsys, "--dest", "data", "--manifest", file_list, "--keep-archives")
     assert Path("data/val.zip").read_bytes() == ARCHIVE
@@ -95,9 +95,9 @@ def test_verify(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_dry_run_shows_coco_and_does_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    said = answer(capsys, "--dry-run", "--dest", "data")
-    assert [f["bytes"] for f in said["files"]] == [252907541, 815585330, 19336861798]
-    assert said["needed_bytes"] > 38e9
+    result = answer(capsys, "--dry-run", "--dest", "data")
+    assert [f["bytes"] for f in result["files"]] == [252907541, 815585330, 19336861798]
+    assert result["needed_bytes"] > 38e9
     (part,) = answer(capsys, "--dry-run", "--part", "val")["files"]
     assert part["url"] == "https://s3.amazonaws.com/images.cocodataset.org/zips/val2017.zip"
     code, out, _ = run(capsys, "--dry-run")
@@ -157,7 +157,7 @@ def test_a_file_in_the_way_is_a_disk_error(
         ["--part", "test"],
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_contradictory_options_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
     assert run(capsys, "--dest", "data", *arguments)[0] == 2
@@ -166,16 +166,16 @@ def test_what_makes_no_sense_is_refused(
 
 def test_shapes_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dataset", "shapes", "--images", "3", "--val-images", "2"]
-    said = answer(capsys, *options, "--dry-run")
+    result = answer(capsys, *options, "--dry-run")
     assert list(Path().iterdir()) == []
-    said = answer(capsys, *options)
-    assert (said["dest"], said["train"], said["val"]) == ("data/shapes", 3, 2)
+    result = answer(capsys, *options)
+    assert (result["dest"], result["train"], result["val"]) == ("data/shapes", 3, 2)
     assert len(list(Path("data/shapes/train2017").iterdir())) == 3
     assert Path("data/shapes/annotations/instances_val2017.json").is_file()
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_75_and_the_next_run_goes_on(
+def test_a_signal_ends_it_with_75_and_the_next_run_resumes(
     server: Server, capsys: pytest.CaptureFixture[str], sent: signal.Signals
 ) -> None:
     content = random.Random(0).randbytes(2_000_000)
@@ -201,5 +201,5 @@ def test_a_signal_ends_it_with_75_and_the_next_run_goes_on(
     assert [p.name for p in Path("data").iterdir()] == ["a.bin"]
 
 
-def test_the_command_is_there() -> None:
+def test_the_command_exists() -> None:
     assert ssdctl.cli.download.download

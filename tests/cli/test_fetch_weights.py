@@ -28,15 +28,15 @@ def _tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `ssdctl fetch-weights ...`."""
+    """Return (exit code, stdout, stderr) of `ssdctl fetch-weights ...`."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         main(["fetch-weights", *arguments])
-    said = capsys.readouterr()
-    return int(end.value.code or 0), said.out, said.err
+    output = capsys.readouterr()
+    return int(end.value.code or 0), output.out, output.err
 
 
-def test_without_a_name_those_of_the_preset(
+def test_the_default_is_the_weights_of_the_preset(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tiny,) = sources.WEIGHTS
@@ -60,13 +60,13 @@ def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     }
 
 
-def test_without_a_name_the_configs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_follows_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--set", "model.weights=tiny-v1")[0] == 0
     code, _, err = run(capsys, "--set", "model.weights=none")
     assert (code, "--list" in err) == (2, True)
 
 
-def test_the_list_says_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_shows_which_files_are_present(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run(capsys, "--list", "--json")[1])["weights"][0]["path"] is None
     run(capsys, STEM)
     (row,) = json.loads(run(capsys, "--list", "--json")[1])["weights"]
@@ -94,7 +94,7 @@ def test_other_bytes(server: Server, capsys: pytest.CaptureFixture[str]) -> None
     assert run(capsys, STEM, "--mirror", server.url)[0] == 5
 
 
-def test_training_without_network_says_how_to_go_on(
+def test_training_without_network_names_a_remedy(
     shapes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Server() as gone:

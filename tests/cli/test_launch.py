@@ -1,4 +1,4 @@
-"""`ssdctl launch` as users type it, where nothing is run."""
+"""`ssdctl launch` as users type it, without running a job."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_eight_gaudi_cards(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_json_says_the_same_as_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_and_the_command_line_agree(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "--cpus", "2")
     assert list(plan) == ["argv", "environment", "command"]
     assignments = [f"{k}={v}" for k, v in plan["environment"].items()]
     assert shlex.split(plan["command"]) == [*assignments, *plan["argv"]]
 
 
-def test_options_of_train_are_handed_on_as_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_train_are_passed_on_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my.toml").write_text("[train]\nlr = 1e-3\n")
     plan = planned(
         capsys,
@@ -109,7 +109,7 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "Traceback" not in captured.err
 
 
-def test_the_device_may_be_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_device_may_be_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
     for device in ("cpu", "auto"):
         assert ranks_command(planned(capsys, "--cpus", "2", "--device", device)) == [
             *("train", "--device=cpu")
@@ -128,7 +128,7 @@ def test_several_nodes_without_a_host_are_shown_but_not_written(
     assert not Path("job.sh").exists()
 
 
-def test_write_makes_an_executable_script(capsys: pytest.CaptureFixture[str]) -> None:
+def test_write_creates_an_executable_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--cpus", "2", "--data", "a b;c", "--write", "deep/job.sh") == 0
     script = Path("deep/job.sh")
     assert os.access(script, os.X_OK)
@@ -149,7 +149,7 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ranks_command(plan) == ["evaluate", "x.pt", "--bs=4"]
     # Options before -- are train's, and train is not what is launched.
     assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
-    assert "--bs belongs to train" in capsys.readouterr().err
+    assert "--bs is an option of train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -161,13 +161,13 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=str,
 )
-def test_options_after_the_dashes_are_refused_here(
+def test_unknown_options_after_the_dashes_are_refused_before_the_launch(
     command: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch("--cpus", "2", "--", *command) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert "torch.distributed" not in said  # nothing was started
+    error_text = capsys.readouterr().err
+    assert words in error_text
+    assert "torch.distributed" not in error_text  # nothing was started
 
 
 def test_torch_is_never_imported() -> None:
@@ -182,8 +182,8 @@ def test_torch_is_never_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_stdout_is_launchs_own_where_it_answers_in_json() -> None:
-    """What the ranks print there goes to stderr."""
+def test_stdout_contains_only_the_json_result() -> None:
+    """The output of the ranks goes to stderr."""
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "1", "--json"]
     done = subprocess.run([*command, "--", "config", "presets"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The man pages say what the commands say."""
+"""The man pages are up to date and well-formed."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--pretrained-backbone r.pth", "--backbone-weights=r.pth"),
     ],
 )
-def test_launch_passes_an_alias_on_as_our_option(cli: Cli, alias: str, ours: str) -> None:
+def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
     assert ranks_options(cli, *alias.split()) == {ours}
 
 
-def test_the_voyager_command_line_works_as_it_is(cli: Cli) -> None:
-    """But for --val-interval, whose name says less than ours, it is what users have in scripts."""
+def test_the_voyager_command_line_works_unchanged(cli: Cli) -> None:
+    """It is the command line of users' scripts, except for --val-interval."""
     theirs = (
         "-d /dataset --batch-size 128 --log-interval 100 --use-hpu --hpu-lazy-mode --autocast "
         "--warmup 2.619685 --num-workers 12"
@@ -104,7 +104,7 @@ def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
         ("train", "--batch-size", "requires a value"),
     ],
 )
-def test_what_means_something_else_or_nothing_here_is_refused_with_a_remedy(
+def test_options_without_the_same_meaning_are_refused_with_a_remedy(
     cli: Cli, command: str, option: str, remedy: str
 ) -> None:
     result = cli(command, option)
@@ -126,9 +126,7 @@ SEEDS = """
 
 
 @pytest.mark.parametrize("flag", SEEDS.split())
-def test_every_option_in_the_documents_of_the_replaced_systems_is_answered(
-    cli: Cli, flag: str
-) -> None:
+def test_every_documented_option_of_the_replaced_systems_is_handled(cli: Cli, flag: str) -> None:
     """As an option, an alias, or with a reason: never with a bare "No such option"."""
     assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err
 
@@ -185,7 +183,7 @@ def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
     assert "train.bs" in result.err
 
 
-def test_aliases_are_not_in_help_and_no_option_of_ours(cli: Cli) -> None:
+def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
     settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
     ours = [flag for s in settings for flag in s.flags]
     aliases = [alias.partition("=")[0] for s in settings for alias in s.aliases]

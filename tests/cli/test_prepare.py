@@ -36,7 +36,7 @@ def test_what_was_dropped_is_in_the_table_and_in_the_report(
     (dataset / "train2017/000000000005.jpg").write_bytes(b"<html>")
     result = cli("prepare", "--data", dataset)
     assert result.code == 0, result.err
-    for words in ("to train on", "box of no size", "box outside", "image dropped", "report.json"):
+    for words in ("trainable", "box of no size", "box outside", "image dropped", "report.json"):
         assert words in result.out
     report = json.loads((dataset / "prepared/report.json").read_text())
     kinds = {f["kind"] for f in report["splits"][0]["findings"]}

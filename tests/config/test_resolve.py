@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.render import json_schema, to_started_toml, to_toml, values
+from ssdctl.config.render import json_schema, to_template_toml, to_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
@@ -41,15 +41,15 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     assert top.config.model.backbone == "resnet50"  # of the preset that the file names
 
 
-def test_scores_are_comparable_unless_told_otherwise() -> None:
+def test_scores_are_comparable_by_default() -> None:
     """In fp32, on all images of the validation split, whatever the preset trains in."""
     for preset in PRESETS:
-        wishes = resolved(("train.preset", preset)).config.evaluate
-        assert (wishes.precision, wishes.split, wishes.limit) == ("fp32", "val", None)
-        assert not wishes.annotated_only
+        evaluation = resolved(("train.preset", preset)).config.evaluate
+        assert (evaluation.precision, evaluation.split, evaluation.limit) == ("fp32", "val", None)
+        assert not evaluation.annotated_only
 
 
-def test_every_value_knows_its_source(tmp_path: Path) -> None:
+def test_every_value_has_a_source(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("# comment\n[train]\nseed = 3\n\n[data]\nroot = 'x'\n")
     sources = resolved(("train.lr", "1e-3"), file=file, SSDCTL_TRAIN__WORKERS="2").sources
@@ -168,10 +168,10 @@ def test_written_config_reads_back(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_started_file_follows_its_preset(tmp_path: Path, name: str) -> None:
+def test_a_template_follows_its_preset(tmp_path: Path, name: str) -> None:
     before = resolved(("train.preset", name))
     file = tmp_path / "ssdctl.toml"
-    file.write_text(to_started_toml(before))
+    file.write_text(to_template_toml(before))
     after = resolved(file=file)
     assert after.config == before.config
     assert {p for p, s in after.sources.items() if "ssdctl.toml" in s} == {"train.preset"}
@@ -180,8 +180,8 @@ def test_a_started_file_follows_its_preset(tmp_path: Path, name: str) -> None:
     assert changed.config.model.backbone == resolved(("train.preset", other)).config.model.backbone
 
 
-def test_every_line_of_a_started_file_can_be_set(tmp_path: Path) -> None:
-    text = to_started_toml(resolved())
+def test_every_line_of_a_template_can_be_set(tmp_path: Path) -> None:
+    text = to_template_toml(resolved())
     lines = [re.sub(r"^#(\w+ = .)", r"\1", line) for line in text.splitlines()]
     file = tmp_path / "ssdctl.toml"
     file.write_text("\n".join(lines))
@@ -205,13 +205,13 @@ def test_every_line_of_a_started_file_can_be_set(tmp_path: Path) -> None:
         ("slrum.time", "slurm.time"),
     ],
 )
-def test_a_mistyped_key_gets_the_one_that_was_meant(typed: str, meant: str) -> None:
+def test_a_mistyped_key_gets_the_closest_key_as_a_hint(typed: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         resolved((typed, "3"))
     assert caught.value.hint == f"did you mean {meant!r}?"
 
 
-def test_schema_knows_every_key_and_refuses_others() -> None:
+def test_schema_has_every_key_and_refuses_others() -> None:
     schema = json_schema()
     json.dumps(schema)
     for path in values(resolved().config):

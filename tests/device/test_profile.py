@@ -62,7 +62,7 @@ def test_a_wait_that_a_gpu_saw_too_is_told_once() -> None:
 
 
 def test_profile_is_refused_where_it_makes_no_sense(cli: Cli) -> None:
-    for wanted, words in (("5,3", "step 3 comes before step 5"), ("0,3", "--profile"), ("7", "7")):
+    for wanted, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
         result = cli("train", "--profile", wanted)
         assert result.code == 2
         assert words in result.err

@@ -37,7 +37,7 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
         "--score-threshold", THRESHOLD,
     )  # fmt: skip
     assert result.code == 0, result.err
-    assert f"onnxruntime agrees with PyTorch on 5 pictures ({shapes})" in result.err
+    assert f"onnxruntime agrees with PyTorch on 5 images ({shapes})" in result.err
     deployed = session(Path("ssd.onnx"))
     facts = deployed.get_modelmeta().custom_metadata_map
     assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]

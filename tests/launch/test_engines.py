@@ -188,7 +188,7 @@ def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
         _, words = process.communicate(timeout=240)
     assert process.returncode == 0, words
     assert "rank 1 died" in words
-    assert "starting again after exit code 8" in words
+    assert "restarting after exit code 8" in words
     assert "resuming from" in words
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [r["step"] for r in map(json.loads, lines) if r["kind"] == "train"]

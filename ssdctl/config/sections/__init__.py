@@ -1,1 +1,1 @@
-"""The settings, table by table of the config file."""
+"""The settings: one class per table of the config file."""

@@ -1,4 +1,4 @@
-"""Settings of the dataset: where it is, how it is fetched and prepared."""
+"""Settings of the dataset: its location, download and preparation."""
 
 from typing import Annotated, Literal
 
@@ -8,12 +8,12 @@ from ssdctl.config.fields import Count, NonNegativeInt, Section, setting
 
 
 class DataConfig(Section, frozen=True):
-    """Where the dataset and its store are."""
+    """The locations of the dataset and its store."""
 
     root: Annotated[
         str | None,
         setting(
-            "Dataset folder or file; the layout is recognised: COCO, YOLO, VOC, CVAT, Open Images "
+            "Dataset folder or file; the layout is detected: COCO, YOLO, VOC, CVAT, Open Images "
             "[default: data/coco if it exists, else /data/coco]",
             flag="--data",
             metavar="DIR",
@@ -33,7 +33,7 @@ class DataConfig(Section, frozen=True):
 
 
 class DownloadConfig(Section, frozen=True):
-    """What `ssdctl download` fetches, and how."""
+    """The files that `ssdctl download` fetches, and how it fetches them."""
 
     dataset: Annotated[
         Literal["coco2017", "shapes"],
@@ -45,7 +45,7 @@ class DownloadConfig(Section, frozen=True):
     ] = None
     manifest: Annotated[
         str | None,
-        setting("Fetch the files of this TOML manifest instead", metavar="FILE"),
+        setting("Fetch the files that this TOML manifest lists instead", metavar="FILE"),
     ] = None
     mirror: Annotated[
         str | None,
@@ -56,7 +56,7 @@ class DownloadConfig(Section, frozen=True):
     ] = 8
     timeout: Annotated[
         Annotated[float, msgspec.Meta(ge=1)],
-        setting("Give up after this many seconds at less than 1 KB/s", metavar="S"),
+        setting("Fail after this many seconds at less than 1 KB/s", metavar="S"),
     ] = 30.0
     keep_archives: Annotated[bool, setting("Keep the zip files after unpacking")] = False
     images: Annotated[
@@ -76,12 +76,12 @@ class PrepareConfig(Section, frozen=True):
 
     source: Annotated[
         Literal["auto", "coco", "voc", "yolo", "openimages", "cvat-xml"],
-        setting("Layout of the dataset; auto recognises it", flag="--from", panel="Conversion"),
+        setting("Layout of the dataset; auto detects it", flag="--from", panel="Conversion"),
     ] = "auto"
     split: Annotated[
         Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
         setting(
-            "Train on this share of the images, validate on the others",
+            "Train on this fraction of the images, validate on the others",
             metavar="SHARE",
             panel="Conversion",
         ),
@@ -105,7 +105,11 @@ class PrepareConfig(Section, frozen=True):
         bool, setting("Decode every image, not only those that look truncated")
     ] = False
     allow_dropped: Annotated[
-        bool, setting("Accept that over 5% of the images or boxes are dropped, or all to train on")
+        bool,
+        setting(
+            "Continue although more than 5% of the images or boxes are dropped, or no training "
+            "image is left"
+        ),
     ] = False
     jobs: Annotated[
         NonNegativeInt, setting("Threads that check images; 0 = one per core", metavar="N")

@@ -9,7 +9,7 @@ from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setti
 
 
 class EvaluateConfig(Section, frozen=True):
-    """How a checkpoint is scored."""
+    """The evaluation of a checkpoint."""
 
     split: Annotated[Literal["train", "val", "test"], setting("Split to score")] = "val"
     batch_size: Annotated[
@@ -44,16 +44,16 @@ class EvaluateConfig(Section, frozen=True):
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box that overlaps a better one by more "
+            "Suppress a box if its IoU with a better one is above this "
             "[default: the network's own, 0.5; vgg16 0.45]",
             metavar="X",
         ),
     ] = None
     annotated_only: Annotated[
-        bool, setting("Score images with annotations alone, as the peers do")
+        bool, setting("Score only images with annotations, as the replaced systems do")
     ] = False
     verify: Annotated[
-        bool, setting("Score with pycocotools too and fail on a difference over 1e-12")
+        bool, setting("Also score with pycocotools; fail on a difference above 1e-12")
     ] = False
 
 

@@ -1,4 +1,4 @@
-"""Settings of launches: local, Slurm's, Kubernetes'."""
+"""Settings of `ssdctl launch`: local launchers, Slurm and Kubernetes."""
 
 from typing import Annotated, Literal
 
@@ -11,7 +11,8 @@ class LaunchConfig(Section, frozen=True):
     launcher: Annotated[
         Literal["auto", "torchrun", "mpirun", "slurm", "kubernetes"],
         setting(
-            "What starts the ranks; auto = mpirun for HPUs, torchrun for GPUs, TPUs and CPUs",
+            "Program that starts the ranks; auto = mpirun for HPUs, torchrun for GPUs, TPUs and "
+            "CPUs",
             panel="Launch",
         ),
     ] = "auto"
@@ -22,7 +23,7 @@ class LaunchConfig(Section, frozen=True):
     nodes: Annotated[
         Count,
         setting(
-            "Machines; the devices are divided among them",
+            "Number of machines; the devices are divided among them",
             metavar="N",
             panel="Launch",
             aliases=("--nnodes", "--num-nodes"),
@@ -31,11 +32,14 @@ class LaunchConfig(Section, frozen=True):
     restarts: Annotated[
         NonNegativeInt,
         setting(
-            "Start the job again this often after a crash; it resumes", metavar="N", panel="Launch"
+            "Restart the job at most this often after a crash; it resumes",
+            metavar="N",
+            panel="Launch",
         ),
     ] = 0
     hostfile: Annotated[
-        str | None, setting("Open MPI host file, one host a line", metavar="FILE", panel="Launch")
+        str | None,
+        setting("Open MPI host file, one host per line", metavar="FILE", panel="Launch"),
     ] = None
     rdzv_endpoint: Annotated[
         str | None,
@@ -48,13 +52,14 @@ class LaunchConfig(Section, frozen=True):
     rank_by: Annotated[
         Literal["core", "slot"],
         setting(
-            "Order of mpirun's ranks; core only with Open MPI 4 (Gaudi releases up to 1.22)",
+            "How mpirun places the ranks; core works only with Open MPI 4 (Gaudi releases up to "
+            "1.22)",
             panel="Launch",
         ),
     ] = "slot"
     bind_to: Annotated[
         Literal["core", "none"],
-        setting("Whether mpirun gives each rank cores of its own", panel="Launch"),
+        setting("Bind each of mpirun's ranks to its own cores, or to none", panel="Launch"),
     ] = "core"
     export_env: Annotated[
         tuple[str, ...],
@@ -76,7 +81,7 @@ class LaunchConfig(Section, frozen=True):
     devices_per_node: Annotated[
         Count | None,
         setting(
-            "Cards of a node, among which its cores are divided [default: those used]",
+            "Devices of a node, among which its cores are divided [default: those used]",
             metavar="N",
             panel="Launch",
         ),
@@ -84,7 +89,7 @@ class LaunchConfig(Section, frozen=True):
 
 
 class SlurmConfig(Section, frozen=True):
-    """What `launch --launcher slurm` requests from Slurm."""
+    """The job that `launch --launcher slurm` submits."""
 
     job_name: Annotated[str, setting("Name of the job", metavar="NAME")] = "ssdctl"
     partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
@@ -97,16 +102,16 @@ class SlurmConfig(Section, frozen=True):
             "Time limit: minutes, H:MM:SS or D-HH:MM:SS [default: the partition's]", metavar="TIME"
         ),
     ] = None
-    memory: Annotated[str | None, setting("Memory per node, as 400G", metavar="SIZE")] = None
+    memory: Annotated[str | None, setting("Memory per node (400G)", metavar="SIZE")] = None
     gres: Annotated[
         str | None,
-        setting("Slurm's name for the devices; none = ask for none [default: gpu or hpu]"),
+        setting("Slurm's name of the devices; none = request none [default: gpu or hpu]"),
     ] = None
     signal_before: Annotated[
-        Count, setting("Seconds before the time limit at which the job saves", metavar="S")
+        Count, setting("Save and stop this many seconds before the time limit", metavar="S")
     ] = 300
     requeue: Annotated[
-        bool, setting("Queue the job again if the time limit stopped it; it resumes")
+        bool, setting("Requeue the job if the time limit stopped it; it resumes")
     ] = True
     options: Annotated[
         tuple[str, ...], setting("More options of sbatch (--exclusive)", metavar="--OPTION,...")
@@ -118,7 +123,7 @@ class SlurmConfig(Section, frozen=True):
 
 
 class KubernetesConfig(Section, frozen=True):
-    """The pods of `launch --launcher kubernetes`."""
+    """The job and the pods of `launch --launcher kubernetes`."""
 
     name: Annotated[
         str | None, setting("Name of the job [default: ssdctl-XXXXXX]", metavar="NAME")
@@ -137,24 +142,27 @@ class KubernetesConfig(Section, frozen=True):
     install: Annotated[
         str | None,
         setting(
-            "Source of ssdctl in the pods: image = it is in the image; else what pip installs "
-            "there (a wheel or folder on a volume, a requirement), next to the image's own torch",
+            "Source of ssdctl in the pods: image = the image contains it; else what pip installs "
+            "there (a wheel or folder on a volume, a requirement), without replacing the image's "
+            "torch",
             metavar="image|SOURCE",
         ),
     ] = None
-    python: Annotated[str, setting("The image's interpreter", metavar="PROGRAM")] = "python3"
+    python: Annotated[str, setting("Python interpreter of the image", metavar="PROGRAM")] = (
+        "python3"
+    )
     volumes: Annotated[
         tuple[str, ...],
         setting(
-            "Persistent folders: a path of the nodes, or a claim's name, then where to "
-            "mount it, then ro to mount it read-only",
+            "Persistent folders: a path on the nodes or the name of a volume claim, the path to "
+            "mount it at, and ro for read-only",
             metavar="SOURCE:PATH[:ro],...",
         ),
     ] = ()
     resources: Annotated[
         tuple[str, ...],
         setting(
-            "Resources of a pod besides its devices (cpu=95, memory=409Gi)",
+            "Resources of a pod in addition to its devices (cpu=95, memory=409Gi)",
             metavar="NAME=AMOUNT,...",
         ),
     ] = ()
@@ -167,5 +175,6 @@ class KubernetesConfig(Section, frozen=True):
     ] = ()
     host_ipc: Annotated[bool, setting("Share the node's IPC namespace")] = False
     env: Annotated[
-        tuple[str, ...], setting("Variables for all pods", metavar="NAME=VALUE,...")
+        tuple[str, ...],
+        setting("Environment variables of all pods", metavar="NAME=VALUE,..."),
     ] = ()

@@ -26,7 +26,11 @@ class ModelConfig(Section, frozen=True):
 
     backbone: Annotated[
         BackboneName,
-        setting("ResNet that is cut after conv4_x", panel="Network", affects_results=True),
+        setting(
+            "Backbone of the detector; a ResNet is cut after conv4_x",
+            panel="Network",
+            affects_results=True,
+        ),
     ]
     weights: Annotated[
         str,
@@ -55,7 +59,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class TrainConfig(Section, frozen=True):
-    """One training run. Fields without a default are the recipe's: the preset names them."""
+    """One training run. Fields without a default belong to the recipe: the preset sets them."""
 
     # Recipe
     epochs: Annotated[
@@ -95,7 +99,7 @@ class TrainConfig(Section, frozen=True):
     decay_epochs: Annotated[
         tuple[Positive, ...],
         setting(
-            "Epochs at which the learning rate falls (see --lr-decay)",
+            "Epochs at which the learning rate decays (see --lr-decay)",
             metavar="E,E",
             panel="Recipe",
             removed_flags={
@@ -110,8 +114,8 @@ class TrainConfig(Section, frozen=True):
     lr_decay: Annotated[
         Literal["step", "cosine"],
         setting(
-            "step = to a tenth at each decay epoch; cosine = from the first of two decay epochs "
-            "to the second",
+            "step = divide by 10 at each decay epoch; cosine = decay from the first to the second "
+            "of two decay epochs",
             panel="Recipe",
             affects_results=True,
         ),
@@ -165,8 +169,8 @@ class TrainConfig(Section, frozen=True):
     freeze_stem: Annotated[
         bool,
         setting(
-            "Keep conv1 and the first block's first 3x3 convolution, and their batch norm's scale "
-            "and bias, as they are",
+            "Do not train conv1 and the first block's first 3x3 convolution, and the scale and "
+            "bias of their batch norms",
             panel="Recipe",
             affects_results=True,
         ),
@@ -183,12 +187,12 @@ class TrainConfig(Section, frozen=True):
     precision: Annotated[
         Precision,
         setting(
-            "Arithmetic of the network: auto = bf16 where the device has it natively, else fp32",
+            "Arithmetic of the network: auto = bf16 if the device supports it natively, else fp32",
             panel="Device",
             choice_flags=True,
             aliases=("--dtype", "--data-type", "--autocast=bf16", "--no-amp=fp32"),
             removed_flags={
-                "--amp": "--bf16, or --fp16 (a GPU's, the type of NVIDIA's --amp)",
+                "--amp": "--bf16, or --fp16 (GPUs only, the type of NVIDIA's --amp)",
                 "--fp16-mode": "--fp16, --bf16 or --fp32",
                 "--use-fp16": "--fp16 or --bf16",
                 "--hmp": "--bf16: autocast chooses the operators, without lists",
@@ -207,7 +211,7 @@ class TrainConfig(Section, frozen=True):
     out: Annotated[
         str | None,
         setting(
-            "Run folder; the same folder again resumes [default: runs/PRESET]",
+            "Run folder; training resumes if it contains a run [default: runs/PRESET]",
             metavar="RUN",
             panel="Run",
             aliases=(
@@ -231,12 +235,13 @@ class TrainConfig(Section, frozen=True):
     ] = None
     init: Annotated[
         str | None,
-        setting("Start from the weights of this checkpoint", metavar="FILE", panel="Run"),
+        setting("Start a new run from the weights of this checkpoint", metavar="FILE", panel="Run"),
     ] = None
     resume: Annotated[
         str,
         setting(
-            "auto = from the newest intact checkpoint of RUN, never, or a file",
+            "Resume from: auto = the newest intact checkpoint of RUN if any; never = start a new "
+            "run; or a checkpoint",
             metavar="auto|never|FILE",
             panel="Run",
             removed_flags={
@@ -247,12 +252,13 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = "auto"
     resume_changed: Annotated[
-        bool, setting("Resume although a setting that changes the maths differs", panel="Run")
+        bool,
+        setting("Resume even if a setting that affects the results differs", panel="Run"),
     ] = False
     seed: Annotated[
         NonNegativeInt,
         setting(
-            "Seed of order, crops, colours and initial weights",
+            "Seed of image order, crops, colours and initial weights",
             metavar="N",
             panel="Run",
             affects_results=True,
@@ -261,7 +267,7 @@ class TrainConfig(Section, frozen=True):
     accumulate: Annotated[
         Count,
         setting(
-            "Micro-batches per optimizer step; the global batch grows with it",
+            "Micro-batches per optimizer step; multiplies the global batch",
             metavar="N",
             panel="Recipe",
             aliases=("--accumulation",),
@@ -284,7 +290,7 @@ class TrainConfig(Section, frozen=True):
     sync_bn: Annotated[
         bool,
         setting(
-            "Batch norm over the images of all ranks, where the device can",
+            "Compute batch norm over the images of all ranks, if the device supports it",
             panel="Recipe",
             aliases=("--distributed-bn",),
             affects_results=True,
@@ -293,7 +299,7 @@ class TrainConfig(Section, frozen=True):
     deterministic: Annotated[
         bool,
         setting(
-            "Use kernels alone that give the same bits every time; slower",
+            "Use only kernels that give bit-identical results each time; slower",
             panel="Run",
             aliases=("--det",),
         ),
@@ -301,7 +307,7 @@ class TrainConfig(Section, frozen=True):
     rank_timeout: Annotated[
         Positive,
         setting(
-            "Seconds that a rank waits for another before it gives it up (exit 8)",
+            "Seconds that a rank waits for another one before it fails (exit 8)",
             metavar="S",
             panel="Run",
         ),
@@ -309,8 +315,8 @@ class TrainConfig(Section, frozen=True):
     on_nonfinite: Annotated[
         Literal["skip", "rollback", "stop"],
         setting(
-            "What a NaN or infinite loss or gradient leads to: leave the step out, go back to "
-            "the last checkpoint past its images, or exit 7",
+            "Action on a NaN or infinite loss or gradient: skip the step, return to the last "
+            "checkpoint and skip the images since then, or exit 7",
             panel="Run",
         ),
     ] = "skip"
@@ -319,7 +325,7 @@ class TrainConfig(Section, frozen=True):
     device: Annotated[
         DeviceName,
         setting(
-            "Device to train on; auto = the accelerator this machine has, else cpu",
+            "Device to train on; auto = the accelerator of this machine, else cpu",
             panel="Device",
             aliases=("--use-hpu=hpu", "--hpu=hpu", "--no-hpu=cpu"),
             removed_flags={"--no-cuda": "--device cpu, or --device xla for a TPU"},
@@ -328,8 +334,8 @@ class TrainConfig(Section, frozen=True):
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         setting(
-            "How a step runs: operation by operation, by torch.compile, or as graphs gathered by "
-            "the device [default: the device's fastest]",
+            "How a step runs: operation by operation, with torch.compile, or as graphs that the "
+            "device's software collects [default: the device's fastest]",
             panel="Device",
             aliases=("--hpu-lazy-mode=lazy", "--use-torch-compile=compile", "--compile=compile"),
             removed_flags={"--use-lazy-mode": "--execution lazy, or compile"},
@@ -338,7 +344,7 @@ class TrainConfig(Section, frozen=True):
     tf32: Annotated[
         bool,
         setting(
-            "Round the factors of fp32 products to TF32, where a GPU can",
+            "Round the factors of fp32 products to TF32, if the GPU supports it",
             panel="Device",
             aliases=("--allow-tf32=true", "--no-allow-tf32=false"),
             affects_results=True,
@@ -347,8 +353,8 @@ class TrainConfig(Section, frozen=True):
     profile: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d*,[1-9]\d*$")] | None,
         setting(
-            "Profile these optimizer steps, both included: a Chrome trace and a table of the "
-            "slowest kernels and waits, in RUN/profile",
+            "Profile these optimizer steps (inclusive): write a Chrome trace and a table of the "
+            "slowest kernels and waits to RUN/profile",
             metavar="FIRST,LAST",
             panel="Run",
             removed_flags={
@@ -363,7 +369,7 @@ class TrainConfig(Section, frozen=True):
     workers: Annotated[
         NonNegativeInt,
         setting(
-            "Decode threads; 0 = this process's share of the cores",
+            "Decode threads per rank; 0 = this process's share of the cores",
             metavar="N",
             panel="Input",
             aliases=("--num-workers",),
@@ -377,8 +383,8 @@ class TrainConfig(Section, frozen=True):
     pipeline: Annotated[
         Literal["native", "dali"],
         setting(
-            "What decodes the images: ssdctl itself, or nvidia-dali (the dali extra): the same "
-            "samples, crops and colours, pixels that differ by a few levels",
+            "Image decoder: ssdctl's own, or nvidia-dali (the dali extra) with the same samples, "
+            "crops and colours; pixels differ by a few levels",
             panel="Input",
             removed_flags={
                 "--data-pipeline": "--pipeline native or --pipeline dali",
@@ -391,8 +397,8 @@ class TrainConfig(Section, frozen=True):
     fake_data: Annotated[
         bool,
         setting(
-            "Random batches instead of images, for the device's ceiling: no dataset is needed, "
-            "nothing is evaluated",
+            "Train on random batches to measure the device: no dataset is needed, nothing is "
+            "evaluated",
             panel="Input",
             aliases=("--use-fake-data", "--synthetic-data", "-f"),
             affects_results=True,
@@ -401,7 +407,8 @@ class TrainConfig(Section, frozen=True):
     augment: Annotated[
         Literal["ssd", "ssd-zoom", "none"],
         setting(
-            "SSD crops, flips and colours; the same with zooming out; or plain resized images",
+            "ssd = random crops, flips and colours; ssd-zoom = also zoom out; none = only resize "
+            "the images",
             panel="Input",
             affects_results=True,
         ),
@@ -409,14 +416,14 @@ class TrainConfig(Section, frozen=True):
     limit_train: Annotated[
         Count | None,
         setting(
-            "Train on the first N images alone", metavar="N", panel="Input", affects_results=True
+            "Train only on the first N images", metavar="N", panel="Input", affects_results=True
         ),
     ] = None
     overfit: Annotated[
         Count | None,
         setting(
-            "Train on the first N images, without augmentation, and score on the same ones: AP "
-            "near 1 shows that data and settings fit together",
+            "Train on the first N images, without augmentation, and evaluate on the same ones: AP "
+            "near 1 shows that data and settings are correct",
             metavar="N",
             panel="Input",
             affects_results=True,
@@ -438,7 +445,7 @@ class TrainConfig(Section, frozen=True):
     eval_at: Annotated[
         tuple[Positive, ...],
         setting(
-            "Evaluate after these epochs, besides --eval-every",
+            "Also evaluate after these epochs",
             metavar="E,E",
             panel="Evaluation",
             removed_flags={
@@ -450,7 +457,7 @@ class TrainConfig(Section, frozen=True):
     patience: Annotated[
         Count | None,
         setting(
-            "Stop after this many evaluations without a better AP", metavar="N", panel="Evaluation"
+            "Stop after N evaluations in a row without a better AP", metavar="N", panel="Evaluation"
         ),
     ] = None
     target_ap: Annotated[
@@ -461,7 +468,7 @@ class TrainConfig(Section, frozen=True):
             panel="Evaluation",
             aliases=("--threshold", "-t"),
             removed_flags={
-                "--target": "--target-ap, which ends the run instead of judging it at its end",
+                "--target": "--target-ap, which stops the run instead of rating it at its end",
             },
         ),
     ] = None
@@ -478,7 +485,7 @@ class TrainConfig(Section, frozen=True):
     keep: Annotated[
         Count,
         setting(
-            "Newest checkpoints to keep, besides the best",
+            "Number of newest checkpoints to keep, in addition to the best",
             metavar="N",
             panel="Saving",
             aliases=("--keep-ckpt-max",),
@@ -487,21 +494,24 @@ class TrainConfig(Section, frozen=True):
     log_every: Annotated[
         Count,
         setting(
-            "Steps between two lines of metrics",
+            "Optimizer steps between two records of metrics",
             metavar="N",
             panel="Saving",
             aliases=("--log-interval", "--log-step-count-steps", "--save-summary-steps"),
             removed_flags={
-                "--suppress-loss-report": "--log-every: between two lines nothing is read from "
-                "the device",
+                "--suppress-loss-report": "--log-every N: between two records nothing is read "
+                "from the device",
             },
         ),
     ] = 20
     tensorboard: Annotated[
         bool,
-        setting("Write RUN/tensorboard: figures, and pictures with their boxes", panel="Saving"),
+        setting(
+            "Write TensorBoard events to RUN/tensorboard: metrics, and images with their boxes",
+            panel="Saving",
+        ),
     ] = False
     mllog: Annotated[
         str | None,
-        setting("Append MLPerf's log lines to this file", metavar="FILE", panel="Saving"),
+        setting("Append MLPerf log lines to this file", metavar="FILE", panel="Saving"),
     ] = None
