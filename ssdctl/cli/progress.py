@@ -61,9 +61,9 @@ class TrainingDisplay:
             else:
                 left = self._time_left(record)
                 self._console.say(describe(record) + (f"  {left} left" if left else ""))
-        elif record["kind"] == "eval":
+        elif record["kind"] in ("eval", "epoch"):
             self.say(describe(record))
-        elif record["event"] == "started":
+        elif record.get("event") == "started":
             self._plan = record
 
     def _time_left(self, record: dict[str, Any]) -> str:
@@ -112,6 +112,11 @@ def describe(record: dict[str, Any]) -> str:
     if record["kind"] == "eval":
         scores = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
         return f"{position}  {scores}"
+    if record["kind"] == "epoch":
+        return (
+            f"{position}  done in {record['duration_s']:.0f} s, "
+            f"{record['images_per_second']:.1f} img/s"
+        )
     wait = f"  waits {record['data_wait']:.0%} for images" if record["data_wait"] >= 0.05 else ""
     return (
         f"{position}  loss {record['loss']:.3f} (box {record['loss_box']:.3f} class "

@@ -38,7 +38,8 @@ class Device(Protocol):
     execution: str  # eager, compile or lazy: how a step runs
     notices: tuple[str, ...]  # for the user, such as why a requested feature is not used
     is_host: bool  # it computes on tensors of the host: nothing is copied
-    averages_in_backward: bool  # supports DistributedDataParallel
+    # Bucket size of DistributedDataParallel; None: gradients are averaged after the backward pass.
+    ddp_bucket_mb: int | None
     has_sync_bn: bool  # supports SyncBatchNorm
     supports_found_inf: bool  # its optimizers read `found_inf` on the device and skip the step
     decoder: Decoder | None  # for nvidia-dali; None: it decodes on the host

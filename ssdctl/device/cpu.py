@@ -36,7 +36,7 @@ class Cpu:
     backend = "gloo"
     precisions = DEVICE_TYPES["cpu"].precisions
     is_host = True
-    averages_in_backward = True
+    ddp_bucket_mb: int | None = 100
     supports_found_inf = True
     has_sync_bn = DEVICE_TYPES["cpu"].has_sync_bn
     decoder: Decoder | None = None

@@ -38,7 +38,9 @@ class Cuda:
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
     precisions = DEVICE_TYPES["cuda"].precisions
     is_host = False
-    averages_in_backward = True
+    ddp_bucket_mb: int | None = (
+        25  # the model has 80 MB of gradients: several buckets overlap with backward
+    )
     supports_found_inf = True
     has_sync_bn = DEVICE_TYPES["cuda"].has_sync_bn
 

@@ -44,7 +44,7 @@ class Hpu:
     precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"
     is_host = False
-    averages_in_backward = True
+    ddp_bucket_mb: int | None = 100  # Habana's recommendation
     supports_found_inf = False
     has_sync_bn = DEVICE_TYPES["hpu"].has_sync_bn
     decoder: Decoder | None = None

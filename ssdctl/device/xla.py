@@ -42,7 +42,7 @@ class Xla:
     execution = "lazy"
     notices: tuple[str, ...] = ()
     is_host = False
-    averages_in_backward = False  # one reduction in the step's own graph, not per bucket
+    ddp_bucket_mb: int | None = None  # one reduction in the step's own graph, not per bucket
     supports_found_inf = False
     has_sync_bn = DEVICE_TYPES["xla"].has_sync_bn
     decoder: Decoder | None = None

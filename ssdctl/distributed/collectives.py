@@ -20,13 +20,19 @@ T = TypeVar("T")
 
 def wrap(model: nn.Module, ranks: Ranks, device: Device) -> nn.Module:
     """Return the network with its gradients averaged over the ranks."""
-    if ranks.is_single_process or not device.averages_in_backward:
+    if ranks.is_single_process or device.ddp_bucket_mb is None:
         return model
     ids = [device.torch_device] if device.torch_device.index is not None else None
     ddp = nn.parallel.DistributedDataParallel
     # Batch norm's statistics are averaged before they are used, not copied at every step.
     options: dict[str, Any] = dict(no_buffer_sync(ddp))
-    return ddp(model, device_ids=ids, gradient_as_bucket_view=True, bucket_cap_mb=100, **options)
+    return ddp(
+        model,
+        device_ids=ids,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=device.ddp_bucket_mb,
+        **options,
+    )
 
 
 def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:

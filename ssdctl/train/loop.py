@@ -164,6 +164,7 @@ class _Trainer:
                 self.progress_log.step(self.step, losses, lr)
                 self.progress_log.bad_images(self.step)
                 self._handle_bad_steps()
+            self.progress_log.epoch_ended(self.step)
             with self.throughput.paused():
                 if message := self.profiler.after(self.step, is_last=self.step == total_steps):
                     log.info("%s", message)

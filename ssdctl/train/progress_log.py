@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ class ProgressLog:
         self._run = RunDir(setup.out)
         self._throughput = throughput
         self._bad_images = BadImages(setup.plan.images)
+        self._epochs_done = int(setup.plan.epoch(start_step))
+        self._epoch_began = (time.monotonic(), 0.0, 0)  # clock, training seconds, images
         self._writer: RunWriter | None = None
         self._tensorboard: TensorBoard | None = None
         self._mllog: MLLog | None = None
@@ -119,6 +122,31 @@ class ProgressLog:
                 100 * lap.data_wait,
             )
 
+    def epoch_ended(self, step: int) -> None:
+        """Record the duration and the rate of an epoch if `step` was its last step.
+
+        The first epoch of a resumed run counts from the resumption.
+        """
+        epochs_done = int(self._setup.plan.epoch(step))
+        if epochs_done == self._epochs_done:
+            return
+        clock, training_s, images = self._epoch_began
+        self._epochs_done = epochs_done
+        self._epoch_began = (
+            time.monotonic(),
+            self._throughput.training_s,
+            self._throughput.images,
+        )
+        rate = (self._throughput.images - images) / max(
+            self._throughput.training_s - training_s, 1e-9
+        )
+        self._record(
+            "epoch",
+            step,
+            duration_s=round(time.monotonic() - clock, 3),
+            images_per_second=round(rate, 3),
+        )
+
     def event(self, name: str, step: int, **facts: Any) -> None:
         """Record an event."""
         self._record("event", step, event=name, **facts)
@@ -180,6 +208,7 @@ class ProgressLog:
         """Drop the records after `step`: those steps are trained again."""
         if self._writer is not None:
             self._writer.rewind(step)
+        self._epochs_done = int(self._setup.plan.epoch(step))
 
     def close(self, step: int, *, is_success: bool) -> None:
         """End the trackers' logs."""

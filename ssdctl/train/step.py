@@ -127,7 +127,7 @@ class TrainStep:
     def _check_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip the gradients; return their norm before, and 1.0 if the step must be skipped."""
         gradients = self._gradients()
-        if self._ranks.world_size > 1 and not self._device.averages_in_backward:
+        if self._ranks.world_size > 1 and self._device.ddp_bucket_mb is None:
             for gradient in gradients:
                 torch.distributed.all_reduce(gradient)
             torch._foreach_div_(gradients, self._ranks.world_size)

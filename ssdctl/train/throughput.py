@@ -74,6 +74,11 @@ class ThroughputMeter:
         self._lap_began, self._lap_images, self._lap_waited_s = now, 0, 0.0
         return lap
 
+    @property
+    def training_s(self) -> float:
+        """Seconds of training so far, without the paused blocks."""
+        return self._spent_s + max(time.monotonic() - self._lap_began, 0.0)
+
     def is_input_bound(self) -> bool:
         """Return whether the device waited for the input in the last three laps; True only once."""
         if self._was_reported or len(self._input_bound_laps) < 3 or not all(self._input_bound_laps):

@@ -143,5 +143,6 @@ def test_without_the_extra(cli: Cli, checkpoint: Path, monkeypatch: pytest.Monke
 def test_raw_belongs_to_onnx(cli: Cli, checkpoint: Path) -> None:
     result = cli("export", checkpoint, "--format", "mlperf", "--raw", "--out", "x.pt")
     assert result.code == 2
-    assert "--raw belongs to --format onnx, not to mlperf" in result.err
+    assert "--raw" in result.err
+    assert "mlperf" in result.err
     assert not Path("x.pt").exists()

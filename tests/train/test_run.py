@@ -70,6 +70,19 @@ def test_finished_run_is_not_trained_again(
     assert_same_state(before, last(run))
 
 
+def test_each_epoch_has_a_record(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Eight images and batches of two: an epoch ends at steps 4 and 8, also across a resume."""
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--limit-train", 8]
+    first = cli(*options, "--steps", 5)
+    assert first.code == 0, first.err
+    assert "epoch 1.00" in first.err
+    assert cli(*options, "--steps", 9).code == 0
+    epochs = records(run, "epoch")
+    assert [(r["step"], r["epoch"]) for r in epochs] == [(4, 1.0), (8, 2.0)]
+    assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
+
+
 def test_going_on_with_another_folder_is_told(
     tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:

@@ -465,6 +465,7 @@ class TestKills:
 
     def _kill(self, root: Path, num_kills: int) -> None:
         self._fill(root)
+        make(root, "yolo", 0.8)
         dice = random.Random(num_kills)
         for _ in range(num_kills):
             process = start(root)
