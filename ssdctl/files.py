@@ -9,6 +9,7 @@ files have unpredictable names and are created exclusively.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -142,6 +143,24 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, content: str) -> None:
     """Write `content` to `path` atomically, as UTF-8."""
     write_bytes(path, content.encode())
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a UTF-8 file, which may begin with a byte order mark.
+
+    Raises:
+        OSError, UnicodeDecodeError: It cannot be read, or is not UTF-8; UTF-16 is named.
+    """
+    content = path.read_bytes()
+    refuse_utf16(content)
+    return "\n".join(content.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
+
+
+def refuse_utf16(content: bytes) -> None:
+    """Raise a UnicodeDecodeError that says so if a text is UTF-16, as some editors write it."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        reason = "the file is UTF-16: save it as UTF-8"
+        raise UnicodeDecodeError("utf-8", content[:2], 0, 2, reason)
 
 
 def sync_dir(path: Path) -> None:

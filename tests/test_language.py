@@ -19,10 +19,6 @@ DIALECT = re.compile(
     r"vouch(es)?|goes home|hears?|speaks?)\b",
     re.I,
 )
-# Still to be converted: shrinks to nothing.
-NOT_CONVERTED = {
-    "ssdctl/checkpoint", "ssdctl/data", "ssdctl/runs", "ssdctl/train",
-}  # fmt: skip
 
 
 def _documents() -> list[Path]:
@@ -31,22 +27,12 @@ def _documents() -> list[Path]:
     return sorted(files)
 
 
-def _is_pending(name: str) -> bool:
-    return any(name == entry or name.startswith(f"{entry}/") for entry in NOT_CONVERTED)
-
-
 @pytest.mark.parametrize("path", _documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_language_is_plain(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
-    if _is_pending(name):
-        pytest.skip("not converted yet")
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
     found = [f"{name}:{n}: {match[0]}" for n, line in lines for match in DIALECT.finditer(line)]
     assert not found
-
-
-def test_packages_that_are_pending_exist() -> None:
-    assert all((ROOT / name).exists() for name in NOT_CONVERTED)
 
 
 def test_no_public_class_name_has_two_meanings() -> None:

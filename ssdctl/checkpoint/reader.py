@@ -37,7 +37,7 @@ FORMAT = 1
 
 
 class Architecture(NamedTuple):
-    """What it takes to build the network of a checkpoint."""
+    """The parameters that build the network of a checkpoint."""
 
     backbone: str
     extra_norm: str
@@ -48,13 +48,13 @@ class Architecture(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, read whole: ours, or a peer's under our names."""
+    """A checkpoint in memory: ours, or a third-party one under our names."""
 
     path: Path
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # values by setting, as the run had them; a peer's has none
+    config: dict[str, Any]  # the run's values by setting; empty for a third-party one
     step: int
     epoch: float
     samples_seen: int
@@ -62,24 +62,24 @@ class Checkpoint(NamedTuple):
     global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
-    peer: str | None = None  # whose it is, where it is not ours
-    trained: dict[str, Tensor] | None = None  # what to go on from, where `model` is an average
+    peer: str | None = None  # the third-party system that wrote it; None if it is ours
+    trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint: ours, or MLPerf's, Habana's, NVIDIA's or the TPU fork's as it is.
+    """Read a checkpoint of ssdctl, MLPerf, Habana, NVIDIA, its TPU fork or torchvision.
 
     Raises:
         UsageError: There is no such file.
-        IntegrityError: It is damaged, no checkpoint, or would run code.
+        IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
     payload = read_payload(path)
-    if (peer := third_party.peer_of(payload)) is not None:
-        return _read_peer(path, payload, peer)
+    if (peer := third_party.source_of(payload)) is not None:
+        return _read_third_party(path, payload, peer)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise IntegrityError(
-            f"{path}: no checkpoint that this version of ssdctl reads",
-            hint="expected a .pt file of ssdctl train, or of a peer (MLPerf, Habana, NVIDIA)",
+            f"{path}: not a checkpoint that this version of ssdctl reads",
+            hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
         )
     try:
         facts = read_fields(payload)
@@ -108,16 +108,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
-    """A peer's checkpoint: the network follows from the shapes, the classes from `label_map`."""
+def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+    """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
     if not is_state(weights):
-        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are no tensors")
-    state = third_party.from_peer(cast(Mapping[str, Tensor], weights), peer)
+        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are not tensors")
+    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), peer)
     backbone = third_party.backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
-        raise IntegrityError(f"{path}: looks like {peer}'s, but is no SSD300 on a ResNet or VGG16")
+        raise IntegrityError(
+            f"{path}: looks like {peer}'s, but is not an SSD300 on a ResNet or VGG16"
+        )
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
@@ -131,7 +133,7 @@ def _read_peer(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
         if not (0 <= step <= MAX_COUNT and 0 <= epoch <= MAX_COUNT):
             raise ValueError("out of bounds")
     except (TypeError, ValueError, OverflowError) as error:
-        raise IntegrityError(f"{path}: its iteration or epoch is no number: {error}") from None
+        raise IntegrityError(f"{path}: its iteration or epoch is not a number: {error}") from None
     return Checkpoint(
         path=path,
         model=state,
@@ -161,10 +163,10 @@ def same_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> bool:
 def with_classes(
     checkpoint: Checkpoint, model: SSD300, classes: list[ClassName]
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """A checkpoint's weights for a network with other classes.
+    """Return a checkpoint's weights for a network with other classes.
 
-    The class heads are those of `model` (new), except for the background and the classes that the
-    checkpoint knows by name. Everything else is the checkpoint's.
+    The class heads are those of `model` (new), except for the background and the classes with the
+    name of one of the checkpoint's. Everything else is from the checkpoint.
 
     Returns:
         The weights, and the names of the classes that were kept.
@@ -189,9 +191,9 @@ def with_classes(
 
 
 def read_payload(path: Path) -> Any:
-    """What a `.pt` file holds, once its CRCs are right. Tensors land on the CPU.
+    """Return the content of a `.pt` file after a check of its CRCs, with tensors on the CPU.
 
-    Files from before torch 1.6 are no zips and have no CRCs: torch.load alone judges them.
+    Files from before torch 1.6 are not zips and have no CRCs: only torch.load checks them.
 
     Raises:
         UsageError: There is no such file.
@@ -212,27 +214,27 @@ def read_payload(path: Path) -> Any:
             check_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of formats that are judged by the result
+            warnings.simplefilter("ignore")  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
         raise IntegrityError(
-            f"{path}: no checkpoint, or one that holds more than plain tensors: {_reason(error)}",
+            f"{path}: not a checkpoint, or one with more than plain tensors: {_reason(error)}",
             hint="no code of it was run",
         ) from None
 
 
 def _reason(error: Exception) -> str:
-    """torch's own first line goes on about loading it unsafely; what it found stands below."""
+    """Return the cause from an error of torch.load, without its advice to load it unsafely."""
     text = str(error).strip() or repr(error)
-    if stranger := re.search(r"GLOBAL (\S+)", text):
-        return f"it names {stranger[1]}"
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"it names {match[1]}"
     if "weights_only" in text:
         return "torch.save did not write it"
     return text.splitlines()[0]
 
 
 def load_network(checkpoint: Checkpoint) -> SSD300:
-    """The network of a checkpoint, with its weights.
+    """Return the network of a checkpoint with its weights.
 
     Raises:
         IntegrityError: The weights do not fit; the message lists what differs.
@@ -271,15 +273,15 @@ def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> No
 
 
 def load_backbone(model: SSD300, path: Path) -> None:
-    """Put torchvision's ResNet weights into the backbone; what lies behind conv4_x is left out.
+    """Load torchvision's ResNet weights into the backbone, without the layers after conv4_x.
 
     Raises:
-        IntegrityError: The file is damaged, or holds another network.
+        IntegrityError: The file is damaged, or contains another network.
     """
     state = read_payload(path)
     if not is_state(state):
         raise IntegrityError(
-            f"{path}: no backbone weights: not a state dict",
+            f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
     if isinstance(model.first_map_norm, vgg.L2Norm):
@@ -293,7 +295,7 @@ def load_backbone(model: SSD300, path: Path) -> None:
 
 
 def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """A state dict with batch norm's step counters, which PyTorch did not save before 0.4.1."""
+    """Return a state dict with batch norm's step counters, which old PyTorch did not save."""
     counters = {
         name: torch.zeros_like(tensor)
         for name, tensor in module.state_dict().items()

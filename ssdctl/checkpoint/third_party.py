@@ -1,5 +1,5 @@
-"""The checkpoints of the replaced PyTorch systems, both ways (their keys differ, their tensors
-do not: heads and blocks lie in the same order).
+"""Convert checkpoints of third-party systems from and to ours. Only the keys differ; heads and
+blocks have the same order.
 
 MLPerf and Habana: `{"model", "label_map"}`; NVIDIA and its TPU fork add epoch, iteration,
 optimizer and scheduler. `module.` (distributed) and `_orig_mod.` (compiled) may precede the keys.
@@ -55,16 +55,16 @@ BLOCKS = {  # blocks in layer1 to layer3, and whether they are bottlenecks
 }
 
 
-def peer_of(payload: Any) -> str | None:
-    """Whose checkpoint this is: `mlperf`, `nvidia` or None."""
+def source_of(payload: Any) -> str | None:
+    """Return the system that wrote a checkpoint: `mlperf`, `nvidia`, `torchvision` or None."""
     state = state_of(payload)
     if state is None:
         return None
     names = [WRAPPERS.sub("", str(name)) for name in state]
-    for peer in PREFIXES:
-        mark = next(iter(PREFIXES[peer]))
-        if any(name.startswith(mark) for name in names):
-            return peer
+    for system in PREFIXES:
+        prefix = next(iter(PREFIXES[system]))
+        if any(name.startswith(prefix) for name in names):
+            return system
     return None
 
 
@@ -78,15 +78,15 @@ def state_of(payload: Any) -> Mapping[Any, Any] | None:
     return payload if "backbone.scale_weight" in payload else None
 
 
-def from_peer(state: Mapping[str, Tensor], peer: str) -> dict[str, Tensor]:
-    """A peer's weights under our names; names that are nobody's stay, to be refused later."""
-    named = {_renamed(WRAPPERS.sub("", k), PREFIXES[peer]): v for k, v in state.items()}
-    return _with_class_major_heads(named) if peer == "torchvision" else named
+def from_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:
+    """Return third-party weights under our names; unknown names are kept and refused later."""
+    named = {_renamed(WRAPPERS.sub("", k), PREFIXES[system]): v for k, v in state.items()}
+    return _with_class_major_heads(named) if system == "torchvision" else named
 
 
-def to_peer(state: Mapping[str, Tensor], peer: str) -> dict[str, Tensor]:
-    """Our weights under a peer's names."""
-    backwards = {ours: theirs for theirs, ours in PREFIXES[peer].items()}
+def to_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:
+    """Return our weights under the names of a third-party system."""
+    backwards = {ours: theirs for theirs, ours in PREFIXES[system].items()}
     return {_renamed(k, backwards): v for k, v in state.items()}
 
 
@@ -129,14 +129,14 @@ def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def label_map(classes: list[ClassName]) -> dict[int, str]:
-    """The peers' table of class names; 0 is the background. Empty where the names are unknown."""
+    """Return a third-party table of class names; 0 is the background. Empty if they are unknown."""
     if not classes:
         return {}
     return {0: "background", **{label: c.name for label, c in enumerate(classes, start=1)}}
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> str | None:
-    """The backbone's name, from the shape of its blocks; None where no ResNet has it."""
+    """Return the backbone's name by the shape of its blocks; None if no ResNet matches."""
     if "first_map_norm.scale" in state:
         return "vgg16"
     blocks = [

@@ -122,7 +122,7 @@ def check_zip(path: Path) -> None:
             damaged = archive.testzip()
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
         raise IntegrityError(
-            f"{path}: no checkpoint, or a damaged one: {error}",
+            f"{path}: not a checkpoint, or a damaged one: {error}",
             hint="an earlier one may be intact: look in the run's checkpoints/",
         ) from None
     if damaged is not None:

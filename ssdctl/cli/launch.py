@@ -219,7 +219,7 @@ def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool)
     batch.require_engine(plan)
     job = batch.submit(plan)
     result["id"] = job
-    cancel = batch.how_to_end(job, plan)
+    cancel = batch.end_command(job, plan)
     if not wait:
         call.console.say(f"submitted; to cancel it: {cancel}")
         call.console.result(result, job)

@@ -22,6 +22,7 @@ import msgspec
 from ssdctl.config.schema import Config, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.errors import UsageError
+from ssdctl.files import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -131,13 +132,13 @@ def read_toml(path: Path) -> list[Override]:
         UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tables = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     lines = _lines_of_keys(text)
     overrides = [

@@ -189,7 +189,7 @@ def _made(path: Path) -> dict[str, object] | None:
 
 
 def _source(root: Path, given: str | None) -> str:
-    """What to read: a format, `auto`, or the user's own dataset.toml (by its name now)."""
+    """Return the source to read: a format, `auto`, or the name of the user's own dataset.toml."""
     made = _made(root / TOML)
     is_own = made is None and (root / TOML).is_file()
     if given is not None:
@@ -205,7 +205,7 @@ def _source(root: Path, given: str | None) -> str:
 
 
 def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
-    """The splits of the originals."""
+    """Return the splits of the originals."""
     if source == ORIGINAL:
         own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
         return _coco_parts(root, read_dataset_toml(own))
@@ -291,7 +291,7 @@ def _write(
 
 
 def _relative(path: Path, base: Path) -> str:
-    """A path as dataset.toml has it: relative if it is below `base`, else absolute."""
+    """Return a path for dataset.toml: relative if it is below `base`, else absolute."""
     if path.is_relative_to(base):
         return path.relative_to(base).as_posix()
     return path.absolute().as_posix()

@@ -145,12 +145,12 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
 
 
 def _is_packed_unchanged(header: Header) -> bool:
-    """Whether the store holds the file itself: 8-bit JPEG and PNG, the formats of most readers."""
+    """Return whether the file itself is stored: 8-bit JPEG and PNG, which most readers support."""
     return header.format in END_MARKERS and header.mode != "CMYK" and not header.is_deep
 
 
 def _note(header: Header, size: tuple[int, int]) -> str | None:
-    """What a user should know of an image that is used."""
+    """Return a note for the user on an image that is used; None if there is none."""
     notes = []
     if header.mode == "CMYK":
         notes.append("CMYK, read as RGB")
@@ -214,19 +214,19 @@ def header_size(path: Path, *, upright: bool = False) -> tuple[int, int]:
     return header.upright_size if upright else header.stored_size
 
 
-def is_same_image(path: str, known: FileFingerprint) -> bool:
-    """Whether the file still has this fingerprint; it is opened only if its time differs."""
+def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
+    """Return whether the file still has this fingerprint; open it only if its time differs."""
     try:
         status = os.stat(path)  # noqa: PTH116 - a hundred thousand of them
-        if status.st_size != known.bytes:
+        if status.st_size != fingerprint.bytes:
             return False
-        if status.st_mtime_ns == known.modified_ns:
+        if status.st_mtime_ns == fingerprint.modified_ns:
             return True
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - as above
             head = file.read(SKETCH_BYTES)
             start = max(status.st_size - SKETCH_BYTES, 0)
             tail = os.pread(file.fileno(), SKETCH_BYTES, start)
-            return zlib.crc32(tail, zlib.crc32(head)) == known.sketch
+            return zlib.crc32(tail, zlib.crc32(head)) == fingerprint.sketch
     except OSError:
         return False
 
@@ -234,7 +234,7 @@ def is_same_image(path: str, known: FileFingerprint) -> bool:
 def changed_images(
     folder: Path, names: list[str], fingerprints: list[FileFingerprint]
 ) -> list[str]:
-    """The names of images that are missing or differ from their fingerprints."""
+    """Return the names of images that are missing or differ from their fingerprints."""
     base = str(folder)
     pairs = list(zip(names, fingerprints, strict=True))
     same = _in_threads(lambda pair: is_same_image(f"{base}/{pair[0]}", pair[1]), pairs)
@@ -242,7 +242,7 @@ def changed_images(
 
 
 def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
-    """The size of each file in bytes; None if it does not exist."""
+    """Return the size of each file in bytes; None if it does not exist."""
     base = str(folder)
 
     def size(name: str) -> int | None:

@@ -82,7 +82,7 @@ class Report(NamedTuple):
     parts: list[Shard]
 
     def warnings(self) -> list[str]:
-        """What the user should look at."""
+        """Return warnings for the user."""
         ambiguous = sum(AMBIGUOUS in note for note in self.notes if note)
         if not ambiguous:
             return []

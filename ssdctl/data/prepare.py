@@ -62,7 +62,7 @@ from ssdctl.files import (
 
 Say = Callable[[str], None]
 NO_BOXES = "image without boxes, not trained on"
-NOTHING_TO_FIND = "image without boxes"  # of a split that is not trained on
+NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
 DROPPED_IMAGE = "image dropped"
 MAX_DROPPED = 0.05  # of the images or boxes of a split
 
@@ -77,8 +77,8 @@ class SplitReport(msgspec.Struct, frozen=True):
     trainable: int
     findings: list[Finding]
     key: str  # of the job that the index belongs to
-    warnings: list[str] = []  # what the user should look at
-    notes: list[str] = []  # what was done to read the files
+    warnings: list[str] = []  # for the user
+    notes: list[str] = []  # how the files were read
 
     def counts(self) -> dict[str, int]:
         """Return the number of findings of each kind."""
@@ -95,7 +95,7 @@ class Outcome(msgspec.Struct, frozen=True):
     splits: list[SplitReport]
 
 
-class _How(NamedTuple):
+class _RunOptions(NamedTuple):
     """Options of `prepare` that do not change the store, and where to report."""
 
     jobs: int
@@ -141,22 +141,22 @@ def prepare(
         if pack:
             say("only the index is written there: --store DIR packs the images as well")
             pack = False
-    wish = PackOptions(pack, shrink if pack else None, verify_images)
-    how = _How(jobs, force, allow_dropped, say, progress)
+    options = PackOptions(pack, shrink if pack else None, verify_images)
+    run = _RunOptions(jobs, force, allow_dropped, say, progress)
     splits = find_splits(root, folder)
-    if not how.force and (known := _still_true(folder, splits, wish)):
-        return known  # without the lock: the folder may be read-only
+    if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
+        return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
 
     def waits() -> None:
-        how.say(f"waiting for another ssdctl that prepares {folder}")
+        run.say(f"waiting for another ssdctl that prepares {folder}")
 
     with lock(folder / ".lock", waits):
-        if not how.force and (known := _still_true(folder, splits, wish)):
-            return known
+        if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
+            return outcome
         remove_stale_temporaries(folder)
-        reports = [_prepare_split(split, splits[split], folder, wish, how) for split in splits]
-        outcome = Outcome(str(root), str(folder), wish.pack, False, reports)
+        reports = [_prepare_split(split, splits[split], folder, options, run) for split in splits]
+        outcome = Outcome(str(root), str(folder), options.pack, False, reports)
         write_bytes(folder / "report.json", msgspec.json.format(msgspec.json.encode(outcome)))
         _remove_unused(folder, splits)
     return outcome
@@ -173,26 +173,28 @@ def _make_store_dir(folder: Path) -> None:
         ) from None
 
 
-def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) -> Outcome | None:
-    """The last outcome, if it still describes the dataset and the options."""
+def _unchanged_outcome(
+    folder: Path, splits: dict[str, SplitFiles], options: PackOptions
+) -> Outcome | None:
+    """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
     except (OSError, msgspec.DecodeError):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split, files in splits.items():
-        known = store.read_metadata(folder, split)
-        if known is None or known.key != keys.get(split):
+        metadata = store.read_metadata(folder, split)
+        if metadata is None or metadata.key != keys.get(split):
             return None
-        if (known.packed, known.shrink) != (wish.pack, wish.shrink):
+        if (metadata.packed, metadata.shrink) != (options.pack, options.shrink):
             return None
-        if wish.verify and not known.verified:
+        if options.verify and not metadata.verified:
             return None
-        if not store.is_same(known.fingerprint, files.annotations):
+        if not store.is_same(metadata.fingerprint, files.annotations):
             return None
-        if not all((folder / shard.file).is_file() for shard in known.shards):
+        if not all((folder / shard.file).is_file() for shard in metadata.shards):
             return None
-        if not wish.pack:
+        if not options.pack:
             require_images(split, files)
         # With a packed store the images may be gone; those that exist must be unchanged.
         if files.images.is_dir() and changed_images(
@@ -203,10 +205,10 @@ def _still_true(folder: Path, splits: dict[str, SplitFiles], wish: PackOptions) 
 
 
 def _prepare_split(
-    split: str, files: SplitFiles, folder: Path, wish: PackOptions, how: _How
+    split: str, files: SplitFiles, folder: Path, options: PackOptions, run: _RunOptions
 ) -> SplitReport:
     require_images(split, files)
-    annotations, mark = _read(files.annotations)
+    annotations, fingerprint = _read(files.annotations)
     sizes, notes = resolve_images(annotations.images, files.images)
     notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
@@ -215,31 +217,44 @@ def _prepare_split(
     annotations.annotations.clear()  # hundreds of MB that are not needed any more
 
     # What a part depends on. With `force` no earlier part is valid.
-    identity = [store.FORMAT, mark.sha256, wish.shrink, wish.verify, time.time_ns() * how.force]
+    identity = [
+        store.FORMAT,
+        fingerprint.sha256,
+        options.shrink,
+        options.verify,
+        time.time_ns() * run.force,
+    ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
-    threads = how.jobs or len(os.sched_getaffinity(0))
-    job = Job(split, key, annotations.images, files.images, folder, wish, threads)
+    threads = run.jobs or len(os.sched_getaffinity(0))
+    job = Job(split, key, annotations.images, files.images, folder, options, threads)
     _check_files(job, files, sizes)
     index = store.index_path(folder, split)
-    known = store.read_metadata(folder, split)
-    if known is not None and known.key == key:
+    metadata = store.read_metadata(folder, split)
+    if metadata is not None and metadata.key == key:
         index.unlink()  # its parts are about to change
-    report = check_images(job, how.progress)
+    report = check_images(job, run.progress)
     findings.extend(_findings(annotations.images, report))
     usable = np.array([problem is None for problem in report.problems], np.bool_)
     counts = np.diff(boxes.starts)
     for row in np.nonzero(usable & (counts == 0))[0]:
         image = annotations.images[row]
-        kind = NO_BOXES if split == "train" else NOTHING_TO_FIND
+        kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
         findings.append(Finding(kind, image.id, None, image.file_name))
 
     trainable = int((usable & (counts > 0)).sum())
-    if not how.allow_dropped:
+    if not run.allow_dropped:
         _refuse_dropped(split, files, num_boxes, trainable, len(annotations.images), findings)
     classes = coco.class_names(annotations)
-    shards = report.parts if wish.pack else []
+    shards = report.parts if options.pack else []
     metadata = store.Metadata(
-        store.FORMAT, classes, mark, key, wish.pack, shards, wish.shrink, wish.verify
+        store.FORMAT,
+        classes,
+        fingerprint,
+        key,
+        options.pack,
+        shards,
+        options.shrink,
+        options.verify,
     )
     _write_index(index, annotations.images, boxes, report, metadata)
     return SplitReport(
@@ -281,11 +296,11 @@ def _refuse_dropped(
         and not is_empty
     ):
         return
-    what = "nothing is left to train on: " if is_empty else ""
+    prefix = "nothing is left to train on: " if is_empty else ""
     counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
     counts = counts or "no training image has a box to learn from"
     raise DataError(
-        f"{files.annotations} ({split}): {what}{dropped_images:,} of {num_images:,} images and "
+        f"{files.annotations} ({split}): {prefix}{dropped_images:,} of {num_images:,} images and "
         f"{dropped_boxes:,} of {num_boxes:,} boxes are dropped: {counts}",
         hint=_example(findings) + f"over {MAX_DROPPED:.0%} is not accepted: fix the files, or "
         "accept the loss with ssdctl prepare --allow-dropped",
@@ -293,7 +308,7 @@ def _refuse_dropped(
 
 
 def _reason(detail: str) -> str:
-    """Why an image was dropped, without its name and numbers."""
+    """Return why an image was dropped, without its name and numbers."""
     reason = detail.partition(": ")[2] or detail
     return re.sub(r"\d+", "N", reason.partition(" (")[0])
 
@@ -305,7 +320,7 @@ def _example(findings: list[Finding]) -> str:
 
 
 def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
-    """An annotation file and its fingerprint, from the same bytes."""
+    """Return an annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
     content = coco.read_bytes(path)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
@@ -325,10 +340,10 @@ def _check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
             hint=f"they are listed in {files.annotations}",
         )
     if job.options.pack and job.options.shrink is None:
-        there = sum(
+        written = sum(
             p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
         )
-        needed = sum(size or 0 for size in sizes) - there
+        needed = sum(size or 0 for size in sizes) - written
         free = free_bytes(job.target)
         if needed > free:
             raise DiskError(

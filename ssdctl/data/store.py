@@ -79,11 +79,11 @@ class Split(NamedTuple):
     annotations: Path
 
     def read(self, row: int) -> bytes | memoryview:
-        """The encoded image of a row."""
+        """Return the encoded image of a row."""
         return self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
-        """The (H, W, 3) RGB pixels of a row's image, or at least its first `rows` rows of pixels.
+        """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
 
         They may be in memory that the thread's next call overwrites.
 
@@ -95,7 +95,7 @@ class Split(NamedTuple):
         return decode(self.images.read(row), (width, height), rows)
 
     def place(self, row: int) -> str:
-        """Where the encoded image of a row is, for messages."""
+        """Return where the encoded image of a row is, for messages."""
         return self.images.place(row)
 
 
@@ -144,7 +144,7 @@ class PackedImages:
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
-    """(N, 2) sizes of images once those whose shorter side is above `shorter` are made smaller."""
+    """Return (N, 2) image sizes after shrinking to a shorter side of at most `shorter` pixels."""
     if shorter is None:
         return sizes
     scale = np.minimum(1.0, shorter / sizes.min(axis=1, keepdims=True))
@@ -155,22 +155,22 @@ def index_path(folder: Path, split: str) -> Path:
     return folder / f"index-{split}.arrow"
 
 
-def is_same(known: Fingerprint, path: Path) -> bool:
-    """Whether the file still has this fingerprint; it is read only if its time differs."""
+def is_same(fingerprint: Fingerprint, path: Path) -> bool:
+    """Return whether the file still has this fingerprint; read it only if its time differs."""
     stat = path.stat()
-    if stat.st_size != known.bytes:
+    if stat.st_size != fingerprint.bytes:
         return False
-    if stat.st_mtime_ns == known.modified_ns:
+    if stat.st_mtime_ns == fingerprint.modified_ns:
         return True
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
-    return digest.hexdigest() == known.sha256
+    return digest.hexdigest() == fingerprint.sha256
 
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:
-    """The metadata of a split's index; None if there is none that this version reads."""
+    """Return the metadata of a split's index; None if there is none that this version reads."""
     path = index_path(folder, split)
     if not path.is_file():
         return None
@@ -235,7 +235,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
 
 
 def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
-    """The image files of a split and their fingerprints.
+    """Return the image files of a split and their fingerprints.
 
     Raises:
         DataError: The index cannot be read.
@@ -247,7 +247,7 @@ def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFin
 
 
 def _map(path: Path) -> Any:
-    """A table whose buffers are in the mapped file."""
+    """Return a table with its buffers in the mapped file."""
     try:
         return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
     except (pa.ArrowInvalid, OSError) as error:
@@ -257,7 +257,7 @@ def _map(path: Path) -> Any:
 
 
 def _array(table: Any, column: str) -> Any:
-    """A column as one Arrow array; it is in the mapped file if that has a single chunk."""
+    """Return a column as one Arrow array; it is in the mapped file if that has a single chunk."""
     chunks = table.column(column)
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 

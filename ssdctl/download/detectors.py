@@ -151,7 +151,7 @@ def fetch_detector(
 
 
 def remember_checksum(path: Path) -> str:
-    """Write the SHA-256 of a file that was read successfully to a file next to it; return it.
+    """Write the SHA-256 of a file that was read successfully next to it; return it.
 
     Raises:
         IntegrityError: Another one is written there already.

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.files import safe_join
+from ssdctl.files import read_text, safe_join
 from ssdctl.runtime.redact import redact_url
 
 if sys.version_info >= (3, 11):
@@ -209,13 +209,13 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         IntegrityError: A name would leave the destination.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(path))
         entries = msgspec.convert(tables, _Manifest).file
     except FileNotFoundError:
         raise UsageError(f"{path}: no such manifest") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except msgspec.ValidationError as error:
         hint = "each [[file]] has name, url, bytes, sha256 (64 hex digits), and unpack for zips"

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ssdctl.checkpoint.reader import Checkpoint
-from ssdctl.checkpoint.third_party import label_map, to_peer
+from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.data import shapes
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
@@ -50,7 +50,7 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
             f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}"
         )
     names = label_map(checkpoint.classes)
-    payload = {"model": to_peer(checkpoint.model, kind), "label_map": names}
+    payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
     if kind == "nvidia":
         payload |= {
             "epoch": int(checkpoint.epoch),

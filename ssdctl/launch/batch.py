@@ -1,4 +1,4 @@
-"""Hand a plan to Slurm or Kubernetes; follow the job to its end.
+"""Submit a plan to Slurm or Kubernetes; follow the job to its end.
 
     job = submit(plan)          # "4711", or "mpijob.kubeflow.org/ssdctl-3f2a1c"
     code = follow(job, plan, write=sys.stdout.write)
@@ -24,7 +24,7 @@ from ssdctl.launch.request import LaunchPlan
 
 Write = Callable[[str], object]
 POLL_S = 2.0
-PATIENCE_S = 120.0  # how long the engine may be out of reach
+UNREACHABLE_S = 120.0  # how long the engine may be unreachable
 INSTALLATIONS = 4  # starts of a worker's installation, about two minutes with the waits between
 REMEDIES = {
     "slurm": "run this on a login node of the cluster; --write FILE writes the script for there",
@@ -49,15 +49,15 @@ def submit(plan: LaunchPlan) -> str:
     """Submit the job; return its id.
 
     Raises:
-        UsageError: The engine rejects it; the message is the engine's.
+        UsageError: The engine rejects it; its message is included.
     """
-    done = subprocess.run(plan.argv, input=plan.text, capture_output=True, text=True)
-    if done.returncode:
-        raise UsageError(f"{plan.argv[0]} refused the job: {done.stderr.strip()}")
-    return done.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
+    process = subprocess.run(plan.argv, input=plan.text, capture_output=True, text=True)
+    if process.returncode:
+        raise UsageError(f"{plan.argv[0]} refused the job: {process.stderr.strip()}")
+    return process.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
 
 
-def how_to_end(job: str, plan: LaunchPlan) -> str:
+def end_command(job: str, plan: LaunchPlan) -> str:
     """Return the command that ends a job."""
     return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
 
@@ -66,10 +66,10 @@ def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
     """Write the output of the first rank until the job ends; return the job's exit code.
 
     Args:
-        job: What `submit` returned.
-        plan: Of the job.
-        write: Receives the job's output.
-        say: Receives a line on what the job waits for.
+        job: The id that `submit` returned.
+        plan: The plan of the job.
+        write: Called with the job's output.
+        say: Called with a line about what the job waits for.
 
     Raises:
         DistributedError: The engine no longer answers or no longer lists the job; or a pod
@@ -83,12 +83,12 @@ def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
 def _follow_slurm(job: str, write: Write) -> int:
     position = 0
     while True:
-        facts = _slurm_facts(_ask("scontrol", "show", "job", "--oneliner", job))
-        position = _pass_on(Path(facts.get("StdOut", "")), position, write)
-        state = facts.get("JobState", "")
+        fields = _slurm_fields(_query("scontrol", "show", "job", "--oneliner", job))
+        position = _copy_new(Path(fields.get("StdOut", "")), position, write)
+        state = fields.get("JobState", "")
         if ENDED.match(state):
-            _pass_on(Path(facts.get("StdOut", "")), position, write)  # written meanwhile
-            code = int(facts.get("ExitCode", "1:0").partition(":")[0])
+            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written meanwhile
+            code = int(fields.get("ExitCode", "1:0").partition(":")[0])
             return _slurm_exit(state, code)
         time.sleep(POLL_S)
 
@@ -101,13 +101,13 @@ def _slurm_exit(state: str, code: int) -> int:
     return code if state == "FAILED" and code in PASSED_ON else ExitCode.DISTRIBUTED
 
 
-def _slurm_facts(line: str) -> dict[str, str]:
-    """`scontrol --oneliner`: NAME=VALUE, the values may hold blanks."""
+def _slurm_fields(line: str) -> dict[str, str]:
+    """Parse the NAME=VALUE fields of `scontrol --oneliner`; values may contain blanks."""
     return {m[1]: m[2] for m in re.finditer(r"(?:^| )([\w:/]+)=(.*?)(?= [\w:/]+=|$)", line.strip())}
 
 
-def _pass_on(path: Path, position: int, write: Write) -> int:
-    """Write what a file has after `position` bytes; return the new position."""
+def _copy_new(path: Path, position: int, write: Write) -> int:
+    """Write the content of a file after `position` bytes; return the new position."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(position)
         if content := file.read():
@@ -120,7 +120,7 @@ class _Pods:
     """The pods of a job; each state of a pod is reported once."""
 
     def __init__(self, job: str, plan: LaunchPlan, write: Write, say: Write) -> None:
-        self.write, self.say, self.end = write, say, how_to_end(job, plan)
+        self.write, self.say, self.end = write, say, end_command(job, plan)
         self.space = ["-n", n] if (n := _namespace(plan)) else []
         name = job.rpartition("/")[2]
         is_mpi = job.startswith("mpijob")
@@ -131,16 +131,16 @@ class _Pods:
         self.reported: dict[str, str | None] = {}
 
     def labelled(self, label: str) -> list[pod_status.Pod]:
-        """Those with a label, the oldest first."""
-        answer = _ask("kubectl", "get", "pods", *self.space, "-l", label, "-o", "json")
+        """Return the pods with a label, the oldest first."""
+        answer = _query("kubectl", "get", "pods", *self.space, "-l", label, "-o", "json")
         pods: list[pod_status.Pod] = json.loads(answer)["items"]
         return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
 
-    def pass_on(self) -> None:
-        """Pass on the logs of pods that run the command; report what others wait for.
+    def copy_logs(self) -> None:
+        """Copy the logs of pods that run the command; report what others wait for.
 
         Raises:
-            DistributedError: A worker cannot be installed. The operator would wait for ever.
+            DistributedError: A worker cannot be installed; the operator would wait without end.
         """
         for pod in self.labelled(self.workers) if self.workers else []:
             self._report(pod)
@@ -157,32 +157,32 @@ class _Pods:
             has_begun = pod_status.phase_of(pod) in ("Running", "Succeeded", "Failed")
             if has_begun and name not in self.followed and name not in self.reported:
                 self.followed.add(name)
-                _pass_log_on(["kubectl", "logs", *self.space, "--follow", name], self.write)
+                _copy_log(["kubectl", "logs", *self.space, "--follow", name], self.write)
 
     def _report(self, pod: pod_status.Pod) -> None:
         name = pod_status.name_of(pod)
         failure = pod_status.installation_failure(pod)
         if failure is not None:
-            words = f"{failure.container} failed with exit code {failure.code}"
+            state = f"{failure.container} failed with exit code {failure.code}"
         elif (waits_for := pod_status.waits_for(pod)) is not None:
-            words = f"waits: {waits_for}"
+            state = f"waits: {waits_for}"
         else:
             self.reported.pop(name, None)
             return
-        if self.reported.get(name) == words:
+        if self.reported.get(name) == state:
             return
-        self.reported[name] = words
-        self.say(f"{name}: {words}")
+        self.reported[name] = state
+        self.say(f"{name}: {state}")
         if failure is not None:
             options = ["-c", failure.container, "--tail=20"]
-            _pass_log_on(["kubectl", "logs", *self.space, name, *options], self.write)
+            _copy_log(["kubectl", "logs", *self.space, name, *options], self.write)
 
 
 def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write, say: Write) -> int:
     pods = _Pods(job, plan, write, say)
     while True:
-        pods.pass_on()
-        answer = _ask("kubectl", "get", *pods.space, job, "-o", "json")
+        pods.copy_logs()
+        answer = _query("kubectl", "get", *pods.space, job, "-o", "json")
         conditions = json.loads(answer).get("status", {}).get("conditions", [])
         ends = {c["type"] for c in conditions if c.get("status") == "True"}
         if ends & {"Succeeded", "Complete"}:
@@ -193,7 +193,7 @@ def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write, say: Write) -> 
         time.sleep(POLL_S)
 
 
-def _pass_log_on(argv: list[str], write: Write) -> None:
+def _copy_log(argv: list[str], write: Write) -> None:
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -208,15 +208,15 @@ def _space(plan: LaunchPlan) -> str:
     return f" -n {name}" if (name := _namespace(plan)) else ""
 
 
-def _ask(*argv: str) -> str:
+def _query(*argv: str) -> str:
     """Return the output of an engine's client; retry while a controller is unavailable."""
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + UNREACHABLE_S
     while True:
-        done = subprocess.run(argv, capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stdout
-        if "Invalid job id" in done.stderr or "NotFound" in done.stderr:
-            raise DistributedError(f"{argv[0]} no longer lists the job: {done.stderr.strip()}")
+        process = subprocess.run(argv, capture_output=True, text=True)
+        if process.returncode == 0:
+            return process.stdout
+        if "Invalid job id" in process.stderr or "NotFound" in process.stderr:
+            raise DistributedError(f"{argv[0]} no longer lists the job: {process.stderr.strip()}")
         if time.monotonic() > end:
-            raise DistributedError(f"{argv[0]} does not answer: {done.stderr.strip()}")
+            raise DistributedError(f"{argv[0]} does not answer: {process.stderr.strip()}")
         time.sleep(POLL_S)

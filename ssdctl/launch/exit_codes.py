@@ -1,7 +1,7 @@
-"""The job's exit code, and who failed first.
+"""Derive the job's exit code and the rank that failed first.
 
-torchrun exits 1 whatever its ranks said, and mpirun and srun pass one code of many on. So each rank
-leaves its code in a folder that the launch made and named in the environment:
+torchrun exits with 1 whatever the codes of its ranks, and mpirun and srun return one of them. So
+each rank records its code in a folder that the launch created and named in the environment:
 
     with recorded_exit():       # in ssdctl/__main__.py, around main()
         main()
@@ -23,23 +23,23 @@ from ssdctl.files import no_follow
 # Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
 RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-# The codes that no launcher makes up.
+# Codes that come from ssdctl, never from a launcher itself.
 PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
 TERMINATED = 15
 
 
 @contextlib.contextmanager
 def recorded_exit() -> Iterator[None]:
-    """Leave this process's exit code for `ssdctl launch`, if that is what started it."""
-    # Taken out of the environment, so that a process this one starts does not write in its name.
+    """Record this process's exit code for `ssdctl launch`, if that started it."""
+    # Removed from the environment, so that subprocesses do not record theirs.
     folder = os.environ.pop(EXITS_VARIABLE, None)
     try:
         yield
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if _record(folder, code) and code == ExitCode.STOPPED:
-            # To a launcher every code but 0 is a failure: it would end the ranks that are not
-            # through yet, and print a traceback. The launch reads what was recorded.
+            # A launcher treats every code but 0 as a failure: it would end the ranks that have not
+            # finished, and print a traceback. The launch reads the recorded code.
             raise SystemExit(0) from None
         raise
     except BaseException:
@@ -50,7 +50,7 @@ def recorded_exit() -> Iterator[None]:
 
 
 def _record(folder: str | None, code: int) -> bool:
-    """Write the exit code for the launch; return whether a launch asked for it."""
+    """Write the exit code for the launch; return whether a launch expects it."""
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
     if not folder or not rank or not rank.isdigit():
         return False
@@ -66,7 +66,7 @@ def _record(folder: str | None, code: int) -> bool:
 
 
 def read_exits(folder: Path) -> dict[int, int]:
-    """The exit codes that ranks left, by rank, the first to end first."""
+    """Return the recorded exit codes by rank, in the order in which the ranks ended."""
     with contextlib.suppress(OSError):
         written = [path for path in folder.iterdir() if path.name.isdigit()]
         written.sort(key=lambda path: path.stat().st_mtime_ns)
@@ -77,28 +77,28 @@ def read_exits(folder: Path) -> dict[int, int]:
 def job_exit_code(
     launcher_code: int, exits: list[int], *, num_ranks: int, stop_signal: int | None
 ) -> int:
-    """What the job came to.
+    """Return the exit code of the job.
 
     Args:
-        launcher_code: The launcher's, negative for a signal.
-        exits: The codes that ranks left, the first to end first.
-        num_ranks: How many could have left one.
-        stop_signal: The signal that asked the job to stop a short while ago; None otherwise.
+        launcher_code: The launcher's exit code, negative for a signal.
+        exits: The recorded codes of the ranks, in the order in which they ended.
+        num_ranks: The number of ranks that could record one.
+        stop_signal: The signal that was sent to the job shortly before; None if there was none.
     """
     if launcher_code == 0:
         return ExitCode.STOPPED if ExitCode.STOPPED in exits else 0
-    # A rank that lost another one says 8, perhaps before the other has said why it went.
-    for not_a_reason in ((0, ExitCode.STOPPED, ExitCode.DISTRIBUTED), (0, ExitCode.STOPPED)):
-        reasons = [code for code in exits if code not in not_a_reason]
+    # A rank that lost another one exits with 8, possibly before that one has recorded its code.
+    for consequences in ((0, ExitCode.STOPPED, ExitCode.DISTRIBUTED), (0, ExitCode.STOPPED)):
+        reasons = [code for code in exits if code not in consequences]
         if reasons:
             return reasons[0]
     if exits and len(exits) == num_ranks and set(exits) == {ExitCode.STOPPED}:
         return ExitCode.STOPPED
     if stop_signal is not None:
-        # Ranks that left no code died of the signal before Python had its handlers: nothing of
-        # theirs was there to save.
-        of_the_signal = {1, *(s for n in (stop_signal, TERMINATED) for s in (-n, 128 + n))}
-        if exits or launcher_code in of_the_signal:
+        # Ranks without a code were ended by the signal before Python had installed its handlers:
+        # they had nothing to save.
+        signal_codes = {1, *(s for n in (stop_signal, TERMINATED) for s in (-n, 128 + n))}
+        if exits or launcher_code in signal_codes:
             return ExitCode.STOPPED
     return launcher_code if launcher_code in PASSED_ON else ExitCode.DISTRIBUTED
 
@@ -106,12 +106,12 @@ def job_exit_code(
 def first_failure(
     exits: Mapping[int, int], num_ranks: int | None, lost: int | None = None
 ) -> tuple[list[int], str] | None:
-    """The ranks that a failed job owes to, and what became of them.
+    """Return the ranks that made a job fail, and a description of their failure.
 
     Args:
-        exits: The codes that ranks left, the first to end first.
-        num_ranks: How many there were; None where not all could leave a code here.
-        lost: The rank that was seen to end first without leaving a code.
+        exits: The recorded codes of the ranks, in the order in which they ended.
+        num_ranks: The number of ranks; None if not all could record a code here.
+        lost: The first rank that ended without recording a code.
     """
     silent = sorted(set(range(num_ranks or 0)) - set(exits))
     reasons = [
@@ -120,31 +120,31 @@ def first_failure(
     if reasons:
         return reasons[:1], f"failed first, with exit code {exits[reasons[0]]}"
     if lost is not None:
-        return [lost], "died or hung: no exit code was left"
+        return [lost], "died or hung: no exit code was recorded"
     if silent and exits:
-        return silent, "died or hung: no exit code was left"
+        return silent, "died or hung: no exit code was recorded"
     reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
     if reporting:
-        return reporting[:1], "was the first to miss another rank"
+        return reporting[:1], "was the first to report a lost rank"
     return None
 
 
-def described(exits: Mapping[int, int], num_ranks: int | None) -> str | None:
-    """`rank 3 failed first, ...`, or None where nothing is known."""
+def describe_failure(exits: Mapping[int, int], num_ranks: int | None) -> str | None:
+    """Return `rank 3 failed first, ...`, or None if no rank is known to have failed."""
     failure = first_failure(exits, num_ranks)
     if failure is None:
         return None
-    ranks, what = failure
-    return f"rank {', '.join(map(str, ranks))} {what}"
+    ranks, description = failure
+    return f"rank {', '.join(map(str, ranks))} {description}"
 
 
 def main(arguments: list[str]) -> int:
-    """The end of a batch script: the job's exit code; who failed goes to stderr."""
+    """Return the job's exit code at the end of a batch script; print the failed ranks to stderr."""
     folder, launcher_code, num_ranks = Path(arguments[0]), int(arguments[1]), int(arguments[2])
     exits = read_exits(folder)
     code = job_exit_code(launcher_code, list(exits.values()), num_ranks=num_ranks, stop_signal=None)
-    if code not in (0, ExitCode.STOPPED) and (words := described(exits, num_ranks)):
-        sys.stderr.write(f"error: {words}\n")
+    if code not in (0, ExitCode.STOPPED) and (text := describe_failure(exits, num_ranks)):
+        sys.stderr.write(f"error: {text}\n")
     return code
 
 

@@ -1,8 +1,8 @@
-"""The manifest of a Kubernetes job: an MPIJob (Kubeflow's operator) or, for one pod, a Job.
+"""Build the manifest of a Kubernetes job: an MPIJob (Kubeflow's operator) or, for one pod, a Job.
 
 An MPIJob has a launcher pod and one worker pod per node, all from one image and with the same
 volumes at the same paths. The launcher runs `ssdctl launch --launcher mpirun` on the host file that
-the operator writes, so what happens inside a cluster is what happens on one machine.
+the operator writes, so a cluster runs the same command as one machine.
 ssdctl is installed by an init container (pod_install.py), which keeps the image's torch. Workers
 count as ready when their sshd answers, and the launcher waits for that: no `sleep`.
 """
@@ -23,22 +23,22 @@ Manifest = dict[str, Any]
 ARGV = ("kubectl", "create", "-o", "name", "-f", "-")
 HOSTFILE = "/etc/mpi/hostfile"  # where the MPI operator mounts it
 INSTALLED = "/opt/ssdctl"
-# Keys are made where an image brings none; the folder is sshd's own demand. The mounted key is a
-# link into a secret, which sshd's StrictModes refuses.
+# Host keys are generated if the image has none; sshd requires the folder. The mounted key is a link
+# into a secret, which sshd's StrictModes refuses.
 SSHD = "ssh-keygen -A && mkdir -p /run/sshd && exec /usr/sbin/sshd -De -o StrictModes=no"
-# A worker that is deleted asks its ranks to save, which stops those of all workers, and waits.
+# A deleted worker signals its ranks to save, which stops those of all workers, and waits for them.
 WAIT_FOR_RANKS = (
     "pkill -USR1 -f '[-]m ssdctl train'; "
     "while pgrep -f '[-]m ssdctl' >/dev/null 2>&1; do sleep 1; done"
 )
-SAVE_S = 300  # the longest that a stop may take before Kubernetes kills
-NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # MPI's connections break in one
+SAVE_S = 300  # maximum duration of a stop before Kubernetes kills the pod
+NO_SIDECAR = {"sidecar.istio.io/inject": "false"}  # it breaks MPI's connections
 TPU_LABELS = ("cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology")
-WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that would come again
+WRONG_INPUT = [2, 3, 4, 5, 6, 7]  # exit codes that a restart cannot change
 
 
 def build(request: LaunchRequest) -> Manifest:
-    """The manifest.
+    """Return the manifest.
 
     Raises:
         UsageError: Something is missing, malformed, or would be lost with the pods.
@@ -50,13 +50,13 @@ def build(request: LaunchRequest) -> Manifest:
         )
     if config.install is None:
         raise UsageError(
-            "kubernetes.install is not set: nothing says how ssdctl gets into the pods",
-            hint="a wheel on one of kubernetes.volumes, a requirement, or `image` where it has it",
+            "kubernetes.install is not set: ssdctl must be installed in the pods",
+            hint="a wheel on one of kubernetes.volumes, a requirement, or `image` if it has one",
         )
     if request.device == "xla" and request.config.nodes > 1:
         raise UsageError(
-            "--tpus on several nodes: Kubernetes wants an Indexed Job with a headless Service for "
-            "that, which ssdctl does not write yet",
+            "--tpus on several nodes: Kubernetes needs an Indexed Job with a headless Service for "
+            "that, which ssdctl cannot write yet",
             hint="leave --nodes out, or run ssdctl launch --tpus on every host of the slice",
         )
     _check_written(request)
@@ -81,18 +81,18 @@ def warnings(request: LaunchRequest) -> tuple[str, ...]:
         return ("ranks are not bound to cores, whose number is unknown: give --cores-per-node N",)
     labels = pod_spec.pairs("node_selector", request.kubernetes.node_selector)
     if request.device == "xla" and (missing := [n for n in TPU_LABELS if n not in labels]):
-        words = "kubernetes.node_selector does not name"
-        return (f"{words} {' and '.join(missing)}: GKE starts no pod with TPUs without",)
+        setting = "kubernetes.node_selector"
+        return (f"{setting} does not name {' and '.join(missing)}: GKE needs it to start TPU pods",)
     return ()
 
 
 def is_mpi(request: LaunchRequest) -> bool:
-    """Whether the job needs the MPI operator: several pods, or HPUs, which mpirun starts."""
+    """Return whether the job needs the MPI operator: several pods, or HPUs, which mpirun starts."""
     return request.config.nodes > 1 or (request.device == "hpu" and request.count > 1)
 
 
 def _job(request: LaunchRequest) -> Manifest:
-    # A download or its like needs no more than a launcher does.
+    # Commands such as a download need no more resources than a launcher.
     has_devices = request.device != "cpu" or request.command[0] == "train"
     template = _pod(request, "main", _program(request), has_devices=has_devices)
     template["spec"]["restartPolicy"] = "Never"
@@ -103,7 +103,7 @@ def _job(request: LaunchRequest) -> Manifest:
     drained = [{"type": "DisruptionTarget", "status": "True"}]
     rules = [
         {"action": "FailJob", "onExitCodes": codes},
-        {"action": "Ignore", "onPodConditions": drained},  # no crash: it does not count as one
+        {"action": "Ignore", "onPodConditions": drained},  # not counted as a crash
     ]
     return {
         "backoffLimit": restarts,
@@ -128,7 +128,7 @@ def _mpi_job(request: LaunchRequest) -> Manifest:
         "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": config.restarts},
         "mpiReplicaSpecs": {
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher},
-            # The launcher waits for all workers: one that fails to install must try again.
+            # The launcher waits for all workers: a failed installation must be retried.
             "Worker": {
                 "replicas": config.nodes,
                 "restartPolicy": "OnFailure",
@@ -139,7 +139,7 @@ def _mpi_job(request: LaunchRequest) -> Manifest:
 
 
 def _program(request: LaunchRequest) -> list[str]:
-    """What the first pod runs: the command itself, or `ssdctl launch` of it for several ranks."""
+    """Return the command of the first pod; for several ranks it is wrapped in `ssdctl launch`."""
     python = request.kubernetes.python
     if request.kubernetes.install != "image":
         python = f"{INSTALLED}/bin/python"
@@ -147,29 +147,29 @@ def _program(request: LaunchRequest) -> list[str]:
     if request.count == 1:
         return [*start, *map(escape_k8s, request.command)]
     config = request.config
-    words = ["launch", f"{DEVICE_TYPES[request.device].count_option}={request.count}"]
+    arguments = ["launch", f"{DEVICE_TYPES[request.device].count_option}={request.count}"]
     if is_mpi(request):
-        words += ["--launcher=mpirun", f"--nodes={config.nodes}", f"--hostfile={HOSTFILE}"]
-        words += [f"--rank-by={config.rank_by}"]
-        # The launcher's own cores say nothing about the workers'.
+        arguments += ["--launcher=mpirun", f"--nodes={config.nodes}", f"--hostfile={HOSTFILE}"]
+        arguments += [f"--rank-by={config.rank_by}"]
+        # The launcher's number of cores is not that of the workers.
         bind_to = config.bind_to if config.cores_per_node else "none"
-        words += [f"--bind-to={bind_to}"]
+        arguments += [f"--bind-to={bind_to}"]
         names = [entry.partition("=")[0] for entry in request.kubernetes.env]
         if export_env := [*config.export_env, *names]:
-            words += [f"--export-env={','.join(export_env)}"]
+            arguments += [f"--export-env={','.join(export_env)}"]
     else:
-        words += ["--launcher=torchrun"]
+        arguments += ["--launcher=torchrun"]
     if config.cores_per_node:
-        words += [f"--cores-per-node={config.cores_per_node}"]
+        arguments += [f"--cores-per-node={config.cores_per_node}"]
     if config.devices_per_node:
-        words += [f"--devices-per-node={config.devices_per_node}"]
+        arguments += [f"--devices-per-node={config.devices_per_node}"]
     is_train = request.command[0] == "train"
     rest = request.command[1:] if is_train else ("--", *request.command)
-    return [*start, *words, *map(escape_k8s, rest)]
+    return [*start, *arguments, *map(escape_k8s, rest)]
 
 
 def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: bool) -> Manifest:
-    """A pod template of one container, with ssdctl installed by an init container."""
+    """Return a pod template of one container; an init container installs ssdctl."""
     config = request.kubernetes
     mounts, volumes = pod_spec.volumes(config)
     image = {"image": checked("image", str(config.image)), "imagePullPolicy": config.pull_policy}
@@ -183,7 +183,7 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
     }
     spec: Manifest = {"terminationGracePeriodSeconds": SAVE_S}
     if has_devices and request.count > 1 and not config.host_ipc:
-        # Container runtimes give 64 MB, less than the ranks' collectives ask for.
+        # The default of container runtimes, 64 MB, is too small for the ranks' collectives.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
         container["volumeMounts"] = [*mounts, {"name": "shm", "mountPath": "/dev/shm"}]
     else:
@@ -215,20 +215,20 @@ def _pod(request: LaunchRequest, name: str, command: list[str], *, has_devices: 
     if selector := pod_spec.pairs("node_selector", config.node_selector):
         spec["nodeSelector"] = selector
     if has_devices and (device := DEVICE_TYPES[request.device].kubernetes_resource):
-        # Clusters keep other pods off their devices by a taint of that name.
+        # Clusters reserve their device nodes with a taint of that name.
         spec["tolerations"] = [{"key": device, "operator": "Exists"}]
     labels = {"app": "ssdctl", **NO_SIDECAR}
     return {"metadata": {"labels": labels, "annotations": dict(NO_SIDECAR)}, "spec": spec}
 
 
 def _check_written(request: LaunchRequest) -> None:
-    """See that what the job writes outlives its pods."""
+    """Check that the job writes to a persistent volume."""
     option, folder = "--out", request.run_folder
     if request.command[0] == "download":
         option, folder = "--dest", _value(request.command, "--dest")
     elif request.command[0] != "train":
         folder = _value(request.command, "--out")
-        if folder is None:  # evaluate and its like print their answer
+        if folder is None:  # commands such as evaluate print their result
             return
     mounts, _ = pod_spec.volumes(request.kubernetes)
     writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
@@ -238,29 +238,29 @@ def _check_written(request: LaunchRequest) -> None:
     example = f"{writable[0]}/{posixpath.basename(path)}" if writable else "/runs/first"
     more = "" if writable else " and kubernetes.volumes=NAME_OF_A_CLAIM:/runs"
     raise UsageError(
-        f"{option} {folder or '(its default)'} is on no persistent volume: it would be lost "
-        "with the pods",
+        f"{option} {folder or '(its default)'} is not on a persistent volume and would be "
+        "deleted with the pods",
         hint=f"for example {option} {example}{more}",
     )
 
 
 def _check_resume(request: LaunchRequest) -> None:
-    """A pod that is started again runs the same command, and must go on with the run."""
+    """Check that a restarted pod, which runs the same command, resumes the run."""
     given = _value(request.command, "--resume") or request.settings.get("SSDCTL_TRAIN__RESUME")
     if request.config.restarts and given not in (None, "auto"):
         raise UsageError(
-            f"--resume {given} and --restarts exclude each other in pods, where the same command "
-            "is run again",
+            f"--resume {given} and --restarts exclude each other in pods, since a restart "
+            "runs the same command",
             hint="leave one of them out",
         )
 
 
 def _value(command: tuple[str, ...], option: str) -> str | None:
-    """The value of an option among a command's words, the last where it is given twice."""
-    found = None
+    """Return the last value of an option in a command."""
+    value = None
     for word, following in zip(command, [*command[1:], None], strict=True):
         if word == option:
-            found = following
+            value = following
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value

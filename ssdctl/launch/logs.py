@@ -1,7 +1,6 @@
-"""What each rank says: in RUN/logs/rank-N.log, and the first rank's where it always went.
+"""Write the output of each rank to RUN/logs/rank-N.log, and that of rank 0 to the terminal too.
 
-Only rank 0 writes to the terminal; if a rank fails, `ssdctl launch` shows
-the end of its log.
+If a rank fails, `ssdctl launch` prints the end of its log.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import IO, Any
 
 from ssdctl.files import no_follow
 
-SHOWN_LINES = 15
+MAX_LINES = 15
 HEADER = "--- rank "
 
 
 def start_rank_log(path: Path, rank: int) -> None:
-    """From now on this process's words go to its log, to the end of the process.
+    """Redirect the output of this process to its log until it ends.
 
-    Where the log cannot be written they stay on the terminal: a log is no reason to fail.
+    If the log cannot be written, the output stays on the terminal.
     """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,12 +34,12 @@ def start_rank_log(path: Path, rank: int) -> None:
             return
         sys.stdout.flush()
         sys.stderr.flush()
-        for number in (1, 2):  # the descriptors, so that libraries' words are caught too
+        for number in (1, 2):  # the descriptors, to include the output of libraries
             os.dup2(log.fileno(), number)
 
 
-def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
-    """The end of what the last process wrote into a log; nothing where there is none."""
+def last_lines(path: Path, count: int = MAX_LINES) -> list[str]:
+    """Return the last lines of the last process in a log; an empty list if there is none."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 20_000))
         lines = file.read().decode(errors="replace").splitlines()
@@ -50,7 +49,7 @@ def last_lines(path: Path, count: int = SHOWN_LINES) -> list[str]:
 
 
 class _Tee:
-    """A stream that also writes its lines to a file, except what redraws a terminal."""
+    """A stream that also writes its text to a file, except text that redraws a terminal."""
 
     def __init__(self, stream: IO[str], log: IO[str]) -> None:
         self._stream, self._log = stream, log

@@ -1,9 +1,9 @@
-"""The command line of Open MPI's mpirun, as Habana's guides write it for Gaudi.
+"""Build the command line of Open MPI's mpirun, following Habana's guides for Gaudi.
 
-Gaudi images up to release 1.22 bring Open MPI 4.1, later ones 5.0. Every option here is one that
-both accept (the tests run both), so a script written on a machine without mpirun runs on either.
-What differs: version 5 rejects `--rank-by core`, takes the arguments of ssh under another name,
-and starts rank 0 on the first host of the host file, where version 4 begins with its own.
+Gaudi images up to release 1.22 have Open MPI 4.1, later ones 5.0. Both accept every option that is
+used here (the tests run both), so a script written on a machine without mpirun runs with either.
+The differences: version 5 rejects `--rank-by core`, has another option for the arguments of ssh,
+and starts rank 0 on the first host of the host file; version 4 starts it on the launching host.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ssdctl.errors import UsageError
 from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 
-# On SIGTERM and SIGINT mpirun kills its ranks two seconds later, whatever they are saving. It
-# forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` reads it as "stop".
-# (On one node run.py asks the ranks itself.)
+# On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It
+# forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
+# (On one node run.py signals the ranks directly.)
 STOP_SIGNAL = signal.SIGUSR1
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
-# What ranks on other nodes need of this machine's environment: mpirun itself carries nothing over.
-CARRIED = re.compile(
+# Variables that ranks on other nodes need; mpirun does not export any by default.
+EXPORTED = re.compile(
     r"PYTHONPATH|LD_LIBRARY_PATH|LD_PRELOAD|OMP_NUM_THREADS|TORCH_HOME|XDG_CACHE_HOME|"
     r"GC_KERNEL_PATH|RDMAV_FORK_SAFE|(https?|no|HTTPS?|NO)_(proxy|PROXY)|"
     r"(SSDCTL|PT_HPU|HABANA|HCCL|NCCL|GLOO|TORCH|UCX|FI|RDMA)_[A-Za-z0-9_]+"
 )
-# The pods of a job are new each time: no host key is known, and sshd may need a moment.
+# The pods of a job are always new: their host keys are unknown, and sshd may not have started yet.
 POD_SSH = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o ConnectionAttempts=30"
 IN_AN_MPI_JOB = "K_MPI_JOB_ROLE"  # the MPI operator sets it in its pods
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """The command line, the variables it needs, and what the user must still say."""
+    """Return the command line, its variables, and what the user must still specify."""
     config, missing = request.config, None
     if config.rdzv_endpoint is not None:
         raise UsageError("--rdzv-endpoint is torchrun's; mpirun takes --hostfile")
@@ -47,14 +47,14 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     if root := request.environment.get("MPI_ROOT"):
         options += ["--prefix", root]
     if IN_AN_MPI_JOB in request.environment:
-        # As options: the operator sets a variable of its own, which wins over one of the manifest.
+        # As options: the operator's own variable overrides one of the manifest.
         is_new = request.open_mpi is not None and request.open_mpi >= 5
         options += ["--prtemca", "plm_ssh_args"] if is_new else ["--mca", "plm_rsh_args"]
         options += [POD_SSH]
     if config.hostfile is not None:
         _check_hosts(request)
-        inert = f"./{config.hostfile}" if config.hostfile.startswith("-") else config.hostfile
-        options += ["--hostfile", inert]
+        hostfile = f"./{config.hostfile}" if config.hostfile.startswith("-") else config.hostfile
+        options += ["--hostfile", hostfile]
 
     address, port = "127.0.0.1", str(request.free_port)
     if request.hosts:
@@ -68,11 +68,11 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     if config.nodes > 1:
         port = request.environment.get("MASTER_PORT", port)
     _check_address(address, port)
-    _check_carried(config.export_env)
+    _check_exported(config.export_env)
     options += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
     if config.nodes > 1 or request.hosts:
         present = {**request.environment, **request.settings}
-        for name in sorted(n for n in present if CARRIED.fullmatch(n) or n in config.export_env):
+        for name in sorted(n for n in present if EXPORTED.fullmatch(n) or n in config.export_env):
             options += ["-x", name]  # by name: mpirun takes the value from its own environment
 
     argv = ("mpirun", *options, request.python, "-m", "ssdctl", *request.command)
@@ -80,24 +80,24 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
 
 
 def warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """Return what depends on the version of Open MPI and was decided without the user."""
+    """Return what was assumed about the version of Open MPI and about the nodes."""
     config, version = request.config, request.open_mpi
-    found = []
+    texts = []
     if config.rank_by == "core" and version != 4:
         which = "an unknown version of Open MPI" if version is None else f"Open MPI {version}"
-        found.append(f"--rank-by core is not an option of {which}: ranks are ordered by slot")
+        texts.append(f"--rank-by core is not an option of {which}: ranks are ordered by slot")
     if version is None and len(request.hosts) > 1:
-        found.append(
+        texts.append(
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
-    is_elsewhere = request.is_written or version is None or _is_absent(request)
-    if is_elsewhere and config.cores_per_node is None and config.bind_to == "core":
-        found.append(
-            "cores are divided as on this machine, which need not be as on the nodes: give "
+    is_other_machine = request.is_written or version is None or _is_absent(request)
+    if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
+        texts.append(
+            "cores are divided as on this machine, and the nodes may have a different number: give "
             "--cores-per-node N"
         )
-    return tuple(found)
+    return tuple(texts)
 
 
 def _is_absent(request: LaunchRequest) -> bool:
@@ -108,7 +108,7 @@ def _is_absent(request: LaunchRequest) -> bool:
 def _first_rank(request: LaunchRequest) -> str:
     """Return the host of rank 0, by the name that the other hosts use.
 
-    Open MPI 4 begins with the launching host if the file lists it; version 5 with the first host.
+    Open MPI 4 starts at the launching host if the file lists it; version 5 at the first host.
     """
     listed = request.hosts[:1] if request.open_mpi != 4 else request.hosts
     own = next((host for host in listed if host in request.own_names), None)
@@ -124,11 +124,11 @@ def _placement(request: LaunchRequest, node: Node) -> list[str]:
     cores = config.cores_per_node or node.cores
     share = cores // (config.devices_per_node or ranks)
     if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
-        # A rank's cores lie in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.
+        # A rank's cores are in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.
         share = min(share, cores // node.sockets // -(-ranks // node.sockets))
     rank_by = ["--rank-by", config.rank_by if request.open_mpi == 4 else "slot"]
     has_cores = node.has_topology or config.cores_per_node is not None
-    if config.bind_to == "none" or not has_cores or share < 1:  # nothing to bind to
+    if config.bind_to == "none" or not has_cores or share < 1:  # there is nothing to bind to
         unit = "slot" if config.nodes == 1 else f"ppr:{ranks}:node"
         unbound = ["--bind-to", "none", "--map-by", f"{unit}:OVERSUBSCRIBE"]
         return [*unbound, *rank_by, *_shares(request, cores)]
@@ -160,7 +160,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     """Return the host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
 
     Raises:
-        UsageError: The file cannot be read, is empty, or holds what is not a host name.
+        UsageError: The file cannot be read, is empty, or contains an invalid host name.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -176,7 +176,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
             raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is not a host name")
         hosts[words[0]] = None
     if not hosts:
-        raise UsageError(f"--hostfile {path}: no host in it")
+        raise UsageError(f"--hostfile {path}: contains no host")
     return tuple(hosts)
 
 
@@ -195,7 +195,7 @@ def _check_address(address: str, port: str) -> None:
         raise UsageError(f"MASTER_PORT {port!r} is not a port")
 
 
-def _check_carried(names: tuple[str, ...]) -> None:
+def _check_exported(names: tuple[str, ...]) -> None:
     for name in names:
         if not VARIABLE.fullmatch(name):
             raise UsageError(f"--export-env {name!r} is not the name of a variable")

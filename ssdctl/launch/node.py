@@ -1,4 +1,4 @@
-"""What this machine has to share among ranks: physical cores and sockets, from sysfs."""
+"""Read the physical cores and sockets of this machine from sysfs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SYSFS = Path("/sys/devices/system/cpu")
 
 @dataclass(frozen=True)
 class Node:
-    """One machine. Hyper-threads of a core count once; some VMs do not say which are which."""
+    """One machine. The hyper-threads of a core count once, if the topology is known."""
 
     cores: int
     sockets: int
@@ -22,27 +22,27 @@ class Node:
 
 
 def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
-    """This machine, as far as this process may use it.
+    """Return the part of this machine that this process may use.
 
     Args:
         sysfs: The folder with `cpu0/topology/` and its siblings.
-        allowed: Logical CPUs that count; without it this process's affinity, which is what a
-            container was given and what mpirun sees.
+        allowed: Logical CPUs to count; None is this process's affinity, which mpirun and the
+            limits of containers follow.
     """
     if allowed is None:
         allowed = _allowed_cpus()
-    found, has_topology = set(), True
+    cores, has_topology = set(), True
     for cpu in allowed:
         topology = sysfs / f"cpu{cpu}" / "topology"
         try:
             socket = int((topology / "physical_package_id").read_text())
-            found.add((socket, int((topology / "core_id").read_text())))
+            cores.add((socket, int((topology / "core_id").read_text())))
         except (OSError, ValueError):  # a VM without topology: each CPU is a core of one socket
-            found.add((0, cpu))
+            cores.add((0, cpu))
             has_topology = False
-    sockets = len({socket for socket, _ in found})
+    sockets = len({socket for socket, _ in cores})
     has_numactl = shutil.which("numactl") is not None
-    return Node(max(1, len(found)), max(1, sockets), has_topology, has_numactl)
+    return Node(max(1, len(cores)), max(1, sockets), has_topology, has_numactl)
 
 
 def _allowed_cpus() -> Collection[int]:

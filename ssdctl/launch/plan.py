@@ -1,4 +1,4 @@
-"""Decide what to run: a request and a node in, a command line and its environment out. Pure.
+"""Turn a launch request and a node into a command line and its environment, without side effects.
 
 plan = make_plan(LaunchRequest(device="hpu", count=8, command=("train", "--bs=128"), ...), node)
 plan.argv, plan.environment
@@ -15,10 +15,10 @@ from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 
 def make_plan(request: LaunchRequest, node: Node) -> LaunchPlan:
-    """Decide what starts the ranks, and how.
+    """Return the plan of a launch: the launcher, its command line and its environment.
 
     Raises:
-        UsageError: The numbers do not fit, or a setting is missing or malformed.
+        UsageError: The numbers contradict each other, or a setting is missing or malformed.
     """
     _check(request)
     launcher, count, nodes = request.launcher, request.count, request.config.nodes
@@ -47,7 +47,7 @@ def make_plan(request: LaunchRequest, node: Node) -> LaunchPlan:
             launcher,
             request.ranks_per_node,
             nodes,
-            asks_ranks=True,
+            signals_ranks=True,
             missing=missing,
         )
     argv, environment, missing = mpirun.build(request, node)
@@ -59,7 +59,7 @@ def make_plan(request: LaunchRequest, node: Node) -> LaunchPlan:
         count,
         nodes if is_local else max(nodes, 2),
         stop_signal=signal.SIGTERM if is_local else mpirun.STOP_SIGNAL,
-        asks_ranks=is_local,
+        signals_ranks=is_local,
         repeats_stop=not is_local,
         missing=missing,
         warnings=mpirun.warnings(request),
@@ -80,7 +80,7 @@ def _check(request: LaunchRequest) -> None:
         )
     if config.devices_per_node is not None and config.devices_per_node < request.ranks_per_node:
         raise UsageError(
-            f"{request.ranks_per_node} devices a node are asked for, "
+            f"{request.ranks_per_node} devices per node are requested, "
             f"but --devices-per-node is {config.devices_per_node}"
         )
     values = [*request.command, *request.settings.values()]

@@ -1,11 +1,11 @@
-"""Install ssdctl next to an image's own packages, without replacing any of them.
+"""Install ssdctl in addition to an image's own packages, without replacing any of them.
 
     python3 pod_install.py FOLDER SOURCE
 
-makes a virtual environment in FOLDER that sees the packages of this interpreter, and installs
+creates a virtual environment in FOLDER that includes the packages of this interpreter, and installs
 SOURCE into it. torch and related packages are pinned to the image's versions:
-if SOURCE needs others, pip fails instead of replacing the vendor's. Runs as it is in a pod's first
-container, before ssdctl is there: it uses only the standard library.
+if SOURCE needs others, pip fails instead of replacing the vendor's. Runs in a pod's init
+container before ssdctl is installed: it uses only the standard library.
 """
 
 import re
@@ -22,8 +22,8 @@ KEPT = re.compile(r"(torch|numpy|triton|habana|nvidia|libtpu|jax)", re.IGNORECAS
 def main(folder: str, source: str) -> None:
     options = ["--system-site-packages", "--without-pip"]
     subprocess.run([sys.executable, "-m", "venv", *options, folder], check=True)
-    # Where this interpreter is one of a virtual environment itself, its packages count too.
-    # (sysconfig names this folder from Python 3.11 on; images still bring 3.10.)
+    # If this interpreter belongs to a virtual environment itself, its packages are included too.
+    # (sysconfig has this folder from Python 3.11 on; some images have 3.10.)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = Path(folder, "lib", version, "site-packages")
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
@@ -39,6 +39,6 @@ def main(folder: str, source: str) -> None:
 
 
 if __name__ == "__main__":
-    # A container's first process ignores SIGTERM without a handler, and would wait to be killed.
+    # Without a handler, a container's first process ignores SIGTERM until it is killed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Parts of a pod from the settings of the table `kubernetes`, each checked; and YAML."""
+"""Build parts of a pod from the checked settings of the table `kubernetes`; write YAML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ssdctl.launch.request import LaunchRequest
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 QUALIFIED = r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
 FORMS = {
-    "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # the pods' names are longer, and end at 63
+    "name": r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?",  # pod names add a suffix, and have at most 63
     "namespace": LABEL,
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
     "service_account": rf"{LABEL}(\.{LABEL})*",
@@ -25,12 +25,12 @@ FORMS = {
     "node_selector": rf"({QUALIFIED})=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?",
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
-# What no YAML reader takes for anything but text.
+# Text that every YAML reader parses as text.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 
 
 def checked(name: str, value: str) -> str:
-    """The value, once it is found to be of the form that Kubernetes takes there."""
+    """Return the value if Kubernetes accepts its form; raise UsageError otherwise."""
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
         raise UsageError(
             f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
@@ -39,26 +39,26 @@ def checked(name: str, value: str) -> str:
 
 
 def escape_k8s(text: str) -> str:
-    """Text that Kubernetes hands on as it is: it replaces $(NAME) in commands and variables."""
+    """Escape text, because Kubernetes expands $(NAME) in commands and variables."""
     return text.replace("$", "$$")
 
 
 def pairs(name: str, entries: tuple[str, ...]) -> dict[str, str]:
-    """`KEY=VALUE` entries of a setting."""
-    found = {}
+    """Return the `KEY=VALUE` entries of a setting as a dict."""
+    values = {}
     for entry in entries:
         key, _, value = checked(name, entry).partition("=")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def environment(config: KubernetesConfig) -> dict[str, str]:
-    """The variables of `kubernetes.env`."""
+    """Return the variables of `kubernetes.env`."""
     return pairs("env", config.env)
 
 
 def resources(request: LaunchRequest, *, has_devices: bool) -> dict[str, dict[str, str]]:
-    """What a container gets: its limits are its requests, as devices and huge pages demand."""
+    """Return a container's resources; requests equal limits, as devices and huge pages require."""
     config = request.kubernetes
     if not has_devices:
         amounts = pairs("launcher_resources", config.launcher_resources)
@@ -69,36 +69,36 @@ def resources(request: LaunchRequest, *, has_devices: bool) -> dict[str, dict[st
     return {"limits": amounts, "requests": dict(amounts)} if amounts else {}
 
 
-def without_devices(found: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """Return only CPU and memory of a container's resources, for one that runs before it.
+def without_devices(resources: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """Return only CPU and memory of a container's resources, for its init container.
 
-    Quotas and the Guaranteed class ask for both of every container.
+    Quotas and the Guaranteed class require both for every container.
     """
     kept = {
         part: {name: amount for name, amount in amounts.items() if name in ("cpu", "memory")}
-        for part, amounts in found.items()
+        for part, amounts in resources.items()
     }
     return {part: amounts for part, amounts in kept.items() if amounts}
 
 
-def request_little(found: dict[str, dict[str, str]]) -> None:
-    """Ask for a quarter of a core; the limit stays.
+def request_little(resources: dict[str, dict[str, str]]) -> None:
+    """Request a quarter of a core without changing the limit, in place.
 
-    mpirun waits for its ranks: cores kept for it may be more than workers leave on the nodes.
+    mpirun only waits for its ranks; reserved cores might not fit on the nodes of the workers.
     """
-    cpu = found.get("limits", {}).get("cpu", "")
+    cpu = resources.get("limits", {}).get("cpu", "")
     if re.fullmatch(r"\d+(\.\d+)?", cpu) and float(cpu) > 0.25:
-        found["requests"]["cpu"] = "250m"
+        resources["requests"]["cpu"] = "250m"
 
 
 def volumes(config: KubernetesConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The mounts and the volumes of `SOURCE:PATH[:ro]` entries.
+    """Return the mounts and the volumes of `SOURCE:PATH[:ro]` entries.
 
     Raises:
-        UsageError: An entry is of another form.
+        UsageError: An entry does not have this form.
     """
     mounts: list[dict[str, Any]] = []
-    found: list[dict[str, Any]] = []
+    volumes: list[dict[str, Any]] = []
     for number, entry in enumerate(config.volumes):
         source, _, rest = entry.partition(":")
         path, _, mode = rest.partition(":")
@@ -113,14 +113,14 @@ def volumes(config: KubernetesConfig) -> tuple[list[dict[str, Any]], list[dict[s
         else:
             claim = checked("claim", source)
             volume = {"persistentVolumeClaim": {"claimName": claim}}
-        found.append({"name": name, **volume})
+        volumes.append({"name": name, **volume})
         mount: dict[str, Any] = {"name": name, "mountPath": path}
         mounts.append({**mount, "readOnly": True} if mode == "ro" else mount)
-    return mounts, found
+    return mounts, volumes
 
 
 def to_yaml(document: dict[str, Any]) -> str:
-    """A document as YAML 1.1 and 1.2 both read it: what could be taken for a number is quoted."""
+    """Return a document as YAML for 1.1 and 1.2 readers; text that resembles a number is quoted."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

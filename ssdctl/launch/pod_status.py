@@ -1,5 +1,4 @@
-"""What Kubernetes says of a pod (an item of `kubectl get pods -o json`): what it waits for, how its
-containers ended."""
+"""Read the state of a pod from an item of `kubectl get pods -o json`."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ Pod = dict[str, Any]
 
 
 class Failure(NamedTuple):
-    """A container that runs before the pod's own and failed."""
+    """A failed init container."""
 
     container: str
     code: int
-    starts: int  # how often it was started so far
+    starts: int  # number of starts so far
 
 
 def name_of(pod: Pod) -> str:
@@ -28,7 +27,7 @@ def phase_of(pod: Pod) -> str:
 
 
 def installation_failure(pod: Pod) -> Failure | None:
-    """The first container that failed before the pod's own, and does not run again now."""
+    """Return the first failed init container that is not running again; None if there is none."""
     for status in pod["status"].get("initContainerStatuses", []):
         state = status.get("state", {})
         ends = [state.get("terminated")]
@@ -41,24 +40,24 @@ def installation_failure(pod: Pod) -> Failure | None:
 
 
 def waits_for(pod: Pod) -> str | None:
-    """Why a pod does not run: no node for it, an image that cannot be had, and the like."""
+    """Return why a pod does not run, such as no free node or no image; None if it runs."""
     status = pod["status"]
     if phase_of(pod) in ("Succeeded", "Failed"):
         return None
     for condition in status.get("conditions", []):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return _words(condition)
-    # What runs before the pod's own containers comes first: those only wait for it.
+            return _reason(condition)
+    # Init containers first: the other containers wait for them.
     for kind in ("initContainerStatuses", "containerStatuses"):
         for container in status.get(kind, []):
             waiting = container.get("state", {}).get("waiting")
             if waiting and waiting.get("reason") not in (None, "PodInitializing"):
-                return f"{container['name']}: {_words(waiting)}"
+                return f"{container['name']}: {_reason(waiting)}"
     return None
 
 
 def exit_code(pods: list[Pod]) -> int:
-    """The exit code of the last pod that ended."""
+    """Return the exit code of the last pod that ended."""
     for pod in reversed(pods):
         if installation_failure(pod):
             return ExitCode.DISTRIBUTED
@@ -69,7 +68,7 @@ def exit_code(pods: list[Pod]) -> int:
     return ExitCode.DISTRIBUTED
 
 
-def _words(found: dict[str, Any]) -> str:
-    """`REASON: MESSAGE`, on one line."""
-    said = [str(found[key]) for key in ("reason", "message") if found.get(key)]
-    return " ".join(": ".join(said).split())
+def _reason(state: dict[str, Any]) -> str:
+    """Return `REASON: MESSAGE` on one line."""
+    parts = [str(state[key]) for key in ("reason", "message") if state.get(key)]
+    return " ".join(": ".join(parts).split())

@@ -1,4 +1,4 @@
-"""Refuse before a job is queued what its ranks would refuse when they start."""
+"""Check a job's settings before it is queued, so that its ranks do not fail at the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ssdctl.launch.request import LaunchRequest
 
 
 def check_train(request: LaunchRequest, config: Config, precision_source: str) -> tuple[str, ...]:
-    """See that the ranks' devices can do what the settings of `train` ask for.
+    """Check that the ranks' devices support the settings of `train`.
 
     Args:
         request: The launch.
@@ -21,10 +21,10 @@ def check_train(request: LaunchRequest, config: Config, precision_source: str) -
         precision_source: Where `train.precision` came from, such as `preset nvidia-r50`.
 
     Returns:
-        Notices: what the ranks will replace.
+        Notices: the settings that the ranks will replace.
 
     Raises:
-        UsageError: They would refuse to start.
+        UsageError: The ranks would fail at the start.
     """
     device, wanted = DEVICE_TYPES[request.device], config.train.precision
     if config.train.sync_bn and not device.has_sync_bn:
@@ -35,18 +35,18 @@ def check_train(request: LaunchRequest, config: Config, precision_source: str) -
         return ()
     if precision_source.startswith("preset "):
         return (
-            f"{precision_source} trains in {wanted}, which device {device.name} lacks: its best "
-            "precision is used instead",
+            f"{precision_source} trains in {wanted}, which device {device.name} does not "
+            "support: its best precision is used instead",
         )
     flags = " or ".join(f"--{precision}" for precision in device.precisions)
     raise UsageError(f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}")
 
 
 def check_volumes(request: LaunchRequest, config: Config) -> None:
-    """See that the pods find the dataset and the weights on one of their volumes.
+    """Check that the dataset and the weights are on volumes of the pods.
 
     Raises:
-        UsageError: A path is on none of them.
+        UsageError: A path is not on any volume.
     """
     if request.command[0] != "train" or request.kubernetes.install == "image":
         return  # an image that has ssdctl may have the data too

@@ -1,4 +1,4 @@
-"""Find and end the descendants of this process, and no other processes."""
+"""Find and end the descendants of this process, and only those."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-GRACE_S = 2.0  # between asking orphans to end and killing them
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
 GIVE_UP_S = 30.0  # a process in uninterruptible sleep cannot be killed
 POLL_S = 0.1
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
@@ -20,7 +20,7 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 def end_processes(spared: Collection[int] = ()) -> None:
     """End every descendant of this process: SIGTERM, and SIGKILL `GRACE_S` later."""
     start = time.monotonic()
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while True:
         _reap(spared)
         left = [pid for pid in descendants(os.getpid()) if pid not in spared]
@@ -31,9 +31,9 @@ def end_processes(spared: Collection[int] = ()) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if waited > GRACE_S:
                     os.kill(pid, signal.SIGKILL)
-                elif pid not in asked:
+                elif pid not in signalled:
                     os.kill(pid, signal.SIGTERM)
-                    asked.add(pid)
+                    signalled.add(pid)
         time.sleep(POLL_S / 2)
 
 
@@ -47,10 +47,10 @@ def _reap(spared: Collection[int]) -> None:
 def descendants(root: int) -> list[int]:
     """Return the descendants of `root`, parents first."""
     parents = _parents()
-    found = [root]
-    for pid in found:  # grows while we walk
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
+    tree = [root]
+    for pid in tree:  # grows during the iteration
+        tree += [child for child, parent in parents.items() if parent == pid]
+    return tree[1:]
 
 
 def children(root: int) -> list[int]:
@@ -59,7 +59,7 @@ def children(root: int) -> list[int]:
 
 
 def direct_children(pid: int) -> list[int]:
-    """Return what the main thread of a process started; one read, for frequent polling."""
+    """Return the children of a process's main thread with one read, for frequent polling."""
     with contextlib.suppress(OSError):
         return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
@@ -75,15 +75,15 @@ def variable_of(pid: int, names: Collection[str]) -> str | None:
 
 
 def _parents() -> dict[int, int]:
-    found = {}
+    parents = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            # "PID (NAME) STATE PPID ...": the name may hold blanks and parentheses
-            found[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
-    return found
+        with contextlib.suppress(OSError):  # it ended in the meantime
+            # "PID (NAME) STATE PPID ...": the name may contain blanks and parentheses
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+    return parents
 
 
 def become_subreaper() -> None:
-    """Have orphaned descendants adopted by this process instead of init (Linux only)."""
+    """Make this process the parent of orphaned descendants, instead of init (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,8 +1,8 @@
 """torchrun without its traceback: `python -m ssdctl.launch.quiet_torchrun` for
 `python -m torch.distributed.run`.
 
-The rank that failed has said why, and `ssdctl launch` names it; torchrun would say the same again
-in thirty lines below, where the user looks first. What torchrun itself fails of is still shown.
+The failed rank has printed its error, and `ssdctl launch` names the rank; torchrun would repeat it
+in thirty lines at the end, where the user looks first. Its own errors are still printed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.run import main
 
 
 def run() -> None:
-    """torchrun's command line; exit 1 where a rank failed."""
+    """Run torchrun's command line; exit 1 if a rank failed."""
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
     try:
         main()

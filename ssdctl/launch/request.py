@@ -1,7 +1,7 @@
-"""What is asked of a launch, and the plan that answers it: data, without imports of the engines.
+"""The request of a launch and the plan for it; data without imports of the launchers.
 
-Everything that the user typed is one element of `argv`; no shell reads it, except for the text that
-`to_line` and `to_script` quote.
+Each argument of the user is one element of `argv`. No shell parses it, except the text of `to_line`
+and `to_script`, which is quoted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ssdctl.runtime.torch_compat import OLDEST
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What the user asked for.
+    """A launch as the user requested it.
 
     Attributes:
         device: `cpu`, `cuda`, `hpu` or `xla`.
@@ -28,20 +28,20 @@ class LaunchRequest:
         command: What follows `python -m ssdctl`.
         config: The settings of the table `launch`.
         python: The interpreter that runs the ranks.
-        environment: The caller's; some variables of it decide (OMP_NUM_THREADS, MPI_ROOT, ...).
-        settings: Variables that the ranks need besides (SSDCTL_EVALUATE__DEVICE).
-        hosts: The names in the host file, in its order.
+        environment: The caller's; some of its variables are read (OMP_NUM_THREADS, MPI_ROOT, ...).
+        settings: Additional variables for the ranks (SSDCTL_EVALUATE__DEVICE).
+        hosts: The names in the host file, in order.
         own_names: Names of this machine; the one that other machines use comes first.
         local_address: The address of this machine that leads to the rendezvous host; None if all
             ranks are on one machine, or if the plan is for other machines.
-        torch_version: Major and minor version of PyTorch, some of which have more options.
+        torch_version: Major and minor version of PyTorch; newer ones have more options.
         free_port: A free TCP port.
         open_mpi: The major version of Open MPI; None if it is unknown.
         slurm: The settings of the table `slurm`.
         kubernetes: The settings of the table `kubernetes`.
-        job_name: A name that no other job has, for Kubernetes.
-        run_folder: Where `train` writes.
-        is_written: The plan goes to a file (--write), to run on another machine perhaps.
+        job_name: A unique name, for Kubernetes.
+        run_folder: The run folder of `train`.
+        is_written: The plan is written to a file (--write), possibly for another machine.
     """
 
     device: str
@@ -65,7 +65,7 @@ class LaunchRequest:
 
     @property
     def launcher(self) -> str:
-        """What starts the ranks."""
+        """Return the program that starts the ranks."""
         config = self.config.launcher
         return DEVICE_TYPES[self.device].launcher if config == "auto" else str(config)
 
@@ -79,19 +79,19 @@ class LaunchPlan:
     """What to run on this machine.
 
     Attributes:
-        argv: The launcher's command line, to be run without a shell.
+        argv: The launcher's command line; it is run without a shell.
         environment: Variables to add to the caller's.
         launcher: `torchrun`, `mpirun`, `slurm` or `kubernetes`.
         num_ranks: Ranks that run on this machine, or report to it.
-        nodes: Machines; only on one can all ranks leave their exit code here.
-        stop_signal: What asks the launcher to let its ranks save and stop.
-        asks_ranks: Whether to ask the launcher's children instead, which are the ranks.
+        nodes: Machines; only if it is 1, all ranks record their exit codes here.
+        stop_signal: The signal that makes the launcher stop its ranks after they saved.
+        signals_ranks: Whether to signal the launcher's children, the ranks, instead.
         repeats_stop: Whether to send it again while ranks run: mpirun forwards it to the
             ranks it has started so far, so an early one can be lost.
-        missing: What the user must still give before this can run; None if it is complete.
-        text: What a batch engine reads from its input: a script or a manifest.
+        missing: What the user must still specify; None if the plan is complete.
+        text: Standard input of a batch engine: a script or a manifest.
         manifest: The same as data, for Kubernetes.
-        warnings: What the user should look at.
+        warnings: Messages for the user.
     """
 
     argv: tuple[str, ...]
@@ -100,7 +100,7 @@ class LaunchPlan:
     num_ranks: int
     nodes: int = 1
     stop_signal: signal.Signals = signal.SIGTERM
-    asks_ranks: bool = False
+    signals_ranks: bool = False
     repeats_stop: bool = False
     missing: str | None = None
     text: str | None = None
@@ -108,19 +108,19 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
 
     def to_line(self) -> str:
-        """The command as one can paste it into a shell."""
-        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*assigned, shlex.join(self.argv)])
+        """Return the command as one line for a shell."""
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*assignments, shlex.join(self.argv)])
 
     def to_log_line(self) -> str:
         """Return the command without secrets."""
-        assigned = [f"{name}={value}" for name, value in self.environment.items()]
-        words = [word.partition("=") for word in redact_arguments(assigned)]
+        assignments = [f"{name}={value}" for name, value in self.environment.items()]
+        words = [word.partition("=") for word in redact_arguments(assignments)]
         line = [f"{name}={shlex.quote(value)}" for name, _, value in words]
         return " ".join([*line, shlex.join(redact_arguments(self.argv))])
 
     def to_script(self) -> str:
-        """What `--write` writes: the command as a bash script, or what the batch engine reads."""
+        """Return the text for `--write`: a bash script, or the input of the batch engine."""
         if self.text is not None:
             return self.text
         exports = [f"export {n}={shlex.quote(value)}" for n, value in self.environment.items()]

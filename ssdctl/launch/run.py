@@ -1,9 +1,9 @@
-"""Run a plan: no shell, forwarded signals, no survivor.
+"""Run a plan without a shell; forward signals, and end all processes that remain.
 
     ssdctl launch  <- lifeline (a pipe) ->  guardian  ->  torchrun or mpirun  ->  ranks
 
-The guardian is a fork of this process in a session of its own. It adopts whatever loses its parent
-below it (PR_SET_CHILD_SUBREAPER), so it can end ranks after their launcher was killed. If `ssdctl
+The guardian is a fork of this process in a session of its own. It adopts orphaned descendants
+(PR_SET_CHILD_SUBREAPER), so it can end ranks after their launcher was killed. If `ssdctl
 launch` itself is killed, the lifeline closes and the guardian ends everything; if the guardian is
 killed, `ssdctl launch` adopts its processes and does the same. Only descendants are ever signalled;
 no process is looked up by name.
@@ -46,17 +46,17 @@ from ssdctl.launch.process_tree import (
 from ssdctl.launch.request import LaunchPlan
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchrun"
-ASK_AGAIN_S = 5.0
-EARLY_S = 20.0  # Python has its handlers by then; torchrun's patience ends at 30 s or later
-HANG_S = 20.0  # how long the other ranks may go on once one has failed
-# Another job's ranks, where this one is started from inside it.
-FOREIGN = {
+REPEAT_S = 5.0
+EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
+HANG_S = 20.0  # how long the other ranks may continue after one has failed
+# Rank variables of an outer job that this one is started from.
+OUTER_JOB_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"),
     *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
 
 
-LOST = "lost"  # a file among the exit codes: the rank that ended first without leaving one
+LOST = "lost"  # file next to the exit codes: the rank that ended first without one
 
 
 class JobOutcome(NamedTuple):
@@ -64,8 +64,8 @@ class JobOutcome(NamedTuple):
 
     Attributes:
         code: Its exit code.
-        exits: The codes that ranks of this machine left, the first to end first.
-        lost: The rank that was seen to end without leaving one.
+        exits: The recorded codes of this machine's ranks, in the order of their ends.
+        lost: The first rank that ended without recording one.
     """
 
     code: int
@@ -74,7 +74,7 @@ class JobOutcome(NamedTuple):
 
 
 def require_launcher(plan: LaunchPlan) -> None:
-    """See that this machine can run the plan.
+    """Check that this machine can run the plan.
 
     Raises:
         UsageError: The launcher is absent.
@@ -82,7 +82,7 @@ def require_launcher(plan: LaunchPlan) -> None:
     if plan.launcher == "mpirun" and shutil.which(plan.argv[0]) is None:
         raise UsageError(
             f"{plan.argv[0]} is not on PATH",
-            hint="install Open MPI (Debian: apt install openmpi-bin; Gaudi's images bring it), "
+            hint="install Open MPI (Debian: apt install openmpi-bin; Gaudi's images have it), "
             "or use --launcher torchrun",
         )
     if plan.launcher == "torchrun" and not _has_torchrun():
@@ -93,7 +93,7 @@ def require_launcher(plan: LaunchPlan) -> None:
 
 
 def _has_torchrun() -> bool:
-    spec = importlib.util.find_spec("torch")  # finds without importing, unlike torch.distributed
+    spec = importlib.util.find_spec("torch")  # does not import it, unlike torch.distributed
     places = (spec.submodule_search_locations if spec else None) or []
     return any(Path(place, "distributed", "run.py").is_file() for place in places)
 
@@ -108,28 +108,28 @@ def free_port() -> int:
 def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     """Run the plan to its end (see exit_codes.py for its code).
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGHUP ask the job to save and stop; a second SIGINT ends it.
+    SIGTERM, SIGINT, SIGUSR1 and SIGHUP make the job save and stop; a second SIGINT ends it.
 
     Args:
-        plan: Of `make_plan`, with nothing missing.
-        stdout_to_stderr: Keep this process's stdout for the caller's own output.
+        plan: A complete plan of `make_plan`.
+        stdout_to_stderr: Redirect the job's stdout, so that stdout has only the caller's output.
     """
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
         signals.append(signal.SIGHUP)
     exits = Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
-    environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
+    environment = {k: v for k, v in os.environ.items() if k not in OUTER_JOB_VARIABLES}
     environment |= {**plan.environment, EXITS_VARIABLE: str(exits)}
 
-    not_ours = set(descendants(os.getpid()))  # of the shell that `exec`ed us
+    inherited = set(descendants(os.getpid()))  # children of a shell that `exec`ed this process
     become_subreaper()
     sys.stdout.flush()
     sys.stderr.flush()
-    lifeline, held = os.pipe()
+    lifeline, write_end = os.pipe()
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     guardian = os.fork()
     if guardian == 0:
-        os.close(held)
+        os.close(write_end)
         stdout = 2 if stdout_to_stderr else None
         os._exit(_guarded(plan, environment, lifeline, signals, stdout))
     os.close(lifeline)
@@ -137,15 +137,15 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     try:
         _, status = os.waitpid(guardian, 0)
-        end_processes(not_ours)
-        left, lost = read_exits(exits), _read_lost(exits)
+        end_processes(inherited)
+        codes, lost = read_exits(exits), _read_lost(exits)
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-        os.close(held)
+        os.close(write_end)
         shutil.rmtree(exits, ignore_errors=True)
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED
-    return JobOutcome(code, left, lost)
+    return JobOutcome(code, codes, lost)
 
 
 def _read_lost(exits: Path) -> int | None:
@@ -172,12 +172,12 @@ def _guarded(
     """Run as the guardian; never raise, since the fork must not continue its parent's work."""
     try:
         os.setsid()  # a terminal's Ctrl-C must reach the ranks once, through `ssdctl launch`
-        asked: list[int] = []
+        received: list[int] = []
         for number in signals:
-            signal.signal(number, lambda n, _: asked.append(n))
+            signal.signal(number, lambda n, _: received.append(n))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
         become_subreaper()
-        return _guard(plan, environment, lifeline, asked, stdout)
+        return _guard(plan, environment, lifeline, received, stdout)
     except OSError as error:  # the launcher cannot be started
         os.write(2, f"error: {plan.argv[0]}: {error.strerror}\n".encode())
         return UsageError.exit_code
@@ -190,7 +190,7 @@ def _guard(
     plan: LaunchPlan,
     environment: Mapping[str, str],
     lifeline: int,
-    asked: list[int],
+    received: list[int],
     stdout: int | None,
 ) -> int:
     launcher = subprocess.Popen(
@@ -205,19 +205,19 @@ def _guard(
     interrupted = abandoned = hung = False
     failed_at: float | None = None
     while launcher.poll() is None and not (interrupted or abandoned or hung):
-        if asked:
-            stop.ask(asked[0])
+        if received:
+            stop.request(received[0])
         if failed_at is None and any(
             c not in (0, ExitCode.STOPPED) for c in read_exits(exits).values()
         ):
             failed_at = time.monotonic()
         hung = failed_at is not None and time.monotonic() - failed_at > HANG_S
-        interrupted = asked.count(signal.SIGINT) > 1
+        interrupted = received.count(signal.SIGINT) > 1
         if plan.launcher == "mpirun":
             watch.poll()
         abandoned = bool(select.select([lifeline], [], [], POLL_S)[0])
     early = stop.is_early()
-    launcher_code = launcher.returncode  # None where the launcher is among those to end
+    launcher_code = launcher.returncode  # None if the launcher is still running
     end_processes()
     if abandoned:
         shutil.rmtree(exits, ignore_errors=True)
@@ -227,19 +227,19 @@ def _guard(
         ExitCode.DISTRIBUTED if launcher_code is None else launcher_code,
         list(read_exits(exits).values()),
         num_ranks=plan.num_ranks,
-        stop_signal=asked[0] if early else None,
+        stop_signal=received[0] if early else None,
     )
 
 
 def _without_traceback(argv: Sequence[str]) -> list[str]:
-    """The command with torchrun's module replaced by the quiet one (quiet_torchrun.py)."""
+    """Return the command with torchrun's module replaced by quiet_torchrun.py."""
     if list(argv[1:3]) == ["-m", TORCHRUN]:
         return [argv[0], "-m", QUIET_TORCHRUN, *argv[3:]]
     return list(argv)
 
 
 class _RankWatch:
-    """Record which rank of this machine ends first without leaving an exit code.
+    """Record which rank of this machine ends first without an exit code.
 
     Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
     """
@@ -265,11 +265,11 @@ class _RankWatch:
 
 
 class _Stop:
-    """Asking a job to save and stop.
+    """Signal a job to save and stop.
 
-    The ranks of one machine are asked themselves: torchrun and mpirun, asked to end, would print a
-    traceback or kill them two seconds later. Before there are ranks the launcher may go. On several
-    nodes mpirun forwards the signal, to the ranks it has started so far: so it is repeated.
+    The ranks of one machine are signalled directly, because torchrun would print a traceback, and
+    mpirun would kill them two seconds later. Before there are ranks the launcher is signalled. On
+    several nodes mpirun forwards the signal to the ranks it has started so far: so it is repeated.
     """
 
     def __init__(self, plan: LaunchPlan, launcher: subprocess.Popen[bytes]) -> None:
@@ -277,22 +277,22 @@ class _Stop:
         self.signalled: set[int] = set()
         self.began_at = self.last_at = 0.0
 
-    def ask(self, number: int) -> None:
+    def request(self, number: int) -> None:
         now = time.monotonic()
         self.began_at = self.began_at or now
-        ranks = children(self.launcher.pid) if self.plan.asks_ranks else []
+        ranks = children(self.launcher.pid) if self.plan.signals_ranks else []
         for pid in set(ranks) - self.signalled:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM if number == signal.SIGHUP else number)
             self.signalled.add(pid)
-        is_time = not self.last_at or (self.plan.repeats_stop and now > self.last_at + ASK_AGAIN_S)
+        is_time = not self.last_at or (self.plan.repeats_stop and now > self.last_at + REPEAT_S)
         if not self.signalled and is_time:
             self.last_at = now
             self.launcher.send_signal(self.plan.stop_signal)
 
     def is_early(self) -> bool:
-        """Return whether a rank that ends now without an exit code died of the signal itself.
+        """Return whether a rank that ends now without an exit code was ended by the signal.
 
-        Long after it was asked, it was killed while it saved.
+        Later it would have been killed while it saved.
         """
         return bool(self.began_at) and time.monotonic() - self.began_at < EARLY_S

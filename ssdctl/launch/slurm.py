@@ -1,8 +1,8 @@
-"""The batch script of Slurm's sbatch: one task per device, started by srun.
+"""Build the batch script of Slurm's sbatch: one task per device, started by srun.
 
 Before the time limit Slurm sends the tasks SIGUSR1; they save and exit 75, the script queues the
-job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell reads: so each
-is checked for its form. What the user typed is quoted in the script's body.
+job again, and the next run resumes. Options are in `#SBATCH` lines, which no shell parses: so the
+form of each is checked. Arguments of the user are quoted in the script's body.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FORMS = {
     "options": r"--[a-z][a-z-]*(=" + WORD + ")?",
     "srun_options": r"--[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?",  # quoted, unlike sbatch's
 }
-# Options of the user that decide about hardware threads; Slurm refuses --hint next to them.
+# Options of the user that control hardware threads; Slurm refuses --hint together with them.
 THREAD_OPTIONS = ("--hint", "--threads-per-core", "--ntasks-per-core", "--cpu-bind")
-START_S = 60  # imports and first reads, before which no signal is of use
+START_S = 60  # imports and first reads; a signal before that saves nothing
 FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 HEAD = 'scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1'
 BODY = """\
@@ -56,13 +56,15 @@ fi
 
 
 def build(request: LaunchRequest, node: Node) -> str:
-    """The script.
+    """Return the script.
 
     Raises:
-        UsageError: A setting holds what Slurm would read as something else.
+        UsageError: A setting has a form that Slurm would misread.
     """
     if request.device == "xla":
-        raise UsageError("Slurm has no TPUs", hint="leave --launcher out: torchrun starts them")
+        raise UsageError(
+            "--launcher slurm does not support TPUs", hint="omit --launcher: torchrun starts them"
+        )
     ranks, config = request.ranks_per_node, request.config
     _check_time(request.slurm)
     cores = max(1, (config.cores_per_node or node.cores) // (config.devices_per_node or ranks))
@@ -100,25 +102,25 @@ def build(request: LaunchRequest, node: Node) -> str:
 
 
 def warnings(request: LaunchRequest) -> tuple[str, ...]:
-    """Return what may differ between the nodes and this machine."""
+    """Return warnings about assumptions on the nodes."""
     if request.config.cores_per_node is not None:
         return ()
-    fact = "--cpus-per-task counts the cores of this machine, which need not be those of the nodes"
-    return (f"{fact}: give --cores-per-node N",)
+    text = "--cpus-per-task is based on this machine's cores, and the nodes may have another number"
+    return (f"{text}: give --cores-per-node N",)
 
 
 def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
     slurm = request.slurm
-    usual = DEVICE_TYPES[request.device].slurm_gres or "none"
-    gres = usual if slurm.gres is None else slurm.gres
-    found = {
+    default = DEVICE_TYPES[request.device].slurm_gres or "none"
+    gres = default if slurm.gres is None else slurm.gres
+    values = {
         "job-name": _checked("job_name", slurm.job_name),
         "nodes": str(request.config.nodes),
         "ntasks": str(request.count),
         "ntasks-per-node": str(ranks),
         "cpus-per-task": str(cores),
         # Without it --cpus-per-task counts hardware threads on nodes with SMT: half the cores.
-        "hint": None if _decides_threads(slurm) else "nomultithread",
+        "hint": None if _controls_threads(slurm) else "nomultithread",
         "gres": None if gres == "none" else f"{_checked('gres', gres)}:{ranks}",
         "mem": _checked("memory", slurm.memory),
         "partition": _checked("partition", slurm.partition),
@@ -129,32 +131,32 @@ def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
         "signal": f"USR1@{slurm.signal_before}",
         "open-mode": "append",
     }
-    options = [f"--{name}={value}" for name, value in found.items() if value is not None]
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options.append("--requeue" if slurm.requeue else "--no-requeue")
     return [*options, *(str(_checked("options", option)) for option in slurm.options)]
 
 
-def _decides_threads(slurm: SlurmConfig) -> bool:
-    """Return whether the user's own options say how hardware threads are used."""
+def _controls_threads(slurm: SlurmConfig) -> bool:
+    """Return whether the user's options control hardware threads."""
     given = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
     return any(option in THREAD_OPTIONS for option in given)
 
 
 def _check_time(slurm: SlurmConfig) -> None:
-    """Refuse a time limit at which a job would stop before it trains, and be queued for ever."""
+    """Refuse a time limit that ends a job before it trains: it would be queued again and again."""
     if slurm.time is None or not slurm.requeue:
         return
-    seconds, least = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
-    if seconds <= least:
+    seconds, minimum = _seconds(str(_checked("time", slurm.time))), slurm.signal_before + START_S
+    if seconds <= minimum:
         raise UsageError(
-            f"slurm.time: {slurm.time} is {seconds} s, and slurm.signal_before asks the ranks to "
-            f"stop {slurm.signal_before} s before its end: nothing would be trained",
-            hint=f"give at least {least // 60 + 1} minutes, or a smaller slurm.signal_before",
+            f"slurm.time: {slurm.time} is {seconds} s, and slurm.signal_before stops the ranks "
+            f"{slurm.signal_before} s before its end: nothing would be trained",
+            hint=f"give at least {minimum // 60 + 1} minutes, or a smaller slurm.signal_before",
         )
 
 
 def _seconds(time: str) -> int:
-    """Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    """Return the seconds of Slurm's M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:

@@ -1,4 +1,4 @@
-"""The command line of torchrun: `python -m torch.distributed.run`, for GPUs, CPUs and TPUs."""
+"""Build the command line of torchrun (torch.distributed.run) for GPUs, CPUs and TPUs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.runtime.torch_compat import NUMA_BINDING
 
-# How long torchrun waits for ranks that were asked to stop; its own 30 s can cut a save short.
+# How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 
 
 def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
-    """Return the command line, the variables it needs, and what the user must still give."""
+    """Return the command line, its variables, and what the user must still specify."""
     config, ranks = request.config, request.ranks_per_node
     missing = None
     if config.nodes == 1:
         if config.hostfile or config.rdzv_endpoint:
             raise UsageError("--hostfile and --rdzv-endpoint are for several nodes: give --nodes")
-        # A rendezvous on a port that the kernel picks, so two jobs on a host cannot clash; and at
-        # the loopback, because the machine's own name leads nowhere on some.
-        where = ["--standalone", "--local-addr=127.0.0.1"]
+        # The kernel chooses the rendezvous port, so two jobs on a host cannot conflict; the
+        # loopback is used because some machines cannot resolve their own name.
+        rendezvous = ["--standalone", "--local-addr=127.0.0.1"]
     else:
         endpoint = rendezvous_endpoint(request)
         if endpoint.startswith(f"{PLACEHOLDER}:"):
             missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
-        where = [
+        rendezvous = [
             f"--nnodes={config.nodes}",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint}",
@@ -38,9 +38,9 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         ]
         if request.local_address is not None:
             # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
-            where.append(f"--local-addr={request.local_address}")
+            rendezvous.append(f"--local-addr={request.local_address}")
     if request.device == "cuda" and _binds_to_numa_nodes(request, node):
-        where.append("--numa-binding=node")
+        rendezvous.append("--numa-binding=node")
     cores = config.cores_per_node or node.cores
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
@@ -51,14 +51,14 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     environment = {k: v for k, v in defaults.items() if k not in request.environment}
     argv = (
         request.python,
-        *("-m", "torch.distributed.run", *where, f"--nproc-per-node={ranks}"),
+        *("-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={ranks}"),
         *("-m", "ssdctl", *map(_escaped, request.command)),
     )
     return argv, {**request.settings, **environment}, missing
 
 
 def _escaped(argument: str) -> str:
-    """torchrun runs every argument through `string.Template`, for its ${local_rank}."""
+    """Escape an argument: torchrun expands ${local_rank} in it with `string.Template`."""
     if Template(argument).safe_substitute(local_rank="0") == argument:
         return argument
     return argument.replace("$", "$$")
@@ -72,10 +72,10 @@ def _binds_to_numa_nodes(request: LaunchRequest, node: Node) -> bool:
 
 
 def rendezvous_endpoint(request: LaunchRequest) -> str:
-    """Return HOST:PORT at which torchrun's nodes find each other.
+    """Return the HOST:PORT of torchrun's rendezvous.
 
     Raises:
-        UsageError: The user's is not of that form.
+        UsageError: The user's endpoint does not have this form.
     """
     if request.config.rdzv_endpoint is not None:
         endpoint = request.config.rdzv_endpoint

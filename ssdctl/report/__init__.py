@@ -1,1 +1,1 @@
-"""Pages and pictures about runs: the report, evaluations, the preview. Torch-free in parts."""
+"""Pictures with boxes and the report page."""

@@ -1,6 +1,6 @@
-"""What a run folder tells: metrics, config, environment, checkpoints, its best evaluation.
+"""Read a run folder: metrics, config, environment, checkpoints, its best evaluation.
 
-A folder that `evaluate --report` wrote holds an evaluation alone and is read all the same.
+A folder of `evaluate --report` contains only an evaluation; it is read too.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def read_run(path: Path) -> RunData:
     """Read a run folder.
 
     Raises:
-        UsageError: It is none.
+        UsageError: It is not a run folder.
         DataError: One of its files is broken.
     """
     run = RunDir(path)
@@ -155,7 +155,7 @@ def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
 
 
 def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
-    """What prepare dropped or mended in a dataset: split, what, how often. Empty where unknown."""
+    """Return what prepare dropped or repaired: split, kind, count. Empty if it is unknown."""
     try:
         report = json.loads((store / "report.json").read_text(encoding="utf-8"))
         return [

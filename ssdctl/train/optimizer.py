@@ -1,4 +1,4 @@
-"""SGD or AdamW as the device has them fastest, and how one is told to leave a step out."""
+"""Build the device's fastest SGD or AdamW, and skip steps without waiting for the device."""
 
 from __future__ import annotations
 

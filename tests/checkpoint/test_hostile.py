@@ -19,7 +19,7 @@ from ssdctl.checkpoint.reader import (
     read_payload,
     with_classes,
 )
-from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.shapes import generate
@@ -130,8 +130,8 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("numbers", [{"iteration": 10**400}, {"epoch": float("nan")}])
 def test_numbers_of_third_party_files(numbers: dict[str, Any], tmp_path: Path) -> None:
-    state = to_peer(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
-    with pytest.raises(IntegrityError, match="no number"):
+    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    with pytest.raises(IntegrityError, match="not a number"):
         read_checkpoint(save({"model": state, **numbers}, tmp_path))
 
 

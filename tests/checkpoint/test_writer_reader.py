@@ -23,7 +23,7 @@ from ssdctl.checkpoint.reader import (
     read_checkpoint,
     same_classes,
 )
-from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
@@ -109,15 +109,15 @@ def test_a_payload_with_a_part_amiss_is_an_integrity_error(
 def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(payload, path)
-    with pytest.raises(IntegrityError, match="no checkpoint that this version"):
+    with pytest.raises(IntegrityError, match="not a checkpoint that this version"):
         read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"model.layer1.0.weight": "a word"}, "its weights are no tensors"),
-        ({"model.layer1.0.weight": torch.zeros(64, 3, 7, 7)}, "no SSD300 on a ResNet"),
+        ({"model.layer1.0.weight": "a word"}, "its weights are not tensors"),
+        ({"model.layer1.0.weight": torch.zeros(64, 3, 7, 7)}, "not an SSD300 on a ResNet"),
     ],
 )
 def test_what_only_looks_like_a_peers_file(
@@ -132,9 +132,9 @@ def test_what_only_looks_like_a_peers_file(
 @pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
 def test_a_peers_file_with_nonsense_for_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "peer.pt"
-    state = to_peer(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
     torch.save({"model": state, **changes}, path)
-    with pytest.raises(IntegrityError, match="no number"):
+    with pytest.raises(IntegrityError, match="is not a number"):
         read_checkpoint(path)
 
 
@@ -224,7 +224,7 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
 
 
 def test_peers_file_from_before_zip_is_read(tmp_path: Path) -> None:
-    state = to_peer(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
+    state = to_third_party(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
     path = tmp_path / "epoch_1.pt"
     torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
     read = read_checkpoint(path)

@@ -247,7 +247,7 @@ def test_misshaped_folders_say_what_is_expected(tmp_path: Path) -> None:
 
 
 class TestChanges:
-    """What is the same is left alone; what changed is done anew, and training says what."""
+    """Unchanged parts are kept, changed ones are repeated, and training reports which."""
 
     def test_an_image_changed(self, dataset: Path, tmp_path: Path) -> None:
         store, image = tmp_path / "store", dataset / "train2017/000000000002.jpg"
@@ -292,13 +292,13 @@ class TestChanges:
         self, dataset: Path, tmp_path: Path
     ) -> None:
         store = tmp_path / "store"
-        for wish in ({"pack": True}, {"pack": True, "shrink": 310}, {"pack": False}):
-            prepare(dataset, store, **wish)  # type: ignore[arg-type]
-            assert prepare(dataset, store, **wish).unchanged  # type: ignore[arg-type]
+        for options in ({"pack": True}, {"pack": True, "shrink": 310}, {"pack": False}):
+            prepare(dataset, store, **options)  # type: ignore[arg-type]
+            assert prepare(dataset, store, **options).unchanged  # type: ignore[arg-type]
             index = pa.ipc.open_file(str(store / "index-train.arrow")).read_all()
             assert index.num_rows == 24
             shards = {p.name for p in store.glob("images-*")}
-            assert len(shards) == (2 if wish["pack"] else 0)
+            assert len(shards) == (2 if options["pack"] else 0)
         assert sorted(p.name for p in store.iterdir()) == [
             ".lock", "index-train.arrow", "index-val.arrow", "report.json",
         ]  # fmt: skip
@@ -552,7 +552,7 @@ def as_corners(bbox: list[float], image: dict[str, Any]) -> list[float]:
         (as_fractions, "fractions of the image"),
         (as_corners, "if bbox were left, top, right, bottom"),
         (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, yet no speck
-        (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, yet nobody's fraction
+        (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
         (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped, yet no corners
     ],
 )

@@ -30,7 +30,7 @@ def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "iteration": 7500,
         "optimizer": {},
         "scheduler": {},
-        "model": third_party.to_peer(state, "nvidia"),
+        "model": third_party.to_third_party(state, "nvidia"),
     }
     path = tmp_path_factory.mktemp("nvidia") / "nvidia_ssdpyt_amp_200703.pt"
     torch.save(payload, path)

@@ -71,8 +71,8 @@ def test_the_script_goes_in_and_the_id_comes_out(says: Say, tmp_path: Path) -> N
     says([(0, "4711;north\n", "")])
     assert batch.submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text
-    assert batch.how_to_end("4711", SLURM) == "scancel 4711"
-    assert batch.how_to_end("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+    assert batch.end_command("4711", SLURM) == "scancel 4711"
+    assert batch.end_command("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
 
 
 def test_a_refusal_is_told_in_the_engines_words(says: Say) -> None:

@@ -284,7 +284,7 @@ def test_tpus_take_one_host_and_labels(cli: Cli) -> None:
         (("download", "--dest=/runs/../tmp"), {}, "persistent volume"),
         (("predict", "--out", "/tmp/x"), {}, "persistent volume"),
         (("train",), {"image": None}, "kubernetes.image"),
-        (("train",), {"install": None}, "how ssdctl gets"),
+        (("train",), {"install": None}, "kubernetes.install is not set"),
         (("train",), {"volumes": ("runs",)}, "SOURCE:/PATH"),
         (("train",), {"volumes": ("runs:/runs", "a:/b/../c")}, "SOURCE:/PATH"),
         (("train",), {"resources": ("cpu=a lot",)}, "kubernetes.resources"),

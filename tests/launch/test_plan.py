@@ -343,7 +343,7 @@ def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
 
 def test_empty_and_absent_host_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts").touch()
-    with pytest.raises(UsageError, match="no host in it"):
+    with pytest.raises(UsageError, match="contains no host"):
         read_hosts(tmp_path / "hosts")
     with pytest.raises(UsageError, match="cannot be read"):
         read_hosts(tmp_path / "absent")

@@ -23,7 +23,7 @@ import pytest
 from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.exit_codes import EXITS_VARIABLE, described, job_exit_code
+from ssdctl.launch.exit_codes import EXITS_VARIABLE, describe_failure, job_exit_code
 from ssdctl.launch.logs import last_lines, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import make_plan
@@ -307,36 +307,36 @@ def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
     ("exits", "num_ranks", "words"),
     [
         ({1: 8, 0: 3}, 2, "rank 0 failed first, with exit code 3"),
-        ({0: 8, 2: 8}, 3, "rank 1 died or hung: no exit code was left"),
-        ({0: 8}, None, "rank 0 was the first to miss another rank"),
+        ({0: 8, 2: 8}, 3, "rank 1 died or hung: no exit code was recorded"),
+        ({0: 8}, None, "rank 0 was the first to report a lost rank"),
         ({}, 2, None),
         ({0: 0, 1: 0}, 2, None),
     ],
 )
 def test_who_failed(exits: dict[int, int], num_ranks: int | None, words: str | None) -> None:
-    assert described(exits, num_ranks) == words
+    assert describe_failure(exits, num_ranks) == words
 
 
 def test_logs_of_ranks(tmp_path: Path) -> None:
-    """The first rank is heard too; what redraws a terminal is not written down."""
+    """Rank 0 also writes to the terminal; text that redraws a terminal is not logged."""
     code = (
         "import os, sys\nfrom pathlib import Path\n"
         "from ssdctl.launch.logs import start_rank_log\n"
         "start_rank_log(Path(f'rank-{sys.argv[1]}.log'), int(sys.argv[1]))\n"
         "sys.stderr.write('\\r10%')\nprint('step 1', file=sys.stderr)\n"
-        "os.write(2, b'a library speaks\\n')\n"
+        "os.write(2, b'text of a library\\n')\n"
     )
-    heard = []
+    printed = []
     for rank in ("0", "1", "1"):
         argv = [sys.executable, "-c", code, rank]
         done = subprocess.run(argv, cwd=tmp_path, capture_output=True, check=True)
-        heard.append(done.stderr)
-    assert heard == [b"\r10%step 1\na library speaks\n", b"", b""]
+        printed.append(done.stderr)
+    assert printed == [b"\r10%step 1\ntext of a library\n", b"", b""]
     assert last_lines(tmp_path / "rank-0.log") == ["step 1"]
-    whole = (tmp_path / "rank-1.log").read_text()
-    assert whole.count("--- rank 1, process") == 2
-    assert "a library speaks\n" in whole
-    assert last_lines((tmp_path / "rank-1.log"), count=1)[0].endswith(("speaks", "step 1"))
+    content = (tmp_path / "rank-1.log").read_text()
+    assert content.count("--- rank 1, process") == 2
+    assert "text of a library\n" in content
+    assert last_lines((tmp_path / "rank-1.log"), count=1)[0].endswith(("library", "step 1"))
     assert last_lines(tmp_path / "rank-7.log") == []
 
 

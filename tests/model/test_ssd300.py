@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ssdctl.checkpoint.third_party import backbone_of, from_peer, peer_of, to_peer
+from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_of, to_third_party
 from ssdctl.model.resnet import BUILDERS
 from ssdctl.model.ssd300 import SSD300, feature_channels
 
@@ -126,7 +126,7 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
     image = torch.randn(1, 3, 300, 300, dtype=torch.float64)
     with torch.inference_mode():
         actual = model(image)
-        expected = reference.Network(to_peer(model.state_dict(), peer), peer)(image)
+        expected = reference.Network(to_third_party(model.state_dict(), peer), peer)(image)
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.std() > 1e-3  # not a dead network
         assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
@@ -136,7 +136,7 @@ def test_equal_to_the_functional_network_in_training() -> None:
     """With the batch's statistics."""
     model = with_lively_weights("resnet18", "batch").train()
     images = torch.randn(2, 3, 300, 300, dtype=torch.float64)
-    state = {k: v.clone() for k, v in to_peer(model.state_dict(), "nvidia").items()}
+    state = {k: v.clone() for k, v in to_third_party(model.state_dict(), "nvidia").items()}
     with torch.inference_mode():
         actual = model(images)
         expected = reference.Network(state, "nvidia", training=True)(images)
@@ -166,10 +166,10 @@ def test_outputs_lie_as_the_default_boxes_do() -> None:
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
 def test_names_are_the_peers(backbone: str, peer: str) -> None:
-    theirs = to_peer(on_meta(backbone, NORM[peer]).state_dict(), peer)
+    theirs = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
     assert set(theirs) == peers_names(backbone, peer)
-    assert peer_of({"model": theirs}) == peer
-    assert backbone_of(from_peer(theirs, peer)) == backbone
+    assert source_of({"model": theirs}) == peer
+    assert backbone_of(from_third_party(theirs, peer)) == backbone
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
@@ -177,9 +177,9 @@ def test_names_are_the_peers(backbone: str, peer: str) -> None:
 def test_peers_round_trip_is_exact(peer: str, prefix: str) -> None:
     torch.manual_seed(1)
     ours = SSD300("resnet18", 4, NORM[peer]).state_dict()
-    theirs = {prefix + name: tensor for name, tensor in to_peer(ours, peer).items()}
-    assert peer_of({"model": theirs}) == peer
-    back = from_peer(theirs, peer)
+    theirs = {prefix + name: tensor for name, tensor in to_third_party(ours, peer).items()}
+    assert source_of({"model": theirs}) == peer
+    back = from_third_party(theirs, peer)
     assert list(back) == list(ours)
     assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
     SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
@@ -196,7 +196,7 @@ def test_the_backbone_follows_from_the_names(backbone: str) -> None:
 
 
 def test_what_is_no_peers_checkpoint() -> None:
-    assert peer_of(None) is None
-    assert peer_of({"state": 1}) is None
-    assert peer_of({"model": [1]}) is None
-    assert peer_of({"model": on_meta("resnet18", "none").state_dict()}) is None
+    assert source_of(None) is None
+    assert source_of({"state": 1}) is None
+    assert source_of({"model": [1]}) is None
+    assert source_of({"model": on_meta("resnet18", "none").state_dict()}) is None

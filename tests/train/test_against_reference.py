@@ -21,7 +21,7 @@ from conftest import TINY_RUN, Result
 from PIL import Image
 from torch import Tensor
 
-from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
 from ssdctl.config.resolve import Override
 from ssdctl.data.prepare import open_dataset
@@ -156,7 +156,7 @@ def test_loss_and_six_steps_equal_the_reference(
 ) -> None:
     torch.manual_seed(1)
     model = SSD300(backbone, NUM_CLASSES, "none" if layout == "mlperf" else "batch")
-    state = to_peer({k: v.clone() for k, v in model.state_dict().items()}, layout)
+    state = to_third_party({k: v.clone() for k, v in model.state_dict().items()}, layout)
     preset = "mlperf-r34" if layout == "mlperf" else "nvidia-r50"
     overrides = [
         Override("train.preset", preset, "test"),
@@ -197,7 +197,7 @@ def test_peers_checkpoint_evaluates_as_the_naive_decode(
     model = SSD300("resnet18", NUM_CLASSES, "none" if layout == "mlperf" else "batch")
     for head in model.class_heads:
         torch.nn.init.normal_(head.weight, std=0.02)
-    state = to_peer(model.state_dict(), layout)
+    state = to_third_party(model.state_dict(), layout)
     classes = ["ball", "brick", "cone", "star", "ring"]
     payload: dict[str, Any] = {
         "model": {prefix + name: tensor for name, tensor in state.items()},
@@ -245,7 +245,7 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
     names = [f"class {i}" for i in range(1, 81)]
     names[10], names[70] = "cone", "ball"
     payload = {
-        "model": to_peer(model.state_dict(), "mlperf"),
+        "model": to_third_party(model.state_dict(), "mlperf"),
         "label_map": {0: "background", **dict(enumerate(names, start=1))},
     }
     path, run = tmp_path / "peer.pt", tmp_path / "run"
@@ -280,7 +280,7 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
 
 
 def test_peer_with_a_broken_network_is_refused(tmp_path: Path, cli: Callable[..., Result]) -> None:
-    state = to_peer(SSD300("resnet18", 6, "none").state_dict(), "mlperf")
+    state = to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")
     path = tmp_path / "peer.pt"
     for spoil, words in (
         (lambda s: s.pop("loc.2.bias"), "missing box_heads.2.bias"),

@@ -59,9 +59,9 @@ def test_images_that_go_bad_in_a_run_are_replaced_and_named(
     run = tmp_path / "run"
     result = cli("train", "--data", dataset, "--out", run, "--steps", 13, *OPTIONS)  # one epoch
     assert result.code == 0, result.err
-    told = events(run, "bad_image")
-    assert {event["image_id"] for event in told} == set(bad)
-    for event in told:
+    reported = events(run, "bad_image")
+    assert {event["image_id"] for event in reported} == set(bad)
+    for event in reported:
         assert event["file"].endswith(f"{event['image_id']:012d}.jpg")
         assert "truncated" in event["problem"]
         assert event["replaced_by"] not in bad
@@ -101,10 +101,10 @@ def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path)
     assert process.returncode == 3, words
     assert "images could not be trained on, more than 10" in words
     lost = set(split.image_ids[split.trainable[:12]].tolist())
-    told = events(run, "bad_image")
-    assert len({event["image_id"] for event in told}) == len(told) > 10
-    assert {event["image_id"] for event in told} <= lost
-    assert not lost & {event["replaced_by"] for event in told}
+    reported = events(run, "bad_image")
+    assert len({event["image_id"] for event in reported}) == len(reported) > 10
+    assert {event["image_id"] for event in reported} <= lost
+    assert not lost & {event["replaced_by"] for event in reported}
 
 
 def test_fake_data_needs_no_dataset(tmp_path: Path, cli: Cli) -> None:

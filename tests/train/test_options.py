@@ -104,7 +104,7 @@ def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pace = ThroughputMeter(global_batch=8)
     pace.start()
-    told = []
+    results = []
     for _ in range(8):
         with pace.waiting():
             now[0] += 0.5
@@ -115,7 +115,7 @@ def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch)
         lap = pace.lap()
         assert lap.images_per_second == pytest.approx(8)
         assert lap.data_wait == pytest.approx(0.5)
-        told.append(pace.is_input_bound())
-    assert told == [False] * 4 + [True] + [False] * 3
+        results.append(pace.is_input_bound())
+    assert results == [False] * 4 + [True] + [False] * 3
     assert pace.images_per_second == pytest.approx(8)
     assert pace.data_wait == pytest.approx(0.5)

@@ -13,7 +13,7 @@ import torch
 from conftest import TINY_RUN, Result
 
 from ssdctl.checkpoint.reader import read_checkpoint
-from ssdctl.checkpoint.third_party import to_peer
+from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -90,14 +90,16 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
     assert result.code == 0, result.err
     assert not list(run.rglob("*.tmp"))
-    assert "step-00000009.pt: no checkpoint, or a damaged one" in " ".join(result.err.split())
+    assert "step-00000009.pt: not a checkpoint, or a damaged one" in " ".join(result.err.split())
     assert (run / "checkpoints/step-00000009.pt.retired").is_file()
     assert steps(run) == [1, 2, 3, 4]
 
 
 def test_a_peers_checkpoint_is_no_run_to_go_on_with(shapes: Path, cli: Cli, tmp_path: Path) -> None:
     peer = tmp_path / "peer.pt"
-    torch.save({"model": to_peer(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer)
+    torch.save(
+        {"model": to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer
+    )
     train = ["train", "--data", shapes, "--out", tmp_path / "new", *OPTIONS, "--steps", 1]
     result = cli(*train, "--resume", peer)
     assert result.code == 2
@@ -128,7 +130,9 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
     assert steps(run) == [1, 2, 3]
 
 
-def test_another_global_batch_is_refused_or_counted_anew(run: Path, shapes: Path, cli: Cli) -> None:
+def test_another_global_batch_is_refused_or_counted_again(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 3, "--accumulate", 2]
     result = cli(*train)
     assert result.code == 2

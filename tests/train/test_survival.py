@@ -200,7 +200,7 @@ def in_small_disk(
 
 @pytest.mark.full_network  # checkpoints that fill the disk
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
-    """The write fails beside training; the next step says so, and the older checkpoint is whole."""
+    """The write fails during training; the next step raises it, and the older checkpoint is intact."""
     place = tmp_path / "disk"
     place.mkdir()
     if not is_mountable(place):

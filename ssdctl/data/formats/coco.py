@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.errors import DataError
+from ssdctl.files import refuse_utf16
 
 MAX_NAMED = 5  # offenders named in a message
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -187,9 +188,13 @@ def decode(content: bytes, kind: type[T]) -> T:
     Raises:
         msgspec.DecodeError, UnicodeDecodeError: It is not JSON, or not of that type.
     """
+    refuse_utf16(content)
     start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
     with _without_gc():
-        return msgspec.json.decode(memoryview(content)[start:], type=kind)
+        try:
+            return msgspec.json.decode(memoryview(content)[start:], type=kind)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deeply") from None
 
 
 def _not_coco(path: Path, error: Exception) -> DataError:

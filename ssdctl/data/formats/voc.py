@@ -21,7 +21,7 @@ from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.formats.xml_reader import has_root, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name
+from ssdctl.files import is_plain_name, read_text
 
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
 IMAGES = ("JPEGImages", "images", "Images", "imgs", "img")
@@ -120,7 +120,7 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
 def _stems(path: Path) -> list[str]:
     """The first word of each line: lists of one class have a flag behind it."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     # CVAT puts names with spaces in quotes.

@@ -22,6 +22,7 @@ from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_spl
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
+from ssdctl.files import read_text
 
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 USUAL = {
@@ -91,7 +92,7 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
             if path.stat().st_size > MOST_YAML_BYTES:
                 raise DataError(f"{path}: too large for a description of a dataset")
             # Every value stays text: a class may have the name `no`.
-            content = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+            content = yaml.load(read_text(path), Loader=yaml.BaseLoader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
@@ -187,7 +188,7 @@ def _tail(text: str) -> PurePosixPath:
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     images, absent = [], []
@@ -250,9 +251,9 @@ def _label_file(root: Path, image: Path) -> Path:
         if parts[i] == "images":
             parts[i] = "labels"
             return root.joinpath(*parts).with_suffix(".txt")
-    beside = image.with_suffix(".txt")
+    adjacent = image.with_suffix(".txt")
     in_labels = root.joinpath("labels", *parts).with_suffix(".txt")
-    return beside if beside.is_file() or not in_labels.is_file() else in_labels
+    return adjacent if adjacent.is_file() or not in_labels.is_file() else in_labels
 
 
 def _boxes(
@@ -260,7 +261,7 @@ def _boxes(
 ) -> list[LabeledBox]:
     """The boxes of a label file; the same line twice counts once."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     boxes = []

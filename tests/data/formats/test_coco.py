@@ -1,4 +1,4 @@
-"""Annotations are untrusted: what is refused, dropped or mended."""
+"""Annotations are untrusted: what is refused, dropped or repaired."""
 
 from __future__ import annotations
 
