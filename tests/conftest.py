@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -70,6 +70,17 @@ def run_cli(*arguments: object) -> Result:
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape what UTF-8 cannot encode in captured output: xdist's workers send it as UTF-8."""
+    report = yield
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode())
+        for title, text in report.sections
+    ]
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
