@@ -373,7 +373,8 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
 
 def test_benchmark_commands(cli: Cli) -> None:
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
-    assert figures["images_per_second"] > figures["images_per_second_full"] > 0
+    assert figures["images_per_second"] > 0
+    assert figures["images_per_second_full"] > 0
     for stage in ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms"):
         assert figures[stage] > 0
 

@@ -142,7 +142,7 @@ def test_a_job_that_the_engine_has_forgotten(
 
 
 def test_a_controller_that_stays_away(says: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(batch, "UNREACHABLE_S", 0.05)
     says([(1, "", "connection refused")])
     with pytest.raises(DistributedError, match="scontrol does not answer: connection refused"):
         batch.follow("1", SLURM, print)

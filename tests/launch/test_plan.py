@@ -258,7 +258,7 @@ def test_a_host_still_to_be_said(device: str) -> None:
         ("hpu", 9, {"nodes": 2}, "do not divide"),
         ("hpu", 8, {"devices_per_node": 4}, "--devices-per-node"),
         ("xla", 8, {"launcher": "mpirun"}, "torchrun's variables"),
-        ("xla", 8, {"launcher": "slurm"}, "no TPUs"),
+        ("xla", 8, {"launcher": "slurm"}, "TPUs"),
         ("cuda", 8, {"launcher": "kubernetes"}, "kubernetes.image"),
         (
             "hpu",
