@@ -34,11 +34,11 @@ def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     best = EarlyStopping(None, 0.5, None)
-    assert best.take(0.3)
+    assert best.update(0.3)
     assert best.reason_to_end() is None
-    assert best.take(0.5)
+    assert best.update(0.5)
     assert "--target-ap" in str(best.reason_to_end())
-    assert not best.take(0.4)
+    assert not best.update(0.4)
 
 
 def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cli: Cli) -> None:
