@@ -106,7 +106,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Keep config files and variables of the machine out of every test."""
     for name in list(os.environ):
-        if name.startswith(MACHINE_PREFIXES) or name in MACHINE_VARIABLES:
+        # SLURM_CONF is where the fixture of the Slurm tests says which daemons it started.
+        is_machines = name.startswith(MACHINE_PREFIXES) and name != "SLURM_CONF"
+        if is_machines or name in MACHINE_VARIABLES:
             monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.chdir(tmp_path)
