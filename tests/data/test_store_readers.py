@@ -40,7 +40,9 @@ def test_pyarrow(document: dict[str, Any]) -> None:
         expected[names[entry["category_id"]]] += 1
     variables = run_example("pyarrow")
     assert variables["counts"] == expected
-    documented = [line.split("`")[1] for line in PAGE.read_text().splitlines() if "| list of" in line]
+    documented = [
+        line.split("`")[1] for line in PAGE.read_text().splitlines() if "| list of" in line
+    ]
     assert set(documented) <= set(variables["table"].column_names)
 
 
