@@ -4,8 +4,11 @@
 
 Five classes (their category ids have gaps, as COCO's do), objects of 10 to 50% of the picture's
 shorter side at many aspect ratios and angles, overlaps, a few crowds and empty pictures. Each
-class leans to a hue of its own, but not always. Every picture is a function of (seed, split,
-index) alone.
+class has a typical hue, which most of its objects have. Every picture is a function of only
+(style, seed, split, index).
+
+There are two styles, to measure fine-tuning: `solid` (above) and `hatched` (other classes, of which
+one has the same name; striped objects of any hue on dark pictures).
 """
 
 from __future__ import annotations
@@ -36,6 +39,15 @@ class ShapeClass(NamedTuple):
     hue: float
 
 
+class Style(NamedTuple):
+    """The classes of a dataset, and how its pictures are drawn."""
+
+    classes: tuple[ShapeClass, ...]
+    background_value: tuple[float, float]  # brightness, 0 to 1
+    stray_hue_share: float  # objects of any hue
+    stripes: float  # contrast of the stripes on an object, 0 to 1
+
+
 CLASSES = (
     ShapeClass(1, "ball", 0.00),
     ShapeClass(2, "brick", 0.10),
@@ -43,10 +55,19 @@ CLASSES = (
     ShapeClass(7, "star", 0.62),
     ShapeClass(8, "ring", 0.82),
 )
+HATCHED_CLASSES = (
+    ShapeClass(1, "diamond", 0.0),
+    ShapeClass(2, "cross", 0.0),
+    ShapeClass(3, "moon", 0.0),
+    ShapeClass(4, "star", 0.0),
+)
+STYLES = {
+    "solid": Style(CLASSES, (0.25, 0.9), stray_hue_share=0.15, stripes=0.0),
+    "hatched": Style(HATCHED_CLASSES, (0.05, 0.4), stray_hue_share=1.0, stripes=0.5),
+}
 SIZES = ((400, 300), (300, 400), (360, 360), (448, 320))  # width, height
 EMPTY_SHARE = 0.03  # pictures without an object
 CROWD_SHARE = 0.05  # pictures with a crowd
-STRAY_HUE_SHARE = 0.15  # objects of any hue
 JPEG_QUALITY = 90
 
 
@@ -68,17 +89,19 @@ def generate(
     num_train: int,
     num_val: int,
     seed: int = 0,
+    style: str = "solid",
     progress: Progress | None = None,
 ) -> None:
     """Write the dataset to `dest`: images, annotations of both splits.
 
-    The annotation files come last, so a killed generation leaves no dataset that looks whole.
+    The annotation files come last, so that an interrupted generation leaves no incomplete dataset.
 
     Args:
         dest: The dataset folder; COCO's layout is made below it.
         num_train: Pictures to train on.
         num_val: Pictures to evaluate on, drawn from other random numbers.
         seed: The same seed gives the same bytes (with the same numpy and Pillow).
+        style: A name of `STYLES`.
         progress: Wraps the iteration, as `tqdm` does (`total=`, `label=`, `unit=`).
 
     Raises:
@@ -91,7 +114,7 @@ def generate(
         def draw(
             index: int, split: str = split, folder: Path = folder, names: list[str] = names
         ) -> tuple[int, int, list[Box]]:
-            picture, boxes = draw_picture(seed, split, index)
+            picture, boxes = draw_picture(seed, split, index, style)
             path = folder / names[index]
             # Published by the annotations, so there is no fsync for each.
             with disk_errors(folder, "writing"), open(path, "wb", opener=no_follow) as file:
@@ -102,34 +125,37 @@ def generate(
             drawn: Iterable[tuple[int, int, list[Box]]] = pool.map(draw, range(count))
             if progress is not None:
                 drawn = progress(drawn, total=count, label=f"drawing {split}", unit="img")
-            document = _document(names, list(drawn))
+            document = _document(names, list(drawn), STYLES[style].classes)
         write_bytes(
             dest / "annotations" / f"instances_{split}2017.json", msgspec.json.encode(document)
         )
 
 
-def draw_picture(seed: int, split: str, index: int) -> tuple[NDArray[np.uint8], list[Box]]:
+def draw_picture(
+    seed: int, split: str, index: int, style_name: str = "solid"
+) -> tuple[NDArray[np.uint8], list[Box]]:
     """Draw one picture (height x width x 3); return it and its objects, those behind first."""
+    style = STYLES[style_name]
     rng = np.random.default_rng([seed, {"train": 0, "val": 1}[split], index])
     width, height = SIZES[rng.integers(len(SIZES))]
-    canvas = _background(rng, width, height)
+    canvas = _background(rng, width, height, style)
     boxes: list[Box] = []
     if rng.random() >= EMPTY_SHARE:
         if rng.random() < CROWD_SHARE:
-            boxes.append(_draw_crowd(rng, canvas))
+            boxes.append(_draw_crowd(rng, canvas, style))
         short = min(width, height)
         for _ in range(rng.integers(3, 11)):
             size = short * math.exp(rng.uniform(math.log(0.1), math.log(0.5)))
-            box = _draw_object(rng, canvas, size, boxes)
+            box = _draw_object(rng, canvas, size, boxes, style)
             if box is not None:
                 boxes.append(box)
     canvas += 4 * rng.standard_normal(canvas.shape, dtype=np.float32)  # the sensor's noise
     return canvas.clip(0, 255).astype(np.uint8), boxes
 
 
-def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
+def _background(rng: np.random.Generator, width: int, height: int, style: Style) -> Pixels:
     """Draw clouds of two muted colours with stripes or checks over them."""
-    ends = _rgb(rng.random(2), rng.uniform(0.05, 0.35, 2), rng.uniform(0.25, 0.9, 2))
+    ends = _rgb(rng.random(2), rng.uniform(0.05, 0.35, 2), rng.uniform(*style.background_value, 2))
     cells = rng.integers(3, 12)
     noise = Image.fromarray(rng.random((cells, cells), dtype=np.float32))
     clouds = np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC))[..., None]
@@ -145,11 +171,11 @@ def _background(rng: np.random.Generator, width: int, height: int) -> Pixels:
 
 
 def _draw_object(
-    rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box]
+    rng: np.random.Generator, canvas: Pixels, size: float, others: list[Box], style: Style
 ) -> Box | None:
     """Draw one object of about `size` pixels that does not cover another one too much."""
     height, width, _ = canvas.shape
-    kind = CLASSES[rng.integers(len(CLASSES))]
+    kind = style.classes[rng.integers(len(style.classes))]
     stretch = math.exp(rng.uniform(-0.7, 0.7)) if kind.name != "star" else 1.0
     half_w, half_h = size / 2 * math.sqrt(stretch), size / 2 / math.sqrt(stretch)
     angle = rng.uniform(0, 2 * math.pi) if kind.name in ("star", "cone") else rng.normal(0, 0.15)
@@ -174,21 +200,23 @@ def _draw_object(
             break
     else:
         return None
-    hue = rng.random() if rng.random() < STRAY_HUE_SHARE else kind.hue + rng.normal(0, 0.04)
+    hue = rng.random() if rng.random() < style.stray_hue_share else kind.hue + rng.normal(0, 0.04)
     colour = _rgb(np.array([hue]), rng.uniform(0.55, 1.0, 1), rng.uniform(0.45, 1.0, 1))[0]
     light = rng.uniform(0, 2 * math.pi)
     shade = 1 + 0.25 * (u * math.cos(light) + v * math.sin(light))
+    if style.stripes:
+        shade *= 1 - style.stripes * (np.sin(4 * math.pi * (u + v)) > 0)
     region = canvas[top : top + box.height, left : left + box.width]
     region += alpha[..., None] * (colour * shade[..., None] - region)
     return box
 
 
-def _draw_crowd(rng: np.random.Generator, canvas: Pixels) -> Box:
+def _draw_crowd(rng: np.random.Generator, canvas: Pixels, style: Style) -> Box:
     """Draw a swarm too dense to label one by one: one box around it, marked as a crowd."""
     height, width, _ = canvas.shape
     side_w, side_h = int(rng.integers(60, width // 3)), int(rng.integers(50, height // 3))
     left, top = int(rng.integers(0, width - side_w)), int(rng.integers(0, height - side_h))
-    kind = CLASSES[rng.integers(len(CLASSES))]
+    kind = style.classes[rng.integers(len(style.classes))]
     y, x = np.mgrid[:side_h, :side_w].astype(np.float32)
     region = canvas[top : top + side_h, left : left + side_w]
     for _ in range(side_w * side_h // 120):
@@ -210,6 +238,13 @@ def _outline(name: str, u: Pixels, v: Pixels) -> Pixels:
         return 1 - np.maximum(np.abs(u), np.abs(v))
     if name == "ring":
         return 0.25 - np.abs(radius - 0.75)
+    if name == "diamond":
+        return 1 - np.abs(u) - np.abs(v)
+    if name == "cross":
+        bars = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
+        return np.minimum(0.35 - bars[0], 1 - bars[1])
+    if name == "moon":  # a disc without another disc
+        return np.minimum(1 - radius, np.hypot(u - 0.55, v) - 0.75)
     if name == "cone":  # a triangle: apex at (0, -1), base at v = 1
         return np.minimum(1 - v, (1 + v) * 0.45 - np.abs(u) * 0.9)
     edge = 0.72 + 0.28 * np.cos(5 * np.arctan2(v, u))  # a star of five soft points
@@ -237,7 +272,11 @@ def _jpeg(picture: NDArray[np.uint8]) -> bytes:
     return buffer.getvalue()
 
 
-def _document(names: list[str], drawn: list[tuple[int, int, list[Box]]]) -> dict[str, Any]:
+def _document(
+    names: list[str],
+    drawn: list[tuple[int, int, list[Box]]],
+    classes: tuple[ShapeClass, ...],
+) -> dict[str, Any]:
     """Return the annotation file of a split, in COCO's format."""
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -258,5 +297,5 @@ def _document(names: list[str], drawn: list[tuple[int, int, list[Box]]]) -> dict
         "info": {"description": "ssdctl's embedded shapes dataset"},
         "images": images,
         "annotations": annotations,
-        "categories": [{"id": c.category_id, "name": c.name} for c in CLASSES],
+        "categories": [{"id": c.category_id, "name": c.name} for c in classes],
     }
