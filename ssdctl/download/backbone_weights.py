@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, no_report
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
@@ -53,7 +54,7 @@ def fetch_weights(
     *,
     mirror: str | None = None,
     connections: int = DEFAULT_CONNECTIONS,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
@@ -76,7 +77,7 @@ def fetch_weights(
             folder,
             mirror=mirror,
             connections=connections,
-            patience=patience,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:
