@@ -111,6 +111,8 @@ def describe(record: dict[str, Any]) -> str:
     position = f"step {record['step']}  epoch {record['epoch']:.2f}"
     if record["kind"] == "eval":
         scores = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
+        if "loss" in record:
+            scores += f"  validation loss {record['loss']:.3f}"
         return f"{position}  {scores}"
     if record["kind"] == "epoch":
         return (

@@ -93,6 +93,7 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.prepare import count_trainable
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.train.schedule import make_plan
+    from ssdctl.train.small_data import adapt_to_data, may_shorten_warmup
 
     root, folder = dataset_folders(call.config.data)
     if not root.exists():
@@ -107,9 +108,16 @@ def _show_plan(call: Call) -> None:
     if not images:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     limit = call.config.train.limit_train
-    plan = make_plan(call.config.train, min(images, limit or images), find_ranks().world_size)
-    needs = "" if call.console.as_json else _disk_needed(call.config, classes)
-    call.console.result(plan.as_json(), _described(plan) + needs)
+    images, world_size = min(images, limit or images), find_ranks().world_size
+    resolved, rule = adapt_to_data(call.resolved, images, world_size)
+    config = resolved.config
+    plan = make_plan(
+        config.train, images, world_size, may_shorten_warmup=may_shorten_warmup(resolved)
+    )
+    needs = "" if call.console.as_json else _disk_needed(config, classes)
+    recipe = rule or f"preset {config.train.preset}"
+    table = _described(plan) + f"\n{'recipe':<20}{recipe}"
+    call.console.result({**plan.as_json(), "recipe": recipe}, table + needs)
 
 
 def _disk_needed(config: Config, classes: int) -> str:

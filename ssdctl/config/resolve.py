@@ -54,11 +54,13 @@ class Resolved(NamedTuple):
         """Return the settings that options or environment variables set, not those of files."""
         return {p for p, source in self.sources.items() if source.startswith(("--", PREFIX))}
 
-    def with_value(self, path: str, value: Any) -> Resolved:
-        """Return a copy with one value replaced; its source is unchanged."""
+    def with_value(self, path: str, value: Any, source: str | None = None) -> Resolved:
+        """Return a copy with one value replaced, and its source unless that is None."""
         section, _, name = path.partition(".")
         table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
-        return self._replace(config=msgspec.structs.replace(self.config, **{section: table}))
+        sources = self.sources if source is None else {**self.sources, path: source}
+        config = msgspec.structs.replace(self.config, **{section: table})
+        return Resolved(config, sources)
 
 
 def resolve(

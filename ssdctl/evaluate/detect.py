@@ -21,6 +21,7 @@ from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
+from ssdctl.evaluate.validation_loss import ValidationLoss
 from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
@@ -52,6 +53,7 @@ def detect_split(
     options: DetectOptions,
     progress: Progress | None = None,
     category_ids: NDArray[np.int64] | None = None,
+    losses: ValidationLoss | None = None,
 ) -> Detections:
     """Return the detections on some images of a split; an image that cannot be opened has none.
 
@@ -63,6 +65,7 @@ def detect_split(
         options: The settings.
         progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
         category_ids: The category id of each class of the network; None: the split's, in order.
+        losses: Adds up the losses of the pictures, if given.
 
     Raises:
         NonFiniteError: The network's output is NaN or infinite.
@@ -80,17 +83,30 @@ def detect_split(
     is_cpu = device.torch_device.type == "cpu"
     min_batch = MIN_BATCH if is_cpu else options.batch_size
     max_pending = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else MAX_PENDING
-    batches: Iterable[Batch] = evaluation_batches(split, rows, options.batch_size, options.threads)
+    batches: Iterable[Batch] = evaluation_batches(
+        split,
+        rows,
+        options.batch_size,
+        options.threads,
+        max_boxes=1 if losses is None else max(split.most_boxes, 1),
+    )
     if progress is not None:
         total = -(-len(rows) // options.batch_size)
         batches = progress(batches, total=total, label="detecting", unit="batch")
     if category_ids is None:
         category_ids = np.array([c.id for c in split.classes], np.int64)
+
+    def forward(batch: Batch) -> Output:
+        output = detector.forward(_padded(batch.images, min_batch))
+        if losses is not None:
+            losses.add(output, batch)
+        return output
+
     was_training = model.training
     model.eval()
     try:
         return merge(
-            list(_image_detections(detector, split, category_ids, batches, min_batch, max_pending))
+            list(_image_detections(detector, forward, split, category_ids, batches, max_pending))
         )
     finally:
         model.train(was_training)
@@ -98,26 +114,25 @@ def detect_split(
 
 def _image_detections(
     detector: Detector,
+    forward: Callable[[Batch], Output],
     split: Split,
     category_ids: NDArray[np.int64],
     batches: Iterable[Batch],
-    min_batch: int,
     max_pending: int,
 ) -> Iterator[Detections]:
     """Yield the detections of each image, in the order of the batches.
 
     Args:
-        min_batch: Minimum number of pictures per run of the network.
+        forward: Runs the network on a batch; the output may have more pictures than the batch.
         max_pending: Maximum number of outputs that wait for the decoding thread; 0 = no thread.
     """
     if max_pending == 0:
         for batch in batches:
-            output = detector.forward(_padded(batch.images, min_batch))
-            yield from _finish(detector, split, category_ids, batch.rows, output)
+            yield from _finish(detector, split, category_ids, batch.rows, forward(batch))
         return
     with ThreadPoolExecutor(1, thread_name_prefix="detect") as pool:
         try:
-            outputs = ((b.rows, detector.forward(_padded(b.images, min_batch))) for b in batches)
+            outputs = ((batch.rows, forward(batch)) for batch in batches)
             finished = map_ahead(
                 pool,
                 lambda item: _finish(detector, split, category_ids, *item),

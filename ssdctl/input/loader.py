@@ -121,14 +121,19 @@ class TrainLoader:
 
 
 def evaluation_batches(
-    split: Split, rows: NDArray[np.int64], batch_size: int, threads: int
+    split: Split, rows: NDArray[np.int64], batch_size: int, threads: int, max_boxes: int = 1
 ) -> Iterator[Batch]:
-    """Whole pictures in the order of `rows`; the last batch may be smaller.
+    """Yield whole pictures in the order of `rows`; the last batch may be smaller.
+
+    Each picture has at most `max_boxes` boxes: detection needs none.
 
     Raises:
         DataError: An image cannot be decoded.
     """
-    work = (whole_samples(split, rows[i : i + batch_size]) for i in range(0, len(rows), batch_size))
+    work = (
+        whole_samples(split, rows[i : i + batch_size], max_boxes)
+        for i in range(0, len(rows), batch_size)
+    )
     return _decoded(split, work, batch_size, threads, 1, _refuse(split))
 
 

@@ -108,9 +108,9 @@ def _zoomed_out_crops(
     return crops._replace(rect=rect)
 
 
-def whole_samples(split: Split, rows: NDArray[np.int64]) -> Samples:
-    """Whole pictures, for evaluation, without boxes."""
-    boxes, labels = padded_boxes(split, rows, 1)
+def whole_samples(split: Split, rows: NDArray[np.int64], max_boxes: int = 1) -> Samples:
+    """Return whole pictures, for evaluation, with at most `max_boxes` boxes each."""
+    boxes, labels = padded_boxes(split, rows, max_boxes)
     return _whole(rows, rows, whole_images(boxes, labels))
 
 

@@ -17,6 +17,8 @@ OUT_CHANNELS = {
     "resnet152": 1024,
 }
 
+STAGES = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",))  # what `--freeze N` counts
+
 
 def build_backbone(name: str) -> nn.Sequential:
     """Return the ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).

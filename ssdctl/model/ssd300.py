@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.model import target, vgg
-from ssdctl.model.backbone import OUT_CHANNELS, build_backbone, freeze_stem
+from ssdctl.model.backbone import OUT_CHANNELS, STAGES, build_backbone, freeze_stem
 from ssdctl.model.conventions import conventions_of
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
@@ -38,8 +39,11 @@ class SSD300(nn.Module):
     def __init__(self, backbone: str, num_classes: int, extra_norm: str) -> None:
         super().__init__()
         self.num_classes = num_classes
+        self._frozen_stages = 0
+        self._is_norm_frozen = False
         self.conventions = conventions_of(backbone)
         channels = feature_channels(backbone)
+        self.backbone: nn.Sequential
         self.first_map_norm: nn.Module = nn.Identity()
         if backbone == "vgg16":
             self.backbone = vgg.build_trunk()
@@ -67,6 +71,39 @@ class SSD300(nn.Module):
             vgg.freeze_first_stage(self.backbone)
         else:
             freeze_stem(self.backbone)
+
+    def freeze(self, stages: int) -> None:
+        """Stop training the first stages of the backbone, statistics of batch norm included.
+
+        Args:
+            stages: 1 to 4: stem, layer1, layer2, layer3 of a ResNet; blocks of VGG16.
+        """
+        self._frozen_stages = stages
+        for module in self._frozen_modules():
+            module.requires_grad_(False)
+        self.train(self.training)
+
+    def freeze_norm(self) -> None:
+        """Normalise with the stored statistics of batch norm, in training too."""
+        self._is_norm_frozen = True
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> SSD300:
+        """Set the mode; what is frozen stays in evaluation mode."""
+        super().train(mode)
+        for module in self._frozen_modules():
+            module.eval()
+        if self._is_norm_frozen:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def _frozen_modules(self) -> list[nn.Module]:
+        if isinstance(self.first_map_norm, vgg.L2Norm):
+            return list(self.backbone[: vgg.STAGE_ENDS[self._frozen_stages]])
+        names = [name for stage in STAGES[: self._frozen_stages] for name in stage]
+        return [self.backbone.get_submodule(name) for name in names]
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, 4, N) offsets and (B, C, N) logits of normalised (B, 3, 300, 300) images."""

@@ -16,7 +16,8 @@ STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolut
 CHANNELS = (512, 1024, 512, 256, 256, 256)  # of the six feature maps
 TRUNK_LAYERS = 23  # conv1_1 to the ReLU behind conv4_3
 CONV5_LAYERS = 7  # pool4 to the ReLU behind conv5_3
-FROZEN_LAYERS = 5  # conv1_1 to pool1
+STAGE_ENDS = (0, 5, 10, 17, 23)  # of the trunk's layers, after 0 to 4 blocks
+FROZEN_LAYERS = STAGE_ENDS[1]  # conv1_1 to pool1
 FIRST_MAP_SCALE = 20.0  # of the L2-normalised conv4_3, learned from there
 
 

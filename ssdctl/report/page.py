@@ -28,6 +28,12 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     """
     charts = [
         plots.curve(runs, "train", ["loss", "loss_box", "loss_class"], "loss"),
+        plots.curve(
+            runs,
+            "eval",
+            ["loss", "loss_box", "loss_class"],
+            "loss on the validation split; rising while the training loss falls: overfitting",
+        ),
         plots.curve(runs, "eval", ["AP", "AP50", "AP75"], "AP on the validation split", "epoch"),
         plots.curve(runs, "train", ["lr"], "learning rate"),
         plots.curve(runs, "train", ["images_per_second"], "images per second"),

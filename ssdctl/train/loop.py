@@ -87,11 +87,11 @@ def run_training(
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
                 setup = prepare_run(
-                    resolved.config, device, ranks, progress if ranks.is_main else _no_progress
+                    resolved, device, ranks, progress if ranks.is_main else _no_progress
                 )
                 if ranks.is_main:
                     exit_stack.enter_context(exclusive_run(setup.out))
-                trainer = _Trainer(setup, resolved, emit)
+                trainer = _Trainer(setup, emit)
             exit_stack.callback(trainer.checkpoint_writer.close)
             return trainer.train()
 
@@ -99,7 +99,7 @@ def run_training(
 class _Trainer:
     """The state of a run between its steps."""
 
-    def __init__(self, setup: Setup, resolved: Resolved, emit: Callable[[Record], None]) -> None:
+    def __init__(self, setup: Setup, emit: Callable[[Record], None]) -> None:
         config, self.plan = setup.config.train, setup.plan
         self.setup = setup
         self.optimizer = build_optimizer(setup.model, config, setup.device)
@@ -122,7 +122,7 @@ class _Trainer:
             for path in self.checkpoints.retire(self.step):
                 log.warning("%s: set aside, the run continues from step %d", path.name, self.step)
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
-        self.progress_log = ProgressLog(setup, resolved, self.step, emit, self.throughput)
+        self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
         self.evaluated_step = collectives.broadcast(self.progress_log.last_evaluation, setup.ranks)
         self.early_stopping = EarlyStopping(None, config.target_ap, config.patience)
         for ap in self.progress_log.past_aps:
@@ -335,7 +335,7 @@ class _Trainer:
         if is_best:
             assert evaluation.about.step is not None
             self.checkpoint_writer.mark_best(evaluation.about.step)
-        self.progress_log.evaluation(evaluation, is_best=is_best)
+        self.progress_log.evaluation(evaluation, self.validator.losses, is_best=is_best)
 
     def _save(self) -> None:
         if self.saved_step == self.step:

@@ -190,14 +190,22 @@ class ProgressLog:
         if self._tensorboard is not None and self._setup.val is not None:
             self._tensorboard.images(self._setup.val, detections, step)
 
-    def evaluation(self, evaluation: Evaluation, *, is_best: bool) -> None:
-        """Record an evaluation and the AP of each class; keep its details if it is the best."""
+    def evaluation(
+        self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
+    ) -> None:
+        """Record an evaluation and the AP of each class; keep its details if it is the best.
+
+        Args:
+            evaluation: The figures.
+            losses: The means of the loss and its terms over the evaluated pictures.
+            is_best: Whether its AP is the best so far.
+        """
         step = evaluation.about.step
         assert step is not None
         if is_best and self._writer is not None:
             self._writer.write_best(evaluation)
         # The record comes last: an evaluation without one is repeated at the next start.
-        self._record("eval", step, **evaluation.figures)
+        self._record("eval", step, **evaluation.figures, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
         if self._mllog is not None:
             epoch = self._epoch(step)

@@ -20,6 +20,7 @@ from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import RunDir
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.setup import Setup, load_first_weights
+from ssdctl.train.small_data import is_rule
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +133,16 @@ def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
 def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
     """List the settings that affect results and differ from the checkpoint's; empty if none do."""
     now = values(setup.config)
+    # A longer run may have another schedule, as after another --epochs.
+    schedule = ("warmup", "lr_decay", "decay_epochs")
+    derived = {f"train.{name}" for name in schedule if is_rule(setup.resolved, name)}
     before = with_current_keys(checkpoint.config)
     differing = [
         f"{path} was {known!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
+        and path not in derived
         and _plain(known := before.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan

@@ -73,13 +73,17 @@ class TrainSchedule(NamedTuple):
         return step * self.global_batch_size / self.images
 
 
-def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedule:
+def make_plan(
+    config: TrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
+) -> TrainSchedule:
     """Compute the schedule of a run.
 
     Args:
         config: The run.
         images: Number of training images.
         world_size: Number of ranks.
+        may_shorten_warmup: Shorten a warm-up that is longer than the run to a tenth of the run,
+            because the user did not choose it.
 
     Raises:
         UsageError: The warm-up is longer than the run; the batch size is `auto`.
@@ -99,6 +103,8 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedul
         total = min(total, config.steps)
     value, unit = split_duration(config.warmup)
     warmup = int(value) if unit == "st" else steps(value)
+    if warmup > total and may_shorten_warmup:
+        warmup = max(total // 10, 1)
     if warmup > total:
         raise UsageError(
             f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -32,6 +31,7 @@ from ssdctl.data.prepare import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
+from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
@@ -41,9 +41,11 @@ from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import run_dir
+from ssdctl.runs.reader import read_run
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
+from ssdctl.train.small_data import adapt_to_data, is_default, may_shorten_warmup
 
 log = logging.getLogger(__name__)
 Progress = Callable[..., Iterable[Any]]
@@ -53,6 +55,7 @@ class Setup(NamedTuple):
     """The parts of a run before its first step."""
 
     config: Config
+    resolved: Resolved  # the same config, with the source of each value
     device: Device
     ranks: Ranks
     precision: str
@@ -98,39 +101,57 @@ def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved,
     return resolved.with_value("train.precision", precision), notice.format(precision)
 
 
-def prepare_run(config: Config, device: Device, ranks: Ranks, progress: Progress) -> Setup:
+def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Progress) -> Setup:
     """Open the dataset, compute the schedule, build the network with random weights.
+
+    Settings that the user did not choose are adapted to the number of training images and to the
+    checkpoint of `--init`.
 
     Raises:
         UsageError, DataError: See the functions called.
     """
+    config = resolved.config
     check_pipeline(config.train.pipeline)
     if config.train.deterministic:
         make_deterministic()  # first: the GPU's libraries read it at their first use
     precision = choose_precision(config.train.precision, device)
     # The resolved `auto` belongs to the run: a resume on another device compares it.
-    train_config = msgspec.structs.replace(config.train, precision=precision)
-    config = msgspec.structs.replace(config, train=train_config)
+    resolved = resolved.with_value("train.precision", precision)
     train, val = _open_splits(config, ranks, progress)
     train = train._replace(trainable=train.trainable[: config.train.limit_train])
     val_rows = None
     if config.train.overfit is not None:  # train and evaluate on the same few images
         train = train._replace(trainable=train.trainable[: config.train.overfit])
         val, val_rows = train, train.trainable
+    resolved, rule = adapt_to_data(
+        _with_network_of_init(resolved, ranks), len(train.trainable), ranks.world_size
+    )
+    if rule is not None and ranks.is_main:
+        log.info("%s; --preset %s is the unchanged recipe", rule, resolved.config.train.preset)
+    config = resolved.config
     architecture = Architecture(
         config.model.backbone, config.model.extra_norm, len(train.classes) + 1
     )
     config = with_batch_size(config, architecture, device, ranks, precision)
-    plan = make_plan(config.train, len(train.trainable), ranks.world_size)
+    plan = make_plan(
+        config.train,
+        len(train.trainable),
+        ranks.world_size,
+        may_shorten_warmup=may_shorten_warmup(resolved),
+    )
 
     torch.manual_seed(config.train.seed)  # the same first weights on every rank
     model = architecture.build()
     if config.train.freeze_stem:
         model.freeze_stem()
+    model.freeze(config.train.freeze)
+    if config.train.freeze_norm:
+        model.freeze_norm()
     if config.train.sync_bn:
         model = with_sync_bn(model, device, ranks)
     return Setup(
         config=config,
+        resolved=resolved._replace(config=config),
         device=device,
         ranks=ranks,
         precision=precision,
@@ -143,6 +164,42 @@ def prepare_run(config: Config, device: Device, ranks: Ranks, progress: Progress
         out=run_dir(config.train).path,
         threads=config.train.workers or usable_cores(ranks.world_size),
     )
+
+
+def _with_network_of_init(resolved: Resolved, ranks: Ranks) -> Resolved:
+    """Return the settings with the network of the checkpoint of `--init`, or of the run to resume.
+
+    Only what neither the user nor a preset that the user named chose is replaced.
+
+    Raises:
+        UsageError, NetworkError, IntegrityError: The checkpoint is not available, or damaged.
+    """
+    config = resolved.config
+    if config.train.init is None or not is_default(resolved, "preset"):
+        return resolved
+    network = None
+    if ranks.is_main:
+        network = _network_of(config)
+    network = collectives.broadcast(network, ranks)
+    if network is None:
+        return resolved
+    for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
+        if resolved.sources[path].startswith("preset "):
+            resolved = resolved.with_value(path, value, source=f"--init {config.train.init}")
+    return resolved
+
+
+def _network_of(config: Config) -> tuple[str, str] | None:
+    """Return backbone and extra_norm of the run to resume, else of the checkpoint of `--init`."""
+    run = run_dir(config.train)
+    if run.is_started():
+        settings = read_run(run.path).settings
+        names = settings.get("model.backbone"), settings.get("model.extra_norm")
+        return None if None in names else (str(names[0]), str(names[1]))
+    assert config.train.init is not None
+    path = locate_checkpoint(config.train.init, mirror=config.download.mirror)
+    architecture = read_checkpoint(path).architecture
+    return architecture.backbone, architecture.extra_norm
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:

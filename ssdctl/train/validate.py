@@ -6,8 +6,6 @@ of the detections; the next checkpoint is saved only after it.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 
 from ssdctl.data.store_folder import dataset_folders
@@ -15,6 +13,7 @@ from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
 from ssdctl.evaluate.scoring import BackgroundScoring
+from ssdctl.evaluate.validation_loss import ValidationLoss, mean_losses
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
@@ -35,6 +34,7 @@ class Validator:
         self._every = eval_every
         self._at = set(at_steps(setup.config.train.eval_at, setup.plan))
         self._scoring: BackgroundScoring | None = None
+        self.losses: dict[str, float] = {}  # of the last detection, on the first rank
 
     def is_due(self, step: int) -> bool:
         """Return whether an evaluation is due after this step."""
@@ -44,6 +44,8 @@ class Validator:
 
     def detect(self) -> Detections | None:
         """Return the detections on the validation split; None on ranks other than the first.
+
+        The validation loss of the same pictures is kept for `losses`.
 
         Each image is processed by one rank, so none is counted twice. A signal ends the detection
         early.
@@ -63,12 +65,19 @@ class Validator:
         )
         rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
         rows = rows[setup.ranks.rank :: setup.ranks.world_size]
-        detect = functools.partial(
-            detect_split,
-            setup.model, setup.val, rows, setup.device, options, signals.until_stopped,
-        )  # fmt: skip
+        val, losses = setup.val, ValidationLoss(setup.model, setup.device)
+
+        def detect() -> tuple[Detections, list[float]]:
+            detections = detect_split(
+                setup.model, val, rows, setup.device, options, signals.until_stopped, losses=losses
+            )
+            return detections, losses.sums()
+
         parts = collectives.run_and_gather(detect, setup.ranks)
-        return merge(parts) if setup.ranks.is_main else None
+        if not setup.ranks.is_main:
+            return None
+        self.losses = mean_losses([sums for _, sums in parts])
+        return merge([detections for detections, _ in parts])
 
     def start_scoring(self, detections: Detections, step: int, epoch: float) -> None:
         """Start to score detections in the background; only one score is computed at a time."""

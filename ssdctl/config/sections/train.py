@@ -235,7 +235,12 @@ class TrainConfig(Section, frozen=True):
     ] = None
     init: Annotated[
         str | None,
-        setting("Start a new run from the weights of this checkpoint", metavar="FILE", panel="Run"),
+        setting(
+            "Start a new run from the weights of this checkpoint, or of a published detector "
+            "(ssdctl models)",
+            metavar="FILE",
+            panel="Run",
+        ),
     ] = None
     resume: Annotated[
         str,
@@ -287,6 +292,25 @@ class TrainConfig(Section, frozen=True):
             affects_results=True,
         ),
     ] = 0.0
+    freeze: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=4)],
+        setting(
+            "Do not train the first N of the backbone's 4 stages (a ResNet's stem, layer1, layer2, "
+            "layer3; VGG16's first 4 blocks), nor update the statistics of their batch norms",
+            metavar="N",
+            panel="Recipe",
+            affects_results=True,
+        ),
+    ] = 0
+    freeze_norm: Annotated[
+        bool,
+        setting(
+            "Normalise with the stored statistics of batch norm and do not update them: for "
+            "fine-tuning with small batches",
+            panel="Recipe",
+            affects_results=True,
+        ),
+    ] = False
     sync_bn: Annotated[
         bool,
         setting(
