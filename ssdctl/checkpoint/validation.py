@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from ssdctl.checkpoint.pickled_storages import check_storages
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError
 
@@ -106,7 +107,8 @@ def is_plain_tensor(value: object) -> bool:
 
 
 def check_zip(path: Path) -> None:
-    """Check that a file is a complete zip of stored entries with correct CRCs.
+    """Check that a file is a complete zip of stored entries with correct CRCs, and that its
+    tensors are as large as they are described.
 
     Raises:
         IntegrityError: It is not; or its entries are larger than the file.
@@ -120,6 +122,8 @@ def check_zip(path: Path) -> None:
             if total > path.stat().st_size:
                 raise zipfile.BadZipFile("its entries are larger than the file")
             damaged = archive.testzip()
+            if damaged is None:
+                check_storages(archive)
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
         raise IntegrityError(
             f"{path}: not a checkpoint, or a damaged one: {error}",

@@ -148,7 +148,7 @@ def test_an_optimizers_state_goes_on_on_another_device(optimizer: str, onto_gpu:
     found = losses(step, steps=2)
     other, after, step = made(second, optimizer=optimizer)
     other.load_state_dict(model.state_dict())
-    load_optimizer(after, before.state_dict())
+    load_optimizer(after, before.state_dict(), Path("x.pt"))
     found += losses(step, first=2, steps=2)
     assert found == pytest.approx(whole, rel=1e-4)
 

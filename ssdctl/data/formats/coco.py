@@ -164,22 +164,28 @@ def read_bytes(path: Path) -> bytes:
 def parse(content: bytes, path: Path) -> Annotations:
     """Return the content of an annotation file, typed; see `read`."""
     try:
-        file = decode(content, _File)
-    except msgspec.ValidationError as error:
         try:
-            file = _normalized(decode(content, _LooseFile))
-        except _NotWholeError as fraction:
-            raise _not_coco(path, fraction) from None
-        except msgspec.ValidationError as loose_error:
-            # The strict error says what was expected if both fail at the same place.
-            is_same = _place(error) == _place(loose_error)
-            raise _not_coco(path, error if is_same else loose_error) from None
+            file = decode(content, _File)
+        except msgspec.ValidationError as error:
+            file = _decode_loosely(content, path, error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
     categories, supercategories = _without_supercategories(file)
     return Annotations(file.images, file.annotations, categories, supercategories)
+
+
+def _decode_loosely(content: bytes, path: Path, error: msgspec.ValidationError) -> _File:
+    """Decode a file whose numbers have other JSON types; `error` is what is wrong with them."""
+    try:
+        return _normalized(decode(content, _LooseFile))
+    except _NotWholeError as fraction:
+        raise _not_coco(path, fraction) from None
+    except msgspec.ValidationError as loose_error:
+        # The strict error contains what was expected if both fail at the same place.
+        is_same = _place(error) == _place(loose_error)
+        raise _not_coco(path, error if is_same else loose_error) from None
 
 
 def decode(content: bytes, kind: type[T]) -> T:
