@@ -106,25 +106,42 @@ def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
     return {p.name: json.loads(p.read_text())["image_ids"] for p in run.glob("nonfinite/*.json")}
 
 
-def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """A run that goes bad on purpose names the images of every step; two launches run at once."""
+def train_until_bad(
+    launchers: list[str], shapes: Path, folder: Path, cli: Cli
+) -> dict[str, dict[str, list[int]]]:
+    """Train on one rank, and at once with each launcher on two: the images of every bad step.
+
+    The runs go bad on purpose, and name the images of each such step.
+    """
     bad = ["--data", shapes, *OPTIONS, "--lr", "1e30", "--clip-grad", 0, "--steps", 4]
-    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
     with contextlib.ExitStack() as running:
-        launches = {}
+        launches = []
         for name in launchers:
             option, variables = environment_for(name)
-            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
-            launches[name] = running.enter_context(start(tmp_path, *bad, *more, **variables))
-        cli("train", *bad, "--bs", 4, "--out", tmp_path / "alone", "--device", "cpu")
-        for process in launches.values():
+            more = ["--bs", 2, "--out", folder / name, "--launcher", option, "--bind-to", "none"]
+            launches.append(running.enter_context(start(folder, *bad, *more, **variables)))
+        cli("train", *bad, "--bs", 4, "--out", folder / "alone", "--device", "cpu")
+        for process in launches:
             _, words = process.communicate(timeout=240)
             assert process.returncode == 7, words  # such a network is not scored
-    expected = images_of_bad_steps(tmp_path / "alone")
-    assert len(expected) >= 2
-    for name in launchers:
-        assert images_of_bad_steps(tmp_path / name) == expected
-        assert "NaN" in (tmp_path / name / "logs" / "rank-1.log").read_text()
+    return {name: images_of_bad_steps(folder / name) for name in ["alone", *launchers]}
+
+
+def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    images = train_until_bad(["torchrun"], shapes, tmp_path, cli)
+    assert len(images["alone"]) >= 2
+    assert images["torchrun"] == images["alone"]
+    assert "NaN" in (tmp_path / "torchrun" / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs Open MPI")
+def test_launches_of_mpirun_and_torchrun_at_once_train_on_the_same_images(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
+    images = train_until_bad(launchers, shapes, tmp_path, cli)
+    assert all(images[name] == images["alone"] for name in launchers)
 
 
 @pytest.mark.parametrize("phase", ["starting", "training", "saving"])
@@ -235,6 +252,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
             subprocess.run(["ip", "netns", "del", prefix + number], capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", MPIRUNS)
 def test_open_mpi_on_two_hosts(
     launcher: str, two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path
