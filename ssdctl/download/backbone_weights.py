@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
+from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, manual_download, no_report
 from ssdctl.download.sources import weights_named
 from ssdctl.download.transfer import Patience, Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
-DEFAULT_CONNECTIONS = 4
+CONNECTIONS = 4
 
 
 def cache_dir() -> Path:
@@ -52,7 +52,6 @@ def fetch_weights(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    connections: int = DEFAULT_CONNECTIONS,
     patience: Patience = DEFAULT_PATIENCE,
     report: Report = no_report,
 ) -> Path:
@@ -72,16 +71,7 @@ def fetch_weights(
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     try:
         return fetch(
-            file,
-            folder,
-            mirror=mirror,
-            connections=connections,
-            patience=patience,
-            report=report,
+            file, folder, mirror=mirror, connections=CONNECTIONS, patience=patience, report=report
         )
     except NetworkError as error:
-        raise NetworkError(
-            f"{name}: {error}",
-            hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-            f"{(folder / file.name).absolute()}; or use --mirror",
-        ) from error
+        raise manual_download(name, file, folder, error) from error

@@ -12,8 +12,15 @@ import difflib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ssdctl.download.backbone_weights import DEFAULT_CONNECTIONS, cache_dir
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report, sha256_of
+from ssdctl.download.backbone_weights import CONNECTIONS, cache_dir
+from ssdctl.download.fetch import (
+    DEFAULT_PATIENCE,
+    fetch,
+    is_whole,
+    manual_download,
+    no_report,
+    sha256_of,
+)
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
 from ssdctl.download.transfer import Patience, Report
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
@@ -109,7 +116,6 @@ def fetch_detector(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    connections: int = DEFAULT_CONNECTIONS,
     patience: Patience = DEFAULT_PATIENCE,
     report: Report = no_report,
 ) -> Path:
@@ -138,16 +144,12 @@ def fetch_detector(
             detector.file,
             folder,
             mirror=mirror,
-            connections=connections,
+            connections=CONNECTIONS,
             patience=patience,
             report=report,
         )
     except NetworkError as error:
-        raise NetworkError(
-            f"{name}: {error}",
-            hint=f"without network: fetch {detector.file.url} on another machine and put it at "
-            f"{(folder / detector.file.name).absolute()}; or use --mirror",
-        ) from error
+        raise manual_download(name, detector.file, folder, error) from error
 
 
 def remember_checksum(path: Path) -> str:

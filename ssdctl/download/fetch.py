@@ -22,7 +22,7 @@ from ssdctl.download.http_response import NotFound
 from ssdctl.download.partial_file import Part, part_paths, remove_part
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
@@ -78,6 +78,15 @@ def fetch(
                     if url == urls[-1]:
                         raise
     return target
+
+
+def manual_download(name: str, file: PinnedFile, folder: Path, error: NetworkError) -> NetworkError:
+    """Return an error of `fetch` with the hint to put the file into the folder by hand."""
+    return NetworkError(
+        f"{name}: {error}",
+        hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
+        f"{(folder / file.name).absolute()}; or use --mirror",
+    )
 
 
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
