@@ -73,7 +73,9 @@ def plain_type(annotation: Any) -> Any:
 
 
 def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
-    meta = typing.get_args(field.type)[-1]  # nested Annotated types are flattened: ours is last
+    meta = typing.get_args(field.type)[
+        -1
+    ]  # nested Annotated types are flattened: the setting is last
     extra = meta.extra
     kind = plain_type(field.type)
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()

@@ -128,7 +128,7 @@ def _extend(report: Report, more: Report) -> None:
 
 
 def _reusable_part(job: Job, before: Report) -> Report | None:
-    """The next part, if an earlier run has written it and its images are the same."""
+    """Return the next part, if an earlier run has written it and its images are the same."""
     name, start = job.part_name(len(before.parts)), len(before.fingerprints)
     try:
         with pa.memory_map(str(job.target / name)) as source:

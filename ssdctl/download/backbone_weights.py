@@ -26,7 +26,7 @@ def cache_dir() -> Path:
 
 
 def weights_of(model: ModelConfig) -> str | None:
-    """The name or file of the weights that a config asks for; None: the backbone starts random.
+    """Return the name or file of the backbone weights of a config; None: random weights.
 
     `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
     """
@@ -37,10 +37,10 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """Return the file of the weights called `name` if it is in `dest` (default: the cache), intact.
+    """Return the intact file of the weights called `name` in `dest` (default: the cache), or None.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
     """
     file = weights_named(name).file
     path = (dest or cache_dir()) / file.name
@@ -60,7 +60,7 @@ def fetch_weights(
     Without network it works if the file exists already.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
         NetworkError: They cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one.
         DiskError: No space or no permission.

@@ -223,7 +223,7 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _differing(dest: Path, record: Record, report: Report) -> list[str]:
-    """The paths of files whose size or CRC is not the recorded one."""
+    """Return the paths of files whose size or CRC is not the recorded one."""
     total = sum(entry.size for entry in record.entries)
     done = 0
     found = []

@@ -99,13 +99,13 @@ def _lock_path(target: Path) -> Path:
 
 
 def _has_leftovers(target: Path) -> bool:
-    """Whether an interrupted or a running download has files here that we may remove."""
+    """Return whether an interrupted or a running download has left files that may be removed."""
     leftovers = [*part_paths(target), _lock_path(target)]
     return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
 
 
 def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
-    """Whether `path` is `file`, by size and hash."""
+    """Return whether `path` is `file`, by size and hash."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -116,7 +116,7 @@ def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
 
 
 def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
-    """The SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     done = 0

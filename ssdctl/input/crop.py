@@ -76,7 +76,7 @@ def sample_crops(
 
 
 def whole_images(boxes: Floats, labels: NDArray[np.int64]) -> Crops:
-    """No crop: the pictures and boxes as they are."""
+    """Return crops of the full pictures, with the boxes as they are."""
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(boxes), 1))
     return Crops(rect, boxes.astype(np.float32), labels)
 
@@ -98,7 +98,7 @@ def crop_boxes(rect: Floats, boxes: Floats, labels: NDArray[np.int64]) -> Crops:
 
 
 def flip_boxes(boxes: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
-    """(..., 4) ltrb mirrored left to right; padding stays zero."""
+    """Return ltrb boxes (..., 4) mirrored left to right; padding stays zero."""
     mirrored = np.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
     return np.where(labels[..., None] > 0, mirrored, boxes)
 
@@ -111,7 +111,7 @@ def _proposal(draw: Floats) -> Floats:
 
 
 def _at_whole_pixels(rect: Floats, sizes: NDArray[np.int32]) -> Floats:
-    """The rectangles with their edges moved to the nearest pixel's, at least one pixel large."""
+    """Return the rectangles with edges rounded to pixels, at least one pixel large."""
     low = np.minimum(np.rint(rect[:, :2] * sizes), sizes - 1)
     high = np.maximum(np.rint(rect[:, 2:] * sizes), low + 1)
     return np.concatenate([low / sizes, high / sizes], axis=1)

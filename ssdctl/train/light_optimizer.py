@@ -30,7 +30,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     """Take a step, by the undecorated method if torch._dynamo is not imported.
 
     The decorators set the gradient mode, break the compiler's graph and run step hooks. Optimizers
-    of vendors keep theirs.
+    of vendors keep their decorators.
     """
     if _is_dynamo_imported() or not type(optimizer).__module__.startswith("torch.optim."):
         optimizer.step()

@@ -87,7 +87,7 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
 def random_batch(
     batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
 ) -> Batch:
-    """Return noise with as many boxes as an image of COCO has: as costly as a real batch."""
+    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch."""
     generator = torch.Generator().manual_seed(0)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)

@@ -26,7 +26,7 @@ class StepProfiler:
     Args:
         steps: `FIRST,LAST` as on the command line, both included; None profiles nothing.
         folder: Where to write.
-        device: The device to profile, besides the host.
+        device: The device to profile, in addition to the host.
         ranks: Each rank writes its own files; the rank is in the names of all but the first.
     """
 

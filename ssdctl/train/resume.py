@@ -40,8 +40,8 @@ def load_or_initialize(
     """Load a checkpoint into network and optimizer; if there is none, load the first weights.
 
     Raises:
-        UsageError: `--resume never` on a run that has checkpoints; a setting that affects the
-            results differs.
+        UsageError: `--resume never` in a folder with checkpoints; or a setting that affects
+            the results differs.
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
@@ -84,9 +84,9 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             return None
     else:
         checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.peer is not None:
+    if checkpoint.third_party is not None:
         raise UsageError(
-            f"{checkpoint.path} is a checkpoint of {checkpoint.peer}: it lacks the state to resume",
+            f"{checkpoint.path} is a checkpoint of {checkpoint.third_party}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):

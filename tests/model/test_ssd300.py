@@ -47,7 +47,7 @@ def norm_names(name: str) -> Iterator[str]:
 
 
 def peers_names(backbone: str, peer: str) -> set[str]:
-    """Every key of a peer's state dict, as the peers and torchvision name them."""
+    """Every key of a third-party state dict, as that system and torchvision name them."""
     root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
     parts = {
         "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),

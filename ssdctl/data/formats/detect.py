@@ -137,7 +137,7 @@ def _forced(root: Path, source: str) -> Layout:
 
 
 def _of_file(path: Path, source: str | None) -> Layout:
-    """The layout of a dataset that is given by its file."""
+    """Return the layout of a dataset that the user named by its file."""
     suffix = path.suffix.lower()
     kind = SOURCE_OF_SUFFIX.get(suffix)
     if suffix == ".xml" and has_root(path, "annotations"):
@@ -201,7 +201,7 @@ def coco_splits(root: Path) -> dict[str, SplitFiles]:
 
 
 def _coco_files(root: Path) -> list[Path]:
-    """The COCO files of a folder; those called instances_* only, if there are any."""
+    """Return the COCO files of a folder; those called instances_* only, if there are any."""
     places = [root, *(root / name for name in ANNOTATION_FOLDERS)]
     places += sorted(p for p in root.glob("*") if split_of(p.name) and p.is_dir())
     files = [
@@ -246,7 +246,7 @@ def image_folder(annotations: Path, root: Path, split: str | None = None) -> Pat
 
 
 def _image_folders(annotations: Path, root: Path, split: str | None) -> Iterator[Path]:
-    """The usual places of images, the most specific first; the last one is `root`."""
+    """Return the usual places of images, the most specific first; the last one is `root`."""
     words = SPLIT_FOLDERS.get(split or "", ())
     subset = re.sub(r"^(instances|person_keypoints)_", "", annotations.stem)
     names = [f"images/{subset}", subset, *(f"images/{w}" for w in words), *words]
@@ -266,7 +266,7 @@ SPLIT_FOLDERS = {
 
 
 def _sample_names(annotations: Path) -> list[str]:
-    """The first file names of an annotation file, with slashes; those that stay in a folder."""
+    """Return the first file names of an annotation file that stay in a folder, with slashes."""
     with annotations.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
         matches = FILE_NAME.findall(head) or FILE_NAME.findall(head + file.read())

@@ -102,7 +102,7 @@ def longest_tail(name: str, paths: Sequence[str]) -> str | None:
 
 
 def _is_tool_path(name: str) -> bool:
-    """Whether a path that leaves its folder is one of a labelling tool's server."""
+    """Return whether a path that leaves its folder is a path on a labelling tool's server."""
     return bool(TOOL_FOLDERS.intersection(name.split("/")))
 
 

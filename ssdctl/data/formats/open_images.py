@@ -86,7 +86,7 @@ def read_open_images(
 
 
 def _class_names(root: Path) -> dict[str, str]:
-    """Display names by MID; equal ones get their MID behind them."""
+    """Return the display names by MID; the MID is appended to names that occur twice."""
     names: dict[str, str] = {}
     for path in _csv_files(root):
         header = _header(path)

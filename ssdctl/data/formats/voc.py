@@ -67,7 +67,7 @@ def read_voc(root: Path) -> dict[str, list[LabeledImage]]:
 
 
 def _folders(root: Path) -> list[_Folder]:
-    """`root` itself, or each VOC folder in it."""
+    """Return `root` itself, or each VOC folder in it."""
     if folders := voc_folders(root):
         return folders
     raise DataError(
@@ -86,7 +86,7 @@ def voc_folders(root: Path) -> list[_Folder]:
 
 
 def _folder(root: Path, base: Path) -> _Folder | None:
-    """A VOC folder, by its usual names; XML files may also be in the image folder."""
+    """Return a VOC folder, by its usual names; XML files may also be in the image folder."""
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
         first = next(annotations.glob("*.xml"), None) if annotations.is_dir() else None
@@ -98,7 +98,7 @@ def _folder(root: Path, base: Path) -> _Folder | None:
 
 
 def _splits(folder: _Folder) -> dict[str, list[str]]:
-    """The stems of each split's images."""
+    """Return the stems of each split's images."""
     lists = folder.base / "ImageSets" / "Main"
     if not lists.is_dir():
         lists = folder.base / "ImageSets"
@@ -117,7 +117,7 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
 
 
 def _stems(path: Path) -> list[str]:
-    """The first word of each line: lists of one class have a flag behind it."""
+    """Return the first word of each line: lists of one class have a flag after it."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -134,7 +134,7 @@ def _stems(path: Path) -> list[str]:
 
 
 def _read_image(folder: _Folder, stem: str) -> LabeledImage | None:
-    """An image and its boxes; None if the image does not exist."""
+    """Return an image and its boxes; None if the image does not exist."""
     path = folder.annotations / f"{stem}.xml"
     tree = read_xml(path)
     image = folder.image_of(stem, tree.findtext("filename", "").strip())
