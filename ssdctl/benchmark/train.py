@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.common import Figures, endless_batches
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split

@@ -83,7 +83,7 @@ def seconds_per_step(config: TrainConfig) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
-    from ssdctl.checkpoint.reader import Architecture
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.train.memory import random_batch

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ssdctl.cli.console import Console
-    from ssdctl.download.transfer import Patience
+    from ssdctl.download.retry import RetryPolicy
 
 READING = ("checking ", "verifying ", "unpacking ")  # how labels of work on local files begin
 LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
@@ -151,11 +151,11 @@ def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Ite
             progress.close()
 
 
-def patience(timeout_s: float) -> Patience:
+def retry_policy(timeout_s: float) -> RetryPolicy:
     """Return timeouts for a limit of `timeout_s` that allows an idle connection one retry."""
-    from ssdctl.download.transfer import Patience
+    from ssdctl.download.retry import RetryPolicy
 
-    default = Patience()
+    default = RetryPolicy()
     return default._replace(
         stall_s=timeout_s,
         read_s=min(default.read_s, timeout_s / 2),

@@ -214,12 +214,12 @@ def _show_failure(
 
 def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool) -> None:
     """Submit the job to its batch engine; with `wait` follow it until it ends."""
-    from ssdctl.launch import batch
+    from ssdctl.launch import submit
 
-    batch.require_engine(plan)
-    job = batch.submit(plan)
+    submit.require_engine(plan)
+    job = submit.submit(plan)
     result["id"] = job
-    cancel = batch.end_command(job, plan)
+    cancel = submit.end_command(job, plan)
     if not wait:
         call.console.info(f"submitted; to cancel it: {cancel}")
         call.console.result(result, job)
@@ -232,7 +232,7 @@ def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool)
         stream.flush()
 
     try:
-        code = batch.follow(job, plan, write)
+        code = submit.follow(job, plan, write)
     except KeyboardInterrupt:
         call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise

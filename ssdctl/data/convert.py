@@ -36,7 +36,7 @@ from ssdctl.data.formats.coco_writer import (
     with_classes,
 )
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
-from ssdctl.data.formats.detect import Layout, find_layout
+from ssdctl.data.formats.find_layout import Layout, find_layout
 from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo

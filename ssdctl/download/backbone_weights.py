@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, manual_download, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, manual_download, no_report
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
@@ -52,7 +53,7 @@ def fetch_weights(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
@@ -71,7 +72,12 @@ def fetch_weights(
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     try:
         return fetch(
-            file, folder, mirror=mirror, connections=CONNECTIONS, patience=patience, report=report
+            file,
+            folder,
+            mirror=mirror,
+            connections=CONNECTIONS,
+            retry_policy=retry_policy,
+            report=report,
         )
     except NetworkError as error:
         raise manual_download(name, file, folder, error) from error

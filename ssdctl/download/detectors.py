@@ -14,15 +14,16 @@ from typing import Literal, NamedTuple
 
 from ssdctl.download.backbone_weights import CONNECTIONS, cache_dir
 from ssdctl.download.fetch import (
-    DEFAULT_PATIENCE,
+    DEFAULT_POLICY,
     fetch,
     is_whole,
     manual_download,
     no_report,
     sha256_of,
 )
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.files import write_text
 
@@ -116,7 +117,7 @@ def fetch_detector(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
@@ -145,7 +146,7 @@ def fetch_detector(
             folder,
             mirror=mirror,
             connections=CONNECTIONS,
-            patience=patience,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.checkpoint.reader import (
-    Architecture,
     Checkpoint,
     load_backbone,
     load_state,
