@@ -105,8 +105,8 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
 def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the declared aliases and `--FIELD-NAME`, unless that is the flag or was removed."""
     own = f"--{name.replace('_', '-')}"
-    taken = (*flags, *extra["aliases"], *extra["removed_flags"])
-    return extra["aliases"] if own in taken else (own, *extra["aliases"])
+    flags_in_use = (*flags, *extra["aliases"], *extra["removed_flags"])
+    return extra["aliases"] if own in flags_in_use else (own, *extra["aliases"])
 
 
 @functools.cache

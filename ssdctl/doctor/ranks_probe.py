@@ -26,9 +26,9 @@ def main() -> None:
         mean = average(values, ranks)
         spent_s = time.perf_counter() - start
         barrier(ranks)
-    wanted = (ranks.world_size + 1) / 2
-    if not bool((mean == wanted).all()):
-        sys.exit(f"the mean is {mean[0].item()}, not {wanted}")
+    expected = (ranks.world_size + 1) / 2
+    if not bool((mean == expected).all()):
+        sys.exit(f"the mean is {mean[0].item()}, not {expected}")
     sys.stdout.write(json.dumps({"all_reduce_s": spent_s, "bytes": 4 * NUMBERS}) + "\n")
 
 

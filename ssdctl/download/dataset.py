@@ -98,10 +98,10 @@ def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def _differing(dest: Path, record: Record, report: Report) -> list[str]:
     """Return the paths of files whose size or CRC is not the recorded one."""
     total = sum(entry.size for entry in record.entries)
     done = 0
-    found = []
+    differing = []
     for entry in record.entries:
         crc = size = 0
         try:
@@ -238,7 +238,7 @@ def _differing(dest: Path, record: Record, report: Report) -> list[str]:
         except OSError:
             size = -1
         if (size, crc) != (entry.size, entry.crc):
-            found.append(entry.path)
+            differing.append(entry.path)
         done += entry.size
         report(f"checking what {record.name} held", done, total)
-    return found
+    return differing

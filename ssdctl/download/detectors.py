@@ -168,11 +168,13 @@ def remember_checksum(path: Path) -> str:
 
 
 def _check_first_use(path: Path) -> str:
-    known = _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
+    recorded = (
+        _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
+    )
     digest = sha256_of(path, f"checking {path.name}")
-    if digest != known:
+    if digest != recorded:
         raise IntegrityError(
-            f"{path}: changed since its first use: SHA-256 was {known}, is {digest}",
+            f"{path}: changed since its first use: SHA-256 was {recorded}, is {digest}",
             hint=f"if you trust the new file, delete {_checksum_path(path)}; else delete both",
         )
     return digest

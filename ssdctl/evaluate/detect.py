@@ -157,7 +157,7 @@ def _finish(
 
 
 def _in_pixels(
-    found: postprocess.ImageDetections,
+    detections: postprocess.ImageDetections,
     image_id: int,
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
@@ -166,13 +166,13 @@ def _in_pixels(
 
     Detections of classes without a category id (-1) are left out.
     """
-    ids = category_ids[found.labels.numpy() - 1]
+    ids = category_ids[detections.labels.numpy() - 1]
     used = ids >= 0
-    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
+    ltrb = detections.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy()[used].astype(np.float64),
+        detections.scores.numpy()[used].astype(np.float64),
         ids[used],
     )
 

@@ -67,8 +67,8 @@ def sample_crops(
         ends = (is_good | (mode == WHOLE)).reshape(-1, ATTEMPTS_AT_ONCE)
         # The first attempt that ends the search, as an index into all.
         end = ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
-        taken = is_good[end] & ends.any(axis=1)
-        rect[unfinished[taken]] = proposal[end[taken]]
+        is_chosen = is_good[end] & ends.any(axis=1)
+        rect[unfinished[is_chosen]] = proposal[end[is_chosen]]
         unfinished = unfinished[~ends.any(axis=1)]
         if not len(unfinished):
             break
@@ -134,8 +134,8 @@ def _iou(rect: Floats, boxes: Floats) -> Floats:
     high = np.minimum(rect[:, None, 2:], boxes[..., 2:])
     overlap = (high - low).clip(0).prod(-1)
     area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-    whole = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
-    return np.asarray(overlap / (area + whole - overlap))
+    areas = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
+    return np.asarray(overlap / (area + areas - overlap))
 
 
 def _centre_inside(rect: Floats, boxes: Floats) -> NDArray[np.bool_]:

@@ -54,5 +54,5 @@ def conventions_of(backbone: str) -> Conventions:
 
 def conventions_of_model(model: Any) -> Conventions:
     """Return the constants of a network; those of the ResNets for one that names none."""
-    found: Conventions = getattr(model, "conventions", RESNET)
-    return found
+    conventions: Conventions = getattr(model, "conventions", RESNET)
+    return conventions

@@ -80,5 +80,5 @@ def waits(averages: Iterable[Any]) -> list[str]:
 
 def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
     """Return the profiler's activities: host, and device if PyTorch's profiler supports it."""
-    known = torch.profiler.supported_activities()
-    return [a for a in known if a.name.lower() in {"cpu", device.name}]
+    supported = torch.profiler.supported_activities()
+    return [a for a in supported if a.name.lower() in {"cpu", device.name}]

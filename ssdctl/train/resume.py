@@ -134,11 +134,11 @@ def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
     now = values(setup.config)
     before = with_current_keys(checkpoint.config)
     differing = [
-        f"{path} was {known!r}, is {now[path]!r}"
+        f"{path} was {saved!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
-        and _plain(known := before.get(path, setting.default)) != _plain(now[path])
+        and _plain(saved := before.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan
     if checkpoint.global_batch != plan.global_batch_size:

@@ -66,20 +66,20 @@ class Setup(NamedTuple):
     threads: int
 
 
-def choose_precision(wanted: str, device: Device) -> str:
+def choose_precision(precision: str, device: Device) -> str:
     """Return the precision of the network: fp32, bf16 or fp16.
 
     Raises:
         UsageError: The device cannot compute in it.
     """
-    if wanted == "auto":
+    if precision == "auto":
         return device.auto_precision
-    if wanted not in device.precisions:
+    if precision not in device.precisions:
         flags = " or ".join(f"--{p}" for p in device.precisions)
         raise UsageError(
-            f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}"
+            f"device {device.name} does not compute in {precision}", hint=f"choose {flags}"
         )
-    return wanted
+    return precision
 
 
 def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved, str | None]:
@@ -90,10 +90,12 @@ def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved,
     Returns:
         The settings, and what to tell the user if one was replaced.
     """
-    wanted, source = resolved.config.train.precision, resolved.sources["train.precision"]
-    if wanted in ("auto", *device.precisions) or not source.startswith("preset "):
+    requested, source = resolved.config.train.precision, resolved.sources["train.precision"]
+    if requested in ("auto", *device.precisions) or not source.startswith("preset "):
         return resolved, None
-    notice = f"{source} trains in {wanted}, which device {device.name} lacks: {{}} is used instead"
+    notice = (
+        f"{source} trains in {requested}, which device {device.name} lacks: {{}} is used instead"
+    )
     precision = device.auto_precision
     return resolved.with_value("train.precision", precision), notice.format(precision)
 

@@ -95,7 +95,7 @@ def format_warnings(
         findings: Those of `check`.
 
     Returns:
-        At most one sentence with its remedy. It is not an error: such boxes may be meant.
+        At most one sentence with its remedy. It is not an error: such boxes may be intended.
     """
     low, high = boxes.ltrb[:, :2], boxes.ltrb[:, 2:]
     number = len(boxes.ltrb)
@@ -125,8 +125,15 @@ def format_warnings(
 def _clipped(
     bbox: NDArray[np.float64], size: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
-    """Boxes (M x 4: left, top, width, height) as ltrb inside their images (M x 2), in pixels and in
-    fractions, and what was done to each: nothing, clipped, or dropped for a reason."""
+    """Clip boxes to their images.
+
+    Args:
+        bbox: M x 4: left, top, width, height in pixels.
+        size: M x 2: width and height of each box's image.
+
+    Returns:
+        The boxes as ltrb in pixels and in fractions, and for each an index of KINDS.
+    """
     with np.errstate(all="ignore"):  # overflows show in the results
         low, extent = bbox[:, :2], bbox[:, 2:]
         high = low + extent

@@ -51,8 +51,8 @@ def resolve_images(images: Sequence[ImageEntry], folder: Path) -> ResolvedImages
         replaced = _replace_names([images[row] for row in rows], folder)
         if replaced:
             notes.append(_note(replaced))
-            found = file_sizes(folder, [images[row].file_name for row in rows])
-            for row, size in zip(rows, found, strict=True):
+            new_sizes = file_sizes(folder, [images[row].file_name for row in rows])
+            for row, size in zip(rows, new_sizes, strict=True):
                 sizes[row] = size if is_plain_name(images[row].file_name) else None
     unsized = [
         image

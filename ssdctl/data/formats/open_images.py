@@ -96,8 +96,8 @@ def _class_names(root: Path) -> dict[str, str]:
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
-    taken = list(names.values())
-    return {k: f"{v} ({k})" if taken.count(v) > 1 else v for k, v in names.items()}
+    all_names = list(names.values())
+    return {k: f"{v} ({k})" if all_names.count(v) > 1 else v for k, v in names.items()}
 
 
 def _read_split(

@@ -103,16 +103,16 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
     if not lists.is_dir():
         lists = folder.base / "ImageSets"
     named = {n: lists / f"{n}.txt" for n in ("train", "val", "trainval", "test")}
-    known = {name: _stems(path) for name, path in named.items() if path.is_file()}
-    if not {"train", "trainval"} & set(known):
+    stems = {name: _stems(path) for name, path in named.items() if path.is_file()}
+    if not {"train", "trainval"} & set(stems):
         # Exports with a folder per split, and undivided sets.
         split = FOLDER_SPLITS.get(folder.base.name, "train")
         return {split: sorted(path.stem for path in folder.annotations.glob("*.xml"))}
-    splits = {"train": known.get("train") or known.get("trainval", [])}
-    if "train" in known and "val" in known:
-        splits["val"] = known["val"]
-    if known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
-        splits["test"] = known["test"]  # of VOC2012 the list is public, the XML files are not
+    splits = {"train": stems.get("train") or stems.get("trainval", [])}
+    if "train" in stems and "val" in stems:
+        splits["val"] = stems["val"]
+    if stems.get("test") and (folder.annotations / f"{stems['test'][0]}.xml").is_file():
+        splits["test"] = stems["test"]  # of VOC2012 the list is public, the XML files are not
     return splits
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from ssdctl.data.convert import Conversion, convert, describe_made
+from ssdctl.data.convert import Conversion, convert, describe_conversion
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.formats.coco_writer import (
     LabeledBox,
@@ -356,7 +356,7 @@ class TestDividing:
         make(tmp_path, None, 0.8)  # from the same originals
         assert prepare(tmp_path, tmp_path / "store", pack=False).unchanged
         assert {p: p.stat().st_mtime_ns for p in written} == written
-        assert "source yolo, split 0.8" in (describe_made(tmp_path) or "")
+        assert "source yolo, split 0.8" in (describe_conversion(tmp_path) or "")
         make(tmp_path, "yolo")
         assert set(find_splits(tmp_path)) == {"train"}
         assert not list((tmp_path / "annotations").glob("ssdctl_val*"))
@@ -483,10 +483,12 @@ class TestKills:
 
     @staticmethod
     def _check(root: Path) -> None:
-        made = describe_made(root) or ""
+        description = describe_conversion(root) or ""
         sides = {split: set(boxes_of(root, split)) for split in find_splits(root)}
         classes = {name for found in boxes_of(root).values() for name, _, _ in found}
-        assert ("split" in made) == ("val" in sides), made
-        assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == 20, made
-        assert len(sides["train"]) == (16 if "0.8" in made else 10 if "0.5" in made else 20), made
-        assert classes == ({"cat"} if "classes" in made else {"cat", "dog"}), made
+        assert ("split" in description) == ("val" in sides), description
+        assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == 20, description
+        assert len(sides["train"]) == (
+            16 if "0.8" in description else 10 if "0.5" in description else 20
+        ), description
+        assert classes == ({"cat"} if "classes" in description else {"cat", "dog"}), description
