@@ -34,7 +34,7 @@ def default_boxes() -> list[tuple[float, float, float, float]]:
     steps = [8, 16, 32, 64, 100, 300]
     scales = [21, 45, 99, 153, 207, 261, 315]
     ratios = [[2], [2, 3], [2, 3], [2, 3], [2], [2]]
-    found = []
+    result = []
     for k in range(6):
         small, large = scales[k] / 300, scales[k + 1] / 300
         shapes = [(small, small), (math.sqrt(small * large), math.sqrt(small * large))]
@@ -45,8 +45,8 @@ def default_boxes() -> list[tuple[float, float, float, float]]:
             for row in range(maps[k]):
                 for column in range(maps[k]):
                     box = ((column + 0.5) * steps[k] / 300, (row + 0.5) * steps[k] / 300, w, h)
-                    found.append(tuple(min(max(v, 0.0), 1.0) for v in box))
-    return found
+                    result.append(tuple(min(max(v, 0.0), 1.0) for v in box))
+    return result
 
 
 def ltrb(box_cxcywh: Box) -> tuple[float, float, float, float]:
@@ -210,7 +210,7 @@ def detect(
     """The detections of one picture, best first: (4, N) offsets, (C, N) logits."""
     exponential = np.exp(logits - logits.max(axis=0))
     scores = exponential / exponential.sum(axis=0)
-    found = []
+    detections = []
     for label in range(1, len(scores)):
         candidates = [n for n in range(len(defaults_cxcywh)) if scores[label, n] > score_threshold]
         candidates.sort(key=lambda n: -scores[label, n])
@@ -219,8 +219,8 @@ def detect(
             box = ltrb(decode([float(v) for v in offsets[:, n]], defaults_cxcywh[n]))
             if all(iou(box, better.box) <= nms_iou for better in kept):
                 kept.append(Detection(float(scores[label, n]), label, box))
-        found += kept
-    return sorted(found, key=lambda d: -d.score)[:200]
+        detections += kept
+    return sorted(detections, key=lambda d: -d.score)[:200]
 
 
 # --- crops -----------------------------------------------------------------------------------
@@ -354,11 +354,11 @@ class Network:
             while f"{self.names[layer]}.{block}.conv1.weight" in self.state:
                 x = self.residual(x, f"{self.names[layer]}.{block}", stride if block == 0 else 1)
                 block += 1
-        found = [x]
+        features = [x]
         for i in range(5):
             stride, padding = (2, 1) if i < 3 else (1, 0)
-            found.append(self.extra(found[-1], f"additional_blocks.{i}", stride, padding))
-        return found
+            features.append(self.extra(features[-1], f"additional_blocks.{i}", stride, padding))
+        return features
 
     def residual(self, x: Tensor, name: str, stride: int) -> Tensor:
         if f"{name}.conv3.weight" in self.state:

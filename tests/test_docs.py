@@ -61,8 +61,8 @@ def complaint(
 
     def read(words: list[str]) -> str:
         rest = words[words.index("--") + 1 :] if "--" in words else []
-        if rest and (found := read(rest)):
-            return found
+        if rest and (result := read(rest)):
+            return result
         try:
             root_command.main(args=words, prog_name="ssdctl", standalone_mode=False)
         except Read:
@@ -82,16 +82,16 @@ def test_commands_are_what_the_command_line_takes(
     page: Path, complaint: Callable[[list[str]], str]
 ) -> None:
     for text in whole_commands(page):
-        assert not (found := complaint(words_of(text))), f"{page.name}: {text}: {found}"
+        assert not (problem := complaint(words_of(text))), f"{page.name}: {text}: {problem}"
     for text in spans(prose(page)):
         words = words_of(text) if text.startswith("ssdctl ") else []
         if not words or words[0] in ("COMMAND", "--help", "--install-completion"):
             continue
-        found = complaint([word for word in words if word != "--help"])
+        problem = complaint([word for word in words if word != "--help"])
         # Named in a sentence, not to be typed as it is: arguments may be missing.
-        is_short = found.startswith(("MissingParameter", "NoArgsIsHelp"))
-        is_short = is_short or "requires an argument" in found
-        assert not found or is_short, f"{page.name}: {text}: {found}"
+        is_short = problem.startswith(("MissingParameter", "NoArgsIsHelp"))
+        is_short = is_short or "requires an argument" in problem
+        assert not problem or is_short, f"{page.name}: {text}: {problem}"
 
 
 def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) -> None:
@@ -204,11 +204,11 @@ def test_mistakes_with_data_get_the_message_of_the_page(
     (root / "labels.json").write_text(json.dumps(content))
     old, new = changes if place == "toml" else ("", "")
     (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
-    said = cli("prepare", "--data", root)
+    result = cli("prepare", "--data", root)
     if "learn from" in message:
-        said = cli("train", "--data", root, "--dry-run")
-    assert said.code in (0, 3)
-    assert message in " ".join((said.out + said.err).replace("\u2502", " ").split())
+        result = cli("train", "--data", root, "--dry-run")
+    assert result.code in (0, 3)
+    assert message in " ".join((result.out + result.err).replace("\u2502", " ").split())
     page = (ROOT / "docs/custom-dataset.md").read_text(encoding="utf-8")
     assert any(span and span in message for span in spans(page)) or message in page, message
 
@@ -283,31 +283,31 @@ def test_options_that_are_named_exist(page: Path, root_command: Any) -> None:
     text = prose(page)
     if page == MIGRATING:
         text = "\n".join(" | ".join(row[1:]) for row in rows(page))
-    known = {*options(root_command), "--help", "--install-completion"} | FOREIGN
+    names = {*options(root_command), "--help", "--install-completion"} | FOREIGN
     for span in spans(text):
         if span.startswith("--"):
             flags = [word.partition("=")[0] for word in span.split() if word.startswith("--")]
-            assert set(flags) <= known, (page.name, span)
+            assert set(flags) <= names, (page.name, span)
         if span.startswith(PREFIX) and "*" not in span:
             assert resolve(environment={span.partition("=")[0]: span.partition("=")[2]})
 
 
-def test_migration_tables_say_what_the_command_line_says(root_command: Any) -> None:
+def test_migration_tables_agree_with_the_command_line(root_command: Any) -> None:
     train = set(options(root_command.commands["train"]))
     entries = list(rows(MIGRATING))
     assert len(entries) > 100
-    for theirs, ours, _ in entries:
-        named = spans(ours)
-        assert bool(named) is not (ours == "none"), (theirs, ours)
-        for flag in spans(theirs):
+    for foreign, own, _ in entries:
+        named = spans(own)
+        assert bool(named) is not (own == "none"), (foreign, own)
+        for flag in spans(foreign):
             if flag in train:  # the same name and meaning
-                assert flag in named, (flag, ours)
+                assert flag in named, (flag, own)
                 continue
             value = "bf16" if "--bf16" in named else "1"  # -d: a folder, or Habana-TF's type
             answer = answer_to(root_command.commands["train"], flag, value)
             assert answer, flag
             if named:
-                assert named[0] in answer, (flag, ours, answer)
+                assert named[0] in answer, (flag, own, answer)
 
 
 def answer_to(command: AliasCommand, flag: str, value: str) -> str:

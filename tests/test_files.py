@@ -54,7 +54,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "new" * 10000])
-def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_goes(
+def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
     tmp_path: Path, content: str
 ) -> None:
     path = tmp_path / "file"

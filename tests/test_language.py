@@ -31,8 +31,8 @@ def _documents() -> list[Path]:
 def test_the_language_is_plain(path: Path) -> None:
     name = path.relative_to(ROOT).as_posix()
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-    found = [f"{name}:{n}: {match[0]}" for n, line in lines for match in DIALECT.finditer(line)]
-    assert not found
+    matches = [f"{name}:{n}: {match[0]}" for n, line in lines for match in DIALECT.finditer(line)]
+    assert not matches
 
 
 def test_no_public_class_name_has_two_meanings() -> None:
@@ -47,15 +47,15 @@ def test_no_public_class_name_has_two_meanings() -> None:
 
 def _imports(path: Path, modules: set[str]) -> set[str]:
     """The modules of the package that a module imports, anywhere in it, TYPE_CHECKING included."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
-                found.add(name if name in modules else node.module)
-    return found & modules
+                imported.add(name if name in modules else node.module)
+    return imported & modules
 
 
 def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -64,10 +64,10 @@ def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
     left = {name: set(targets) for name, targets in graph.items()}
     while True:
         used = set().union(*left.values()) if left else set()
-        gone = {name for name, targets in left.items() if not targets or name not in used}
-        if not gone:
+        removed = {name for name, targets in left.items() if not targets or name not in used}
+        if not removed:
             break
-        left = {n: targets - gone for n, targets in left.items() if n not in gone}
+        left = {n: targets - removed for n, targets in left.items() if n not in removed}
     return [set(left)] if left else []
 
 

@@ -77,7 +77,7 @@ def test_file_in_working_directory_is_read(tmp_path: Path) -> None:
         ("[trian]\nlr = 1\n", ":2", "train.lr"),
     ],
 )
-def test_unknown_key_names_line_and_nearest(
+def test_unknown_key_error_names_the_line_and_the_nearest_key(
     tmp_path: Path, text: str, place: str, nearest: str | None
 ) -> None:
     file = tmp_path / "my.toml"
@@ -130,7 +130,7 @@ def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_names_the_whole_recipe(name: str) -> None:
+def test_preset_sets_all_of_its_recipe(name: str) -> None:
     recipe = {path for path, setting in all_settings().items() if setting.is_recipe}
     assert recipe <= {o.path for o in preset_overrides(name)}
 

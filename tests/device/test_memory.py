@@ -109,10 +109,10 @@ class Card(Cpu):
 def auto(device: Cpu) -> int:
     overrides = resolve(environment={"HOME": "/"}).config
     train = msgspec.structs.replace(overrides.train, batch_size="auto")
-    wanted = msgspec.structs.replace(overrides, train=train)
-    found = with_batch_size(wanted, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
-    assert isinstance(found, int)
-    return found
+    config = msgspec.structs.replace(overrides, train=train)
+    batch_size = with_batch_size(config, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
+    assert isinstance(batch_size, int)
+    return batch_size
 
 
 class Step:
@@ -178,7 +178,7 @@ def test_bs_auto_is_refused_where_it_means_nothing(cli: Cli, shapes: Path) -> No
         ("shapes do not match", False),
     ],
 )
-def test_an_allocators_error_says_what_would_fit(words: str, is_memory: bool) -> None:
+def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool) -> None:
     card = Card(4_000_000_000)
     with (
         pytest.raises(UsageError if is_memory else RuntimeError) as caught,

@@ -14,7 +14,7 @@ from conftest import Result
 from ssdctl.doctor import hardware
 
 Cli = Callable[..., Result]
-Ask = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+RunDoctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 STANDIN = Path(__file__).parent.parent / "standin"
 CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}
 RECORDED = {
@@ -29,8 +29,8 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sys, self.proc = folder / "sys", folder / "proc"
         self.bin, self.modules = folder / "bin", folder / "modules"
-        for made in (self.sys, self.proc, self.bin, self.modules):
-            made.mkdir(parents=True)
+        for folder in (self.sys, self.proc, self.bin, self.modules):
+            folder.mkdir(parents=True)
         self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
         monkeypatch.setattr(hardware, "SYS", self.sys)
         monkeypatch.setattr(hardware, "PROC", self.proc)

@@ -31,8 +31,8 @@ class Request:
     @property
     def range(self) -> tuple[int, int] | None:
         """(first, last) of the Range header."""
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-        return (int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass

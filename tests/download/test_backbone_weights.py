@@ -110,9 +110,9 @@ def test_a_mirror_with_other_weights(server: Server, tiny: str) -> None:
     assert find_weights(tiny) is None
 
 
-def test_without_network_the_hint_says_which_file_to_put_where(tiny: str, tmp_path: Path) -> None:
-    with Server() as gone:
-        nowhere = gone.url
+def test_without_network_the_hint_names_the_file_and_its_place(tiny: str, tmp_path: Path) -> None:
+    with Server() as stopped:
+        nowhere = stopped.url
     with pytest.raises(NetworkError) as error:
         fetch_weights(tiny, mirror=nowhere, retry_policy=QUICK)
     hint = error.value.hint or ""

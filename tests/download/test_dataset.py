@@ -126,7 +126,7 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
 IMAGES_BYTES = random.Random(0).randbytes(3000) * 20  # packs to a twentieth
 
 
-def test_verify_finds_one_bit_and_the_next_download_mends_it(
+def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:
     download(files, tmp_path)
@@ -134,9 +134,9 @@ def test_verify_finds_one_bit_and_the_next_download_mends_it(
     name = list(IMAGES)[50]
     (tmp_path / name).write_bytes(bytes([IMAGES[name][0] ^ 1]) + IMAGES[name][1:])
     (tmp_path / "README").write_bytes(b"A readme")
-    found = verify(files, tmp_path)
-    assert states(found) == ["broken", "intact", "broken"]
-    assert [row["problems"] for row in found] == [[name], [], ["README"]]
+    result = verify(files, tmp_path)
+    assert states(result) == ["broken", "intact", "broken"]
+    assert [row["problems"] for row in result] == [[name], [], ["README"]]
     download(files, tmp_path)
     assert content(tmp_path) == WANTED
 
@@ -240,8 +240,8 @@ print(download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}))[0]["state
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = sorted(process.communicate()[0].strip() for process in both)
-    assert said == ["fetched", "present"]
+    outcomes = sorted(process.communicate()[0].strip() for process in both)
+    assert outcomes == ["fetched", "present"]
     assert content(tmp_path) == IMAGES
     assert server.body_bytes == len(archive)
 
@@ -250,16 +250,16 @@ def test_resume_costs_little(server: Server, tmp_path: Path) -> None:
     """What arrived before a refusal is not fetched again."""
     data = random.Random(0).randbytes(3_000_000)
     pin = pinned(server, "a.bin", data)
-    whole = file(data)
+    complete = file(data)
 
     def failing(request: Request) -> Reply:
-        return whole(request) if request.number < 2 else Reply(400)
+        return complete(request) if request.number < 2 else Reply(400)
 
     server.route("/a.bin", failing)
     with pytest.raises(NetworkError):
         download([pin], tmp_path, connections=1)
     assert 0 < server.body_bytes < len(data)
-    server.route("/a.bin", whole)
+    server.route("/a.bin", complete)
     download([pin], tmp_path, connections=1)
     assert server.body_bytes == len(data)
 

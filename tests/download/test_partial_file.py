@@ -160,7 +160,7 @@ def test_a_state_that_makes_no_sense_is_not_believed(
     part.close()
 
 
-def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> None:
+def test_a_record_of_more_bytes_than_a_piece_starts_again(tmp_path: Path) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
     _, state = part_paths(tmp_path / "a.bin")
     content = bytearray(state.read_bytes())
@@ -171,7 +171,7 @@ def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> 
     part.close()
 
 
-def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> None:
+def test_a_complete_part_without_its_state_is_checked_by_the_hash(tmp_path: Path) -> None:
     path, state = part_paths(tmp_path / "a.bin")
     path.write_bytes(CONTENT)
     part = opened(tmp_path / "a.bin")
@@ -180,7 +180,7 @@ def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> N
     part.close()
 
 
-def test_a_version_too_long_to_remember_is_not_remembered(tmp_path: Path) -> None:
+def test_a_version_too_long_to_store_is_not_stored(tmp_path: Path) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
     part = opened(tmp_path / "a.bin")
     part.adopt('"' + 2000 * "x" + '"')

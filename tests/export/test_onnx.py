@@ -51,18 +51,18 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
         pixels = np.stack([resized(p) for p in pictures])
         boxes, scores, labels, count = deployed.run(None, {"images": pixels})
         assert boxes.shape == (batch, 200, 4)
-        for i, found in enumerate(predictor.predict_many(pictures)):
+        for i, detections in enumerate(predictor.predict_many(pictures)):
             n = int(count[i])
-            assert n == len(found) > 0
+            assert n == len(detections) > 0
             assert (labels[i, n:] == 0).all()
-            np.testing.assert_allclose(scores[i, :n], [f.score for f in found], atol=2e-5)
+            np.testing.assert_allclose(scores[i, :n], [f.score for f in detections], atol=2e-5)
             pixel_boxes = boxes[i, :n].clip(0, 1) * np.array([*pictures[i].size] * 2)
-            theirs = {
+            expected = {
                 (int(k), *np.round(box / 2).astype(int))
                 for k, box in zip(labels[i, :n], pixel_boxes, strict=True)
             }
-            ours = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in found}
-            assert len(ours & theirs) > 0.9 * len(ours)  # the rest: rounded to the other side
+            actual = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in detections}
+            assert len(actual & expected) > 0.9 * len(actual)  # the rest: rounded to the other side
     check_quantization(Path("ssd.onnx"))
 
 

@@ -94,12 +94,12 @@ def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[An
 
 def marked(mark: str) -> list[int]:
     """The living processes of a launch, whoever their parents are by now."""
-    found = []
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                ranks.append(int(path.parent.name))
+    return ranks
 
 
 def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
@@ -143,7 +143,7 @@ def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Pat
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_lost_rank_ends_the_job_with_its_name(launcher: str, end: str, tmp_path: Path) -> None:
+def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
     """The other rank says 8 once it misses it, as training does."""
     with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
         if end == "dies":

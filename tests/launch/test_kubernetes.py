@@ -223,8 +223,8 @@ def test_kinds(
     limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
     assert limits == ({resource: str(count // nodes)} if resource else {})
     with_devices = templates(manifest)[-1]
-    wanted = [{"key": resource, "operator": "Exists"}] if resource else None
-    assert with_devices["spec"].get("tolerations") == wanted
+    expected = [{"key": resource, "operator": "Exists"}] if resource else None
+    assert with_devices["spec"].get("tolerations") == expected
     for template in templates(manifest):
         for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
             assert marks["sidecar.istio.io/inject"] == "false"
@@ -303,9 +303,9 @@ def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], wor
 
 def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
     """Container runtimes give 64 MB; mpirun takes variables along by name alone."""
-    (alone,) = containers(plan_for("cuda", 1).manifest).values()
+    (single,) = containers(plan_for("cuda", 1).manifest).values()
     (several,) = containers(plan_for("cuda", 2).manifest).values()
-    assert "/dev/shm" not in [m["mountPath"] for m in alone["volumeMounts"]]
+    assert "/dev/shm" not in [m["mountPath"] for m in single["volumeMounts"]]
     assert "/dev/shm" in [m["mountPath"] for m in several["volumeMounts"]]
     plan = plan_for("hpu", 16, nodes=2, env=("TOKEN=1",))
     assert "--export-env=TOKEN" in containers(plan.manifest)["launcher"]["command"]
@@ -389,11 +389,11 @@ def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "--write" in result.err
 
 
-def test_the_manifest_is_written_as_it_is_shown(cli: Cli) -> None:
+def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:
     arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
-    shown = cli(*arguments, "--dry-run").out
+    output = cli(*arguments, "--dry-run").out
     assert cli(*arguments, "--write", "job.yaml").code == 0
-    assert Path("job.yaml").read_text() == shown
+    assert Path("job.yaml").read_text() == output
     assert not os.access("job.yaml", os.X_OK)
 
 
@@ -428,8 +428,8 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
     argv = [str(tmp_path / "good/bin/python"), "-c", find]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    torch, package = found.stdout.split()
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    torch, package = result.stdout.split()
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert torch == spec.origin
@@ -441,8 +441,8 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
 def with_pip(version: str) -> str | None:
     """An interpreter of that version that has pip, from the path or from pyenv's folder."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path("~/.pyenv").expanduser(), "versions")
-    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    for candidate in filter(None, found):
+    candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for candidate in filter(None, candidates):
         argv = [str(candidate), "-c", "import pip, sys; print(*sys.version_info[:2], sep='.')"]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.stdout.strip() == version:
@@ -465,8 +465,8 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
         "-c",
         "import pip, probe_package as p; print(p.__file__)",
     ]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(str(tmp_path / "made"))
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(str(tmp_path / "made"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")

@@ -219,7 +219,9 @@ def test_ranks_are_bound_next_to_their_gpu(
         ({"is_written": True, "bind_to": "none"}, False),
     ],
 )
-def test_cores_of_other_machines_are_asked_for(settings: dict[str, Any], is_warned: bool) -> None:
+def test_the_cores_of_other_machines_are_requested(
+    settings: dict[str, Any], is_warned: bool
+) -> None:
     warnings = plan_for("hpu", 16, **settings).warnings
     assert any("--cores-per-node" in warning for warning in warnings) == is_warned
 
@@ -246,7 +248,7 @@ def test_torchruns_nodes_meet_at_the_first_host() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_a_host_still_to_be_said(device: str) -> None:
+def test_a_host_that_is_still_missing(device: str) -> None:
     missing = plan_for(device, 16, nodes=2).missing
     assert missing is not None
     assert "several nodes" in missing

@@ -96,7 +96,7 @@ def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: fl
         np.testing.assert_allclose(actual, case.expected("mlperf"), rtol=rtol)
 
 
-def test_more_negatives_asked_for_than_there_are() -> None:
+def test_more_negatives_requested_than_available() -> None:
     """Positives that are counted as negatives too: NVIDIA's ORed masks, not MLPerf's sum."""
     case = random_case(0, 0.6, torch.float64)
     assert (3 * (case.labels > 0).sum(1) > (case.labels == 0).sum(1)).any()
@@ -106,7 +106,7 @@ def test_more_negatives_asked_for_than_there_are() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_the_whole_loss_is_the_golden_one(dtype: torch.dtype, rtol: float) -> None:
+def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> None:
     """Matching, coding and loss of 8732 boxes and 81 classes; one picture has no object."""
     loss = exact_loss() if dtype is torch.float64 else MultiboxLoss()
     actual = loss(*whole_loss_inputs(dtype))
@@ -115,7 +115,7 @@ def test_the_whole_loss_is_the_golden_one(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
-def test_the_whole_loss_equals_the_loop_on_random_boxes() -> None:
+def test_the_loss_equals_the_loop_on_random_boxes() -> None:
     rng = np.random.default_rng(3)
     corner, size = rng.uniform(0, 0.8, (3, 2)), rng.uniform(0.01, 0.7, (3, 2))
     truths = np.concatenate([corner, corner + size], 1)  # one leaves the picture

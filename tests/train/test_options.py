@@ -18,7 +18,9 @@ Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_evaluates_at_the_given_epochs_and_ends_without_gain(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
     """A network that learns nothing (a rate near 0) has the same AP again and again."""
     run = tmp_path / "run"
     # 20 images in batches of 2: an epoch is 10 steps.
@@ -60,14 +62,14 @@ def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     assert cli(*command, "--out", averaged, "--steps", 2, "--ema", 0.5).code == 0
     result = cli(*command, "--out", averaged, "--steps", 4, "--ema", 0.5)
     assert result.code == 0, result.err
-    ours, theirs = last(averaged), last(plain)
-    assert ours.trained is not None
-    assert_same_state(ours._replace(model=ours.trained), theirs)
+    actual, expected = last(averaged), last(plain)
+    assert actual.trained is not None
+    assert_same_state(actual._replace(model=actual.trained), expected)
     name = "box_heads.0.weight"
-    assert not torch.equal(ours.model[name], ours.trained[name])
+    assert not torch.equal(actual.model[name], actual.trained[name])
     straight = tmp_path / "straight"
     assert cli(*command, "--out", straight, "--steps", 4, "--ema", 0.5).code == 0
-    assert_same_state(ours, last(straight))
+    assert_same_state(actual, last(straight))
 
 
 def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:

@@ -35,7 +35,9 @@ def steps(run: Path, kind: str = "train") -> list[int]:
     return [r["step"] for r in map(json.loads, lines) if r["kind"] == kind]
 
 
-def test_going_back_retires_what_comes_later(run: Path, shapes: Path, cli: Cli) -> None:
+def test_resuming_from_an_earlier_step_retires_later_checkpoints(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "1st", "--keep", 9]
     assert cli(*train, "--steps", 6).code == 0
     earlier = run / "checkpoints/step-00000004.pt"
@@ -95,7 +97,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert steps(run) == [1, 2, 3, 4]
 
 
-def test_a_peers_checkpoint_is_no_run_to_go_on_with(shapes: Path, cli: Cli, tmp_path: Path) -> None:
+def test_a_third_party_checkpoint_cannot_be_resumed(shapes: Path, cli: Cli, tmp_path: Path) -> None:
     peer = tmp_path / "peer.pt"
     torch.save(
         {"model": to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer
@@ -121,8 +123,8 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
     assert "brick" not in result.err  # only the differences
     for path in root.glob("annotations/*.json"):
         document = json.loads(path.read_text().replace('"globe"', '"ball"'))
-        gone = document["images"].pop(0)["id"]
-        document["annotations"] = [a for a in document["annotations"] if a["image_id"] != gone]
+        removed = document["images"].pop(0)["id"]
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] != removed]
         path.write_text(json.dumps(document))
     result = cli(*train)
     assert result.code == 2
@@ -142,7 +144,9 @@ def test_another_global_batch_is_refused_or_counted_again(
     assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 6 + 2 * 4
 
 
-def test_the_same_global_batch_in_other_parts_goes_on(run: Path, shapes: Path, cli: Cli) -> None:
+def test_resumes_with_the_same_global_batch_in_other_parts(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     options = [*OPTIONS, "--bs", 1, "--accumulate", 2]
     result = cli("train", "--data", shapes, "--out", run, *options, "--steps", 4)
     assert result.code == 0, result.err
@@ -221,9 +225,9 @@ def test_a_validation_image_that_does_not_open_counts_without_detections(
     assert result.code == 0, result.err
     assert "1 images cannot be decoded" in result.err
     assert json.loads(result.out)["images"] == 9
-    found = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
-    assert 2 not in found
-    assert found
+    image_ids = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
+    assert 2 not in image_ids
+    assert image_ids
 
 
 def test_weights_of_another_backbone_are_refused_at_once(cli: Cli) -> None:
@@ -247,7 +251,7 @@ def test_data_of_an_option_or_a_variable_beat_the_checkpoints_and_those_of_a_fil
         assert "nowhere" in result.err
 
 
-def test_a_broken_local_config_does_not_keep_others_from_being_checked(cli: Cli) -> None:
+def test_a_broken_local_config_does_not_prevent_checks_of_others(cli: Cli) -> None:
     Path("ssdctl.toml").write_text("[train]\nlrr = 1\n")
     Path("good.toml").write_text("[train]\nlr = 1\n")
     assert cli("config", "validate", "good.toml").code == 0

@@ -83,7 +83,7 @@ def test_each_epoch_has_a_record(shapes: Path, tmp_path: Path, cli: Cli) -> None
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
 
 
-def test_going_on_with_another_folder_is_told(
+def test_resuming_with_another_folder_is_reported(
     tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
@@ -246,9 +246,9 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     assert checkpoint.step == 2
     assert checkpoint.samples_seen == 4
     (evaluation,) = records(run, "eval")
-    alone = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
-    assert alone.code == 0, alone.err
-    figures = json.loads(alone.out)
+    evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
+    assert evaluated.code == 0, evaluated.err
+    figures = json.loads(evaluated.out)
     for name in ("AP", "AP50", "AR100", "ARm"):
         assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
     assert figures["images"] == 9
@@ -258,11 +258,11 @@ def spoiled_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[i
     """Make the colours of some batches infinite, as a broken sample would."""
     from ssdctl.input import samples
 
-    made = samples.colour_jitter
+    original = samples.colour_jitter
     calls = iter(range(10_000))
 
     def jitter(draw: Any, hue_degrees: float) -> Any:
-        result = made(draw, hue_degrees)
+        result = original(draw, hue_degrees)
         return result * float("inf") if next(calls) in bad_calls else result
 
     monkeypatch.setattr(samples, "colour_jitter", jitter)
