@@ -1,10 +1,10 @@
 """The mathematics a second time: plain loops in float64, written from the paper and the replaced
-systems alone. Nothing of ssdctl is imported here, so an error would have to be made twice.
+systems only. Nothing of ssdctl is imported here, so that errors cannot be shared.
 
-    python tests/reference.py    # writes tests/golden/*.json anew; they should never change
+    python tests/reference.py    # writes tests/golden/*.json again; they should never change
 
 Boxes are (left, top, right, bottom) tuples in fractions of the picture, or (cx, cy, w, h) where
-the name says so. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
+the name shows it. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
 """
 
 from __future__ import annotations
@@ -322,12 +322,12 @@ BACKBONE_NAMES = {
 
 
 class Network:
-    """SSD300 as functions of a peer's state dict; the backbone follows from its keys.
+    """SSD300 as functions of a third-party state dict; the backbone follows from its keys.
 
     Args:
         state: A state dict in MLPerf's (`mlperf`) or NVIDIA's (`nvidia`) layout.
         layout: Which.
-        training: Batch norm takes the batch's statistics (and remembers none).
+        training: Batch norm takes the batch's statistics (and records none).
     """
 
     def __init__(self, state: Mapping[str, Tensor], layout: str, training: bool = False) -> None:
@@ -433,7 +433,7 @@ def loss_inputs(num_classes: int = 81) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_golden(folder: Path = GOLDEN) -> None:
-    """Compute the golden files from this module alone."""
+    """Compute the golden files with this module only."""
     folder.mkdir(exist_ok=True)
     defaults = default_boxes()
     some = {str(n): defaults[n] for n in range(0, len(defaults), 97)}

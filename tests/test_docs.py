@@ -1,7 +1,7 @@
-"""What the pages say is so: commands are read by the real command line, marked blocks are run,
+"""The pages are correct: commands are parsed by the real command line, marked blocks are run,
 links, files, options and the tables of `docs/migrating.md` are compared with the tree.
 
-In a page, `<!-- run -->` before a fenced block says that it is run here, and `<!-- file: NAME -->`
+In a page, `<!-- run -->` before a fenced block means that it is run here, and `<!-- file: NAME -->`
 that it is written to that file first; all blocks of a page in order, in one folder.
 """
 
@@ -50,7 +50,7 @@ def root_command() -> Any:
 def complaint(
     root_command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
-    """Has the real command line read a command and stop before it does anything: what it says
+    """Parse a command by the real command line without running it; return what it prints
     against it, or nothing."""
 
     def stop(**given: Any) -> None:
@@ -311,7 +311,7 @@ def test_migration_tables_agree_with_the_command_line(root_command: Any) -> None
 
 
 def answer_to(command: AliasCommand, flag: str, value: str) -> str:
-    """The options that stand for a flag of a replaced system, or why it is refused."""
+    """The options that replace a flag of a replaced system, or why it is refused."""
     for words in ([flag, value], [flag]):
         try:
             rewritten = command.without_aliases(words)

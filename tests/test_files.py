@@ -245,7 +245,7 @@ def test_an_error_names_the_target_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file that another user wants to have destroyed."""
+    """A file that another user tries to get overwritten."""
     path = tmp_path / "victim"
     path.write_text("precious")
     return path

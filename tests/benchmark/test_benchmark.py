@@ -1,4 +1,4 @@
-"""`ssdctl benchmark train`: figures that hang together, alone and on several ranks."""
+"""`ssdctl benchmark train`: consistent figures, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Pair:
     ("work_s", "possible"),
     [
         ((0.001, 0.002), range(10, 210, 10)),
-        ((0.001, 0.03), range(1, 8)),  # slow on one rank alone
+        ((0.001, 0.03), range(1, 8)),  # slow on one rank only
         ((0.3, 0.001), range(1, 2)),
     ],
 )

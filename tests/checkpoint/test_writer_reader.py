@@ -1,4 +1,4 @@
-"""Checkpoints are untrusted files: the newest intact one wins, nothing of theirs is run."""
+"""Checkpoints are untrusted files: the newest intact one is read, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
 
 def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     read = read_checkpoint(checkpoint)
-    without_ids = [ClassName(None, c.name) for c in read.classes]  # a peer's file has no ids
+    without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
     assert same_classes(read, read.classes)
     assert same_classes(read._replace(classes=without_ids), read.classes)
     assert same_classes(read._replace(classes=[]), read.classes)  # nor names: their number must do
@@ -280,7 +280,7 @@ def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
 
 
 def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
-    """Training goes on with the same tensors while they are written."""
+    """Training continues with the same tensors while they are written."""
     moved = threading.Event()
 
     class Slow(CheckpointDir):

@@ -42,7 +42,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
 
 
 def test_scores_are_comparable_by_default() -> None:
-    """In fp32, on all images of the validation split, whatever the preset trains in."""
+    """In fp32, on all images of the validation split, whichever precision the preset trains in."""
     for preset in PRESETS:
         evaluation = resolved(("train.preset", preset)).config.evaluate
         assert (evaluation.precision, evaluation.split, evaluation.limit) == ("fp32", "val", None)

@@ -57,7 +57,7 @@ def checked(
         encoded(RGB),
         encoded(RGB, progressive=True),
         encoded(RGB.convert("L")),
-        encoded(RGB, "PNG"),  # whatever its name says
+        encoded(RGB, "PNG"),  # whatever its suffix is
         encoded(RGB.convert("RGBA"), "PNG"),
         encoded(RGB.convert("P"), "PNG"),
         encoded(RGB.convert("1"), "PNG"),

@@ -1,4 +1,4 @@
-"""What prepare writes is what the dataset holds; what it cannot trust it says."""
+"""prepare writes what the dataset contains, and reports what it drops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ssdctl.files import lock
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     folder = tmp_path / "dataset"
     shutil.copytree(shapes, folder, ignore=shutil.ignore_patterns("prepared"))
     return folder
@@ -359,7 +359,7 @@ def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
 
 
 class TestKills:
-    """A killed prepare leaves the old store or none, and the next one goes on."""
+    """A killed prepare leaves the old store or none, and the next one continues."""
 
     def test_a_few(self, dataset: Path, tmp_path: Path) -> None:
         self._kill(dataset, tmp_path / "store", num_kills=4)
@@ -384,7 +384,7 @@ class TestKills:
             killed += process.wait() == -signal.SIGKILL
             assert process.stdout is not None
             process.stdout.close()
-            # Whatever lies there is whole: it opens and fits the dataset, or is not taken.
+            # A store that is there is complete: it opens and fits the dataset; else it is ignored.
             for split in ("train", "val"):
                 metadata = read_metadata(store, split)
                 if metadata is not None:
@@ -439,7 +439,7 @@ class TestKills:
     def test_an_index_is_removed_before_its_parts(
         self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It would say of new images what was true of the old ones."""
+        """It would describe the old images, not the new ones."""
         monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
         monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
         store = tmp_path / "store"

@@ -171,7 +171,7 @@ def test_memory_is_reported_and_freed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", ["eager", "compile"])
 def test_a_run_and_its_resume(shapes: Path, tmp_path: Path, cli: Cli, execution: str) -> None:
-    """Train, evaluate, save, stop, go on: the losses are those of the CPU."""
+    """Train, evaluate, save, stop, resume: the losses equal the CPU's."""
     by_device = {}
     for device, how in (("cpu", "eager"), ("cuda", execution)):
         options = TINY_RUN.replace("--device cpu", f"--device {device} --execution {how}").split()

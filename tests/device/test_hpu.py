@@ -1,4 +1,4 @@
-"""Gaudi, against a recording stand-in for the bridge (tests/standin): no card was at hand."""
+"""Gaudi, with a recording fake of the bridge (tests/standin): no card was available."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STANDIN = Path(__file__).parent.parent / "standin"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """What the bridge was asked, in order."""
+    """The calls of the bridge, in order."""
     monkeypatch.syspath_prepend(str(STANDIN))
     monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what "hpu" supports.
+    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what it accepts on "hpu".
     for name in ("adam", "adamw"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
@@ -188,7 +188,7 @@ def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.Monk
 def test_ranks_get_their_card_and_the_backend(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, whose names are others
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, which sets other variables
         monkeypatch.setenv(name, "")  # set by the joining: undone after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_PORT", "0")

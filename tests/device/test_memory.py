@@ -72,7 +72,7 @@ def test_activations_are_what_backward_really_keeps() -> None:
 class Card(Cpu):
     """A CPU that calls itself a card with so much memory, and fails like one.
 
-    It holds 500 MB, 10 MB for each image of a step, 1 GB for each other network that still lives,
+    It holds 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
     and in a network's first step 20 GB more, as a search for fast kernels does.
     """
 
@@ -132,7 +132,7 @@ class Step:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
-    """Steps on a card, where nothing but what is asked for collects garbage."""
+    """Steps on a card, with automatic garbage collection turned off."""
     monkeypatch.setattr(memory, "TrainStep", Step)
     Step.sizes.clear()
     gc.disable()

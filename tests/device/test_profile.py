@@ -1,4 +1,4 @@
-"""`--profile FIRST,LAST`: which steps, and what lies in the run folder then."""
+"""`--profile FIRST,LAST`: the profiled steps, and the files in the run folder."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class Waits(TorchDispatchMode):
 
 
 class Elsewhere(Cpu):
-    """A device that no value can be read from, as PyTorch's meta device computes shapes alone:
-    whatever asks for a value raises."""
+    """A device without readable values, since PyTorch's meta device computes only shapes:
+    reading a value raises an error."""
 
     is_host = False
     supports_found_inf = False
@@ -292,7 +292,7 @@ def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
 
 
 def test_sync_bn_is_refused_where_steps_are_compiled() -> None:
-    """PyTorch cannot compile it; alone there is nothing to synchronise."""
+    """PyTorch cannot compile it; a single rank has nothing to synchronise."""
     device = Cpu()
     device.has_sync_bn, device.execution = True, "compile"
     model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))

@@ -131,7 +131,7 @@ def test_fp32_is_fp32(xla: Device) -> None:
 
 
 def test_a_rank_takes_one_chip_of_its_node() -> None:
-    """As far as the CPU client tells: there are no chips to share."""
+    """As far as the CPU client can show it: there are no chips to share."""
     program = (
         "import os; from ssdctl.device import open_device; open_device('xla', 1);"
         "print(os.environ['PJRT_LOCAL_PROCESS_RANK'], os.environ['PJRT_LOCAL_PROCESS_COUNT'])"
@@ -154,7 +154,7 @@ def test_bf16_runs(xla: Device) -> None:
 def test_a_run_and_its_resume(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Train, save, stop, go on: the losses are those of the CPU. Detection is not for XLA yet."""
+    """Train, save, stop, resume: the losses equal the CPU's. XLA does not support detection yet."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     data = tmp_path / "data"
     data.mkdir()

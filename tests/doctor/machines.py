@@ -1,4 +1,4 @@
-"""Machines made of small stand-ins: folders for sysfs, scripts for other people's programs, a recorded
+"""Fake machines: folders for sysfs, scripts for third-party programs, a recorded
 answer of torch's probe where torch itself is not the point."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORDED = {
 
 
 class Machine:
-    """A machine of folders: /sys, /proc, a PATH, and what torch's probe says."""
+    """A machine of folders: /sys, /proc, a PATH, and the output of torch's probe."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sys, self.proc = folder / "sys", folder / "proc"

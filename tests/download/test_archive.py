@@ -1,4 +1,4 @@
-"""Faults 15 and 16: archives that lie, reach out, explode or end too early."""
+"""Faults 15 and 16: archives with false sizes, outside paths, bombs, or an early end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENT = {
 
 
 def open_up(folder: Path, archive: bytes, num_files: int | None = None) -> list[Entry]:
-    """Unpack `archive` into `folder/data`; it lies in `folder`."""
+    """Unpack `archive`, which is in `folder`, into `folder/data`."""
     folder.mkdir(exist_ok=True)
     path = folder / "a.zip"
     path.write_bytes(archive)
@@ -36,7 +36,7 @@ def open_up(folder: Path, archive: bytes, num_files: int | None = None) -> list[
 
 
 def refused(folder: Path, archive: bytes, match: str | None = None) -> None:
-    """Unpacking fails with 5 and leaves the archive alone in its folder."""
+    """Unpacking fails with 5 and leaves only the archive in its folder."""
     with pytest.raises(IntegrityError, match=match):
         open_up(folder, archive)
     assert list(tree(folder)) == ["a.zip"]

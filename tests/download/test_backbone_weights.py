@@ -1,4 +1,4 @@
-"""Backbone weights: the cache, the names, the way to go on without network."""
+"""Backbone weights: the cache, the names, and use without network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole download: several files, archives unpacked, killed and gone on with."""
+"""A dataset's download: several files, unpacked archives, killed and resumed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files(server: Server) -> list[PinnedFile]:
 
 
 def content(dest: Path) -> dict[str, bytes]:
-    """What lies in `dest`, its records aside."""
+    """The files in `dest`, except for its records."""
     return {name: data for name, data in tree(dest).items() if not name.startswith(".ssdctl/")}
 
 
@@ -114,7 +114,7 @@ LOCK = ".ssdctl/images.zip.json.lock"
 def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest need not say how large an archive's content is; the archive itself does."""
+    """A manifest need not list the size of an archive's content; the archive itself does."""
     archive = pinned(server, "zeros.zip", zipped({"a": bytes(1000) + IMAGES_BYTES}), unpack=True)
     free = SPARE_BYTES + 3 * (archive.bytes or 0)
     monkeypatch.setattr("ssdctl.download.fetch.free_bytes", lambda _: free)
@@ -218,7 +218,7 @@ download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
             process.wait()
             process.stdout.close()
             if dice.random() < 0.2:
-                (dest / "train2017" / "000000").unlink(missing_ok=True)  # begin anew
+                (dest / "train2017" / "000000").unlink(missing_ok=True)  # start again
         subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
         assert content(dest) == many
         assert sorted(p.name for p in dest.iterdir()) == [".ssdctl", "train2017"]

@@ -1,4 +1,4 @@
-"""Detectors by name: fetched, checked, remembered, and used wherever a checkpoint is expected."""
+"""Detectors by name: fetched, checked, recorded, and used wherever a checkpoint is expected."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ class TestFaults:
 
         pin = pinned(server.route("/a.bin", busy))
         begun = time.monotonic()
-        # A wait that the server asked for is no stall, however long.
+        # A wait that the server requested is not a stall, however long.
         fetch(pin, tmp_path, retry_policy=QUICK._replace(stall_s=0.6))
         assert time.monotonic() - begun >= 1
 
@@ -475,7 +475,7 @@ class TestFaults:
         assert server.body_bytes == len(CONTENT)
 
     def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
-        """Its file goes with each holder: who waited must not hold one that is gone."""
+        """Each holder removes its file: a waiting process must not lock a deleted one."""
         target = tmp_path / "a.bin"
         has_it, may_go = threading.Event(), threading.Event()
 
@@ -517,7 +517,7 @@ class TestFaults:
             fetch_quickly(pin, tmp_path / "file" / "folder")
 
     def test_14_a_disk_that_takes_no_more(self, server: Server, tmp_path: Path) -> None:
-        """A refusal while writing (here: no file above 1 MB) is a disk error, and mended later."""
+        """A refusal while writing (here: no file above 1 MB) is a disk error, and can be repaired later."""
         pin = pinned(server.route("/a.bin", file(CONTENT)))
         program = f"""
 import resource

@@ -45,7 +45,7 @@ def change_header(target: Path, **changes: object) -> None:
     [
         ("the same", 400_000),  # the kernel kept what the process had written
         ("another", 300_000),  # the machine went down: what was not synced may be lost
-        ("", 300_000),  # a system that does not tell
+        ("", 300_000),  # a system that does not report it
     ],
 )
 def test_what_counts_after_a_death(
@@ -192,6 +192,6 @@ def test_a_version_too_long_to_store_is_not_stored(tmp_path: Path) -> None:
 
 
 def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
-    part_paths(tmp_path / "a.bin")[1].mkdir()  # where the state should lie
+    part_paths(tmp_path / "a.bin")[1].mkdir()  # the place of the state
     with pytest.raises(DiskError, match=r"a\.bin\.part"):
         opened(tmp_path / "a.bin")

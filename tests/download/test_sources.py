@@ -1,4 +1,4 @@
-"""What is pinned, and what a manifest may say."""
+"""What is pinned, and what a manifest may contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Archives for tests, and what lies in a folder."""
+"""Archives for tests, and the contents of a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection over a split: every image once, whatever the batches; bad outputs are named."""
+"""Detection over a split: every image once, for all batch sizes; bad outputs are named."""
 
 from __future__ import annotations
 

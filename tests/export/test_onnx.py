@@ -80,7 +80,7 @@ def check_quantization(path: Path) -> None:
 
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
-    """The dataset's, wherever they lie in it, its store's where only that is left; else generated."""
+    """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
     root = tmp_path / "root"
     (root / "photos").mkdir(parents=True)
     shutil.copytree(shapes / "val2017", root / "photos/deep")
@@ -124,7 +124,7 @@ def test_a_file_that_differs_is_not_published(
 
 @pytest.mark.slow
 def test_raw_heads(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
-    """With the dataset gone, pictures are generated for the comparison."""
+    """Without the dataset, pictures are generated for the comparison."""
     result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx",
                  "--data", tmp_path / "none")  # fmt: skip
     assert result.code == 0, result.err

@@ -123,7 +123,7 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
 
 
 def test_letters_of_other_languages_are_drawn() -> None:
-    """Not the empty box that stands for a letter which the font lacks."""
+    """Not the empty box of a letter that is missing in the font."""
     font = label_font(16)
     missing = bytes(font.getmask("\U0010ffff"))
     for letter in "aäßñøřżжщλ":
@@ -236,7 +236,7 @@ def test_tiles_find_small_objects(
     monkeypatch.setattr(Detector, "__call__", counted)
     tiled = ssdctl.load(tiny_run, device="cpu", score=0.02, nms_iou=1, tile=400)
     detections = tiled.predict(large)
-    assert max(passes) <= 8  # whatever the size of the picture
+    assert max(passes) <= 8  # for any size of the picture
     assert sum(passes) == len(tile_windows(1200, 1000, 400, 0.2))
     expected = np.add(complete.box, [800, 600, 800, 600])
     assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in detections)

@@ -1,4 +1,4 @@
-"""The pictures that names stand for: files, folders, patterns, URLs and lists."""
+"""The pictures that arguments name: files, folders, patterns, URLs and lists."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_kept(crops: Crops, boxes: np.ndarray, labels: np.ndarray) -> None:
-    """Kept boxes lie in the crop, come first and in their order; the rest is zeros."""
+    """Kept boxes are in the crop, first and in their order; the rest is zeros."""
     assert crops.boxes.dtype == np.float32
     assert crops.boxes.min() >= 0
     assert crops.boxes.max() <= 1

@@ -86,7 +86,7 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 def test_a_steps_batches_are_good_until_the_next_step(
     splits: dict[str, Split], accumulate: int
 ) -> None:
-    """The caller holds all micro-batches of a step; no buffer of theirs may be written again."""
+    """The caller keeps all micro-batches of a step; none of their buffers may be reused."""
     plan = PLAN._replace(batch_size=1, accumulate=accumulate)
     copies = read_batches(splits["train"], plan, range(4))
     loader = TrainLoader(splits["train"], SampleStream(splits["train"].trainable, plan.seed), plan)

@@ -1,6 +1,6 @@
 """`ssdctl launch` on real engines: the same images, no clash, nothing left behind, named failures.
 
-Ranks that train are ssdctl's own; where only their life and death matter they are a small program.
+Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Pat
 @pytest.mark.parametrize("end", ["dies", "hangs"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
-    """The other rank says 8 once it misses it, as training does."""
+    """The other rank exits with 8 when it notices the loss, as training does."""
     with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
         if end == "dies":
             wait_for(lambda: (tmp_path / "1.up").exists())
@@ -174,7 +174,7 @@ def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path:
 
 @pytest.mark.slow
 def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
-    """The second attempt goes on where the first was saved."""
+    """The second attempt continues where the first was saved."""
     run = tmp_path / "run"
     more = ["--data", shapes, "--out", run, *OPTIONS, "--bs", 1, "--steps", 6]
     more += ["--save-every", "2st", "--restarts", 1, "--resume", "never"]
@@ -227,7 +227,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
         agent.write_text(AGENT.format(prefix=prefix))
         agent.chmod(0o755)
         hosts = tmp_path / "hosts"
-        # The launching host is not the first, and has room for both ranks.
+        # The launching host is not the first, and has slots for both ranks.
         hosts.write_text("10.77.0.2 slots=2\n10.77.0.1 slots=2\n")
         yield f"{prefix}1", agent, hosts
     finally:

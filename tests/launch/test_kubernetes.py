@@ -1,6 +1,6 @@
 """Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
 
-No cluster is at hand: `kubectl` is a small program that records what it is asked.
+There is no cluster: `kubectl` is a small program that records its calls.
 golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, without its descriptions.
 """
 
@@ -80,7 +80,7 @@ def check(manifest: Any, crd: Any) -> None:
     replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
-    # Job controllers take a podFailurePolicy with pods that are never restarted alone.
+    # Job controllers accept a podFailurePolicy only with pods that are never restarted.
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
 
@@ -160,7 +160,7 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     words = pods["launcher"]["command"]
     assert words[:4] == ["/opt/ssdctl/bin/python", "-m", "ssdctl", "launch"]
     assert {"--hpus=16", "--nodes=2", "--cores-per-node=48", "--bs=128", "--bf16"} <= set(words)
-    # The file that says so lies on this machine, not in the pod.
+    # The file with the setting is on this machine, not in the pod.
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
     assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
@@ -302,7 +302,7 @@ def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], wor
 
 
 def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
-    """Container runtimes give 64 MB; mpirun takes variables along by name alone."""
+    """Container runtimes give 64 MB; mpirun passes on variables only by name."""
     (single,) = containers(plan_for("cuda", 1).manifest).values()
     (several,) = containers(plan_for("cuda", 2).manifest).values()
     assert "/dev/shm" not in [m["mountPath"] for m in single["volumeMounts"]]
@@ -416,7 +416,7 @@ def wheel(folder: Path, *requirements: str) -> Path:
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
-    """This interpreter stands for the image's; nothing is fetched."""
+    """This interpreter replaces the image's; nothing is fetched."""
     program = pod_install.__file__
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
 
@@ -434,7 +434,7 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert spec is not None
     assert torch == spec.origin
     assert package.startswith(str(tmp_path / "good"))
-    # What wants another torch is refused instead of served.
+    # A package that needs another torch is refused.
     assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
 
 
@@ -471,7 +471,7 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
-    """It has a handler of its own: 143, where a signal without one says -15."""
+    """It has its own handler: 143; without one a signal gives -15."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"

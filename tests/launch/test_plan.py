@@ -1,4 +1,4 @@
-"""What is run, for what was asked: pure, so every case is a comparison of data."""
+"""The command for a request: without side effects, so every case compares data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 GAUDI = Node(cores=48, sockets=2)
-# What can stand in an argument vector: any text without NUL and lone surrogates.
+# Valid arguments: any text without NUL and lone surrogates.
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
 

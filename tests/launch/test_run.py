@@ -1,6 +1,6 @@
 """Real processes: exit codes, forwarded signals, no survivor.
 
-The launchers are small stand-ins where torchrun's seconds of imports would buy nothing; torchrun
+The launchers are small fakes if torchrun's seconds of imports would add nothing; torchrun
 and mpirun themselves run where what they do is what matters.
 """
 
@@ -41,7 +41,7 @@ given["stop_signal"] = signal.Signals(given["stop_signal"])
 sys.exit(module.run(LaunchPlan(**given)).code)
 """
 
-# A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
+# A rank: prints its number, waits for the stop signal, saves for a while, exits with 75.
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -129,7 +129,7 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]] | None:
-    """What both ranks said, once both have."""
+    """The output of both ranks, when both have printed."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return None
@@ -146,7 +146,7 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
     ("launcher_code", "exits", "stop_signal", "expected"),
     [
         (0, [0, 0], None, 0),
-        (1, [75, 75], None, 75),  # torchrun says 1 whatever its ranks said
+        (1, [75, 75], None, 75),  # torchrun exits with 1 whatever its ranks returned
         (1, [75], None, 8),  # the other rank died without a word
         (1, [75], 15, 75),  # ... of the signal, before it had begun
         (1, [], 15, 75),
@@ -158,11 +158,11 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
         (1, [8, 75], None, 8),
         (1, [2, 2], None, 2),
         (1, [], None, 8),
-        (137, [], None, 8),  # mpirun's way to say that a rank was killed
+        (137, [], None, 8),  # mpirun's code for a killed rank
         (75, [], None, 75),  # mpirun hands a rank's code on
         (0, [75, 75], None, 75),  # to their launcher, ranks that saved and stopped ended well
         (0, [0, 0], 15, 0),
-        (143, [], 10, 75),  # mpirun, asked to end before it had ranks
+        (143, [], 10, 75),  # mpirun, signalled before it had ranks
     ],
 )
 def test_exit_code_of_a_job(
@@ -273,7 +273,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs 
 def test_mpirun_lets_its_ranks_save(tmp_path: Path) -> None:
     """mpirun itself would kill them two seconds after a SIGTERM.
 
-    A rank of another job, in whose shell this one was started, does not lend its number.
+    The rank number of an outer job, in which this one was started, is not used.
     """
     with started(probe_plan("hpu"), tmp_path, SAVE_S="4", RANK="9", WORLD_SIZE="10") as launch:
         ranks = wait_for(lambda: ranks_of(tmp_path))

@@ -127,7 +127,7 @@ def test_options_of_srun_stand_quoted_before_ours() -> None:
 @settings(max_examples=25, deadline=None)
 @given(ARGUMENTS)
 def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
-    """bash runs the script; small programs stand for Slurm's and show what they got."""
+    """bash runs the script; small programs replace Slurm's and print their arguments."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for program in ("srun", "scontrol", "python"):
@@ -236,15 +236,15 @@ def launch(run: Path, shapes: Path, *more: object) -> Iterator[subprocess.Popen[
 
 
 def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int) -> None:
-    """See the job queued again, spare it Slurm's two minutes, and see it go on and end."""
+    """Wait until the job is queued again, skip Slurm's two minutes, and wait for its end."""
     assert process.stderr is not None
     job = re.search(r"submitted (\d+);", process.stderr.readline())
     assert job is not None
     wait_for(lambda: "Restarts=1" in asked("scontrol", "show", "job", job[1]), 150)
     assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
-    # What the first life leaves is swept up by then; a second one must not begin before.
+    # The remains of the first run are removed by then; the second one must not start before.
     wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
-    time.sleep(3)  # slurmd removes the first life's script a little later, by the job's number
+    time.sleep(3)  # slurmd removes the first run's script a little later, by the job's number
     update = ["scontrol", "update", f"jobid={job[1]}", "StartTime=now", "TimeLimit=60"]
     # Each update makes the scheduler look; otherwise it does once a minute.
     show = ["scontrol", "show", "job", job[1]]
@@ -269,7 +269,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     ],
 )
 def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: bool) -> None:
-    """Its ranks would be asked to stop, 300 s before the end, before they had begun."""
+    """Its ranks would be stopped 300 s before the end, before they had started."""
     if is_enough:
         text = plan_for("cuda", 8, slurm={"time": time}).text
         assert f"#SBATCH --time={time}\n" in str(text)

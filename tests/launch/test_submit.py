@@ -1,5 +1,5 @@
-"""Handing a job to an engine and following it: the engines' clients are small programs that say what
-the real ones say when a controller is away, a job is gone, or its end is an odd one.
+"""Submit a job to an engine and follow it: the engines' clients are small programs that print what
+the real ones print if a controller is unavailable, a job is unknown, or its end is unusual.
 
 Slurm itself runs in test_slurm.py, where it is installed.
 """
@@ -18,7 +18,7 @@ from ssdctl.errors import DistributedError, UsageError
 from ssdctl.launch import submit
 from ssdctl.launch.request import LaunchPlan
 
-# Says, call after call, what `answers.json` lists as [exit code, stdout, stderr], the last one again.
+# Prints, call by call, what `answers.json` lists as [exit code, stdout, stderr]; the last one again.
 CLIENT = """#!{python}
 import json, sys
 from pathlib import Path
@@ -49,7 +49,7 @@ SetAnswers = Callable[[Answers], None]
 
 @pytest.fixture
 def set_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SetAnswers:
-    """Decides what the clients answer."""
+    """Return a function that sets the answers of the clients."""
     for name in ("sbatch", "scontrol", "kubectl"):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def test_the_end_of_a_slurm_job(
 
     def write(text: str) -> None:
         output.append(text)
-        if len(output) == 1:  # the job says something more before it ends
+        if len(output) == 1:  # the job prints more before it ends
             with out.open("a") as file:
                 file.write("step 2\n")
 
@@ -257,7 +257,7 @@ def test_what_workers_wait_for_is_reported_once_per_change(
 def test_a_worker_that_cannot_be_installed_ends_the_wait(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may heal at first; the operator itself would wait for ever, and hold the others' cards."""
+    """It may recover at first; the operator would wait forever and keep the other cards."""
     none = pods()
     ended = install(1, state={"terminated": {"exitCode": 1}})
     set_answers([

@@ -76,7 +76,7 @@ def exact_loss() -> MultiboxLoss:
 def one_picture(
     box: tuple[float, ...], num_classes: int = 5, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predictions that want a gradient, and one picture with one ground truth, padded."""
+    """Predictions that require a gradient, and one picture with one padded ground truth."""
     generator = torch.Generator().manual_seed(0)
     offsets = (scale * torch.randn(1, 4, 8732, generator=generator)).requires_grad_()
     logits = (scale * torch.randn(1, num_classes, 8732, generator=generator)).requires_grad_()
@@ -156,7 +156,7 @@ def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
 @pytest.mark.parametrize(
     "box",
     [
-        (0.4, 0.6, 0.42, 0.6),  # COCO has two boxes of zero height, the peers' NaN
+        (0.4, 0.6, 0.42, 0.6),  # COCO has two boxes of zero height: NaN in third-party systems
         (0.4, 0.6, 0.4, 0.6),
         (1.0, 1.0, 1.0, 1.0),
         (0.0, 0.0, 1e-30, 1.0),

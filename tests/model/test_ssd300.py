@@ -1,4 +1,4 @@
-"""The network: shapes, size, cost, the peers' names, and equality with plain functions."""
+"""The network: shapes, size, cost, the third-party names, and equality with plain functions."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
         actual = model(image)
         expected = reference.Network(to_third_party(model.state_dict(), peer), peer)(image)
     for own, other in zip(actual, expected, strict=True):
-        assert own.std() > 1e-3  # not a dead network
+        assert own.std() > 1e-3  # the output is not constant
         assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Results come in order; calls are started as far ahead as asked, and not further."""
+"""Results are in order; calls are started up to the given number ahead."""
 
 from __future__ import annotations
 

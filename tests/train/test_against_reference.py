@@ -2,7 +2,7 @@
 first loss to 1e-5 in fp32, six SGD steps to 1e-7 in fp64).
 
 With `--augment none` and one batch that holds the whole dataset, order cannot matter. The other
-side is tests/reference.py: plain loops and functions of a state dict in the peers' own layout.
+side is tests/reference.py: plain loops and functions of a state dict in the third-party layout.
 """
 
 from __future__ import annotations

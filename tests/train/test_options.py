@@ -1,4 +1,4 @@
-"""What the loop offers besides steps: when it evaluates, ends, averages, and what it tells."""
+"""Options of the loop: when it evaluates and ends, averaging, and its messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cl
 
 
 def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """It is what one evaluates; training goes on from the weights themselves, resumed or not."""
+    """It is evaluated; training continues from the weights themselves, resumed or not."""
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"
     command = ["train", "--data", shapes, *OPTIONS, "--lr", "1e-2"]
     assert cli(*command, "--out", plain, "--steps", 4).code == 0

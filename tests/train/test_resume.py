@@ -1,4 +1,4 @@
-"""Going on with a run whose surroundings changed: nothing is lost, mixed up or trained for nothing."""
+"""Resume a run after changes around it: nothing is lost, mixed up or trained in vain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = TINY_RUN.split()
 
 @pytest.fixture
 def run(tiny_run: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny run (three steps of two images) that a test may go on with."""
+    """A copy of the tiny run (three steps of two images) that a test may resume."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
     return folder
@@ -65,7 +65,7 @@ def test_no_intact_checkpoint_is_an_integrity_error(run: Path, shapes: Path, cli
 
 
 def test_a_resume_needs_no_first_weights(run: Path, shapes: Path, cli: Cli) -> None:
-    """The backbone's weights lie elsewhere, or nowhere, by the time a run goes on."""
+    """The backbone's weights were moved or deleted before a run is resumed."""
     options = [o for o in OPTIONS if o not in ("--backbone-weights", "none")]
     train = ["train", "--data", shapes, "--out", run, *options, "--steps", 4]
     result = cli(*train, "--backbone-weights", "/nowhere/resnet.pth")

@@ -1,4 +1,4 @@
-"""Whole runs: resumed bit-equal, stopped by signals, refused where they would lie, on two ranks."""
+"""Runs: resumed bit-equal, stopped by signals, refused if figures would be wrong, on two ranks."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("module", ["typer", "torch.version"])
 def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
-    """Python tells of each import when it is through: the package's own comes after its parts."""
+    """Python reports each import at its end: a package's own comes after its modules."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -254,7 +254,7 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     assert figures["images"] == 9
 
 
-def spoiled_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
+def broken_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the colours of some batches infinite, as a broken sample would."""
     from ssdctl.input import samples
 
@@ -273,7 +273,7 @@ def test_what_a_bad_step_leads_to(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     run = tmp_path / "run"
-    spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
+    broken_step(shapes, monkeypatch, {3})  # the fourth batch
     saved: list[tuple[int, int]] = []
     write = CheckpointDir.write
 
@@ -300,7 +300,7 @@ def test_what_a_bad_step_leads_to(
     assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
     kinds = [r["event"] for r in records(run, "event")]
     assert ("rolled_back" in kinds) == (policy == "rollback")
-    # Whoever goes on from there must not meet the offending images again.
+    # A run resumed from there must not read the offending images again.
     assert saved[1] == ((4, 8) if policy == "skip" else (2, 8))
     assert all(
         r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"

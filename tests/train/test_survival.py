@@ -42,7 +42,7 @@ def killed_at_random(command: list[object], number: signal.Signals, within_s: fl
 def survive(
     shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
 ) -> None:
-    """Kill a run again and again, let it end, and compare it with one that was left alone."""
+    """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
     uninterrupted, run = tmp_path / "whole", tmp_path / "run"
     command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
     command += ["--save-every", "2st", "--eval-every", "5st"]
