@@ -177,7 +177,7 @@ def multibox_loss(
     defaults_cxcywh: Sequence[Box],
     flavour: str,
 ) -> Loss:
-    """The whole loss of a batch: each image's ground truth as lists, without padding."""
+    """The loss of a batch: each image's ground truth as lists, without padding."""
     defaults = [ltrb(d) for d in defaults_cxcywh]
     targets = np.zeros(offsets.shape)
     labels = np.zeros((len(truths), len(defaults)), np.int64)

@@ -51,7 +51,7 @@ def complaint(
     root_command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
     """Parse a command by the real command line without running it; return what it prints
-    against it, or nothing."""
+    as an error, or an empty text."""
 
     def stop(**given: Any) -> None:
         if given.get("file") is not None and not Path(str(given["file"])).is_file():

@@ -62,7 +62,7 @@ def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> 
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=str(path)) as caught:
         read_checkpoint(path)
-    assert "weights_only" not in str(caught.value)  # nor any advice to load it all the same
+    assert "weights_only" not in str(caught.value)  # without the advice to load it unsafely
 
 
 def _without(key: str) -> Callable[[dict[str, Any]], object]:
@@ -154,7 +154,7 @@ def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
     assert same_classes(read, read.classes)
     assert same_classes(read._replace(classes=without_ids), read.classes)
-    assert same_classes(read._replace(classes=[]), read.classes)  # nor names: their number must do
+    assert same_classes(read._replace(classes=[]), read.classes)  # no names
     assert not same_classes(read._replace(classes=[]), read.classes[1:])
     assert not same_classes(read, read.classes[::-1])
     assert not same_classes(read, read.classes[1:])

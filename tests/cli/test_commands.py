@@ -310,7 +310,7 @@ def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
     result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
     answers = json.loads(result.out)["checkpoints"]
     assert [(c["step"], c["images"]) for c in answers] == [(3, 2)]
-    shutil.copytree(tiny_run, "run")  # here the best is no second name of the newest
+    shutil.copytree(tiny_run, "run")  # here the best is not a link to the newest
     result = cli("evaluate", "run", "--json", "--device", "cpu", "--limit", 1)
     names = [Path(c["checkpoint"]).name for c in json.loads(result.out)["checkpoints"]]
     assert names == ["best.pt", "step-00000003.pt"]
@@ -321,7 +321,7 @@ def test_tables_of_several_checkpoints_name_the_checkpoint(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    (run / "checkpoints/best.pt").unlink()  # a copy is no link any more: another checkpoint
+    (run / "checkpoints/best.pt").unlink()  # a copy is not a link: another checkpoint
     newest = run / "checkpoints/step-00000003.pt"
     shutil.copy(newest, run / "checkpoints/step-00000002.pt")
     result = cli("evaluate", run, "-q", "--device", "cpu", "--limit", 1)
@@ -343,7 +343,7 @@ def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_p
     result = cli(
         "predict", checkpoint, *pictures, "bad.jpg", "--out", "drawn", "--score", 0.01, "--json"
     )
-    assert result.code == 3  # one file was no picture; the rest went on
+    assert result.code == 3  # one file was not a picture; the others were processed
     assert "bad.jpg" in result.err
     answers = json.loads(result.out)
     assert [a["image"] for a in answers] == [str(p) for p in pictures]

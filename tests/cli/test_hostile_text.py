@@ -1,4 +1,4 @@
-"""Foreign text reaches the terminal as visible characters; JSON stays exact."""
+"""Untrusted text is printed as visible characters; JSON stays exact."""
 
 from __future__ import annotations
 

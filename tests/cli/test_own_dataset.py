@@ -1,4 +1,4 @@
-"""A hand-made dataset with its own class names and ids works without a word about them."""
+"""A hand-made dataset with its own class names and ids works without options."""
 
 from __future__ import annotations
 

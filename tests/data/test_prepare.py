@@ -313,7 +313,7 @@ class TestChanges:
         assert prepare(dataset, store, pack=False).unchanged
 
     def test_a_store_that_may_only_be_read(self, dataset: Path, tmp_path: Path) -> None:
-        """Found to be true without a lock. Seen by its time, as root may write anywhere."""
+        """Checked without a lock: its time is unchanged (root could write anywhere)."""
         store = tmp_path / "store"
         prepare(dataset, store, pack=True)
         (store / ".lock").unlink()
@@ -473,7 +473,7 @@ class TestKills:
         assert len(checked) == 24 + 9
 
     def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
-        """Both wait; whoever comes second finds it done."""
+        """Both wait; the second one has nothing to do."""
         with lock(tmp_path / "store" / ".lock"):
             both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
             for process in both:
@@ -554,9 +554,9 @@ def as_corners(bbox: list[float], image: dict[str, Any]) -> list[float]:
     [
         (as_fractions, "fractions of the image"),
         (as_corners, "if bbox were left, top, right, bottom"),
-        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, yet no speck
+        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, but large enough
         (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
-        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped, yet no corners
+        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped only
     ],
 )
 def test_boxes_in_another_form_are_reported(

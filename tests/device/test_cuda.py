@@ -59,7 +59,7 @@ def test_losses_are_those_of_the_cpu(cuda: Device, optimizer: str) -> None:
 def test_lower_precisions_are_close(cuda: Device, precision: str) -> None:
     expected = losses(build_training(open_device("cpu"))[2])
     _, optimizer, step = build_training(cuda, precision)
-    if precision == "fp16":  # found already: else the first steps are left out
+    if precision == "fp16":  # already adapted: else the first steps are skipped
         state = optimizer.state_dict()
         state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
         optimizer.load_state_dict(state)

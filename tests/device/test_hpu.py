@@ -199,7 +199,7 @@ def test_ranks_get_their_card_and_the_backend(
         "init_process_group",
         lambda backend, **_: joined.append((backend, [*calls])),
     )
-    # The other rank has come, to a store in memory; the group is none.
+    # The other rank has joined, in a store in memory; the group is None.
     store = torch.distributed.HashStore()
     store.add(rendezvous.ARRIVED, 1)
     met = iter([(store, 0, 2)])

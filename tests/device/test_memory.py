@@ -72,7 +72,7 @@ def test_activations_are_what_backward_really_keeps() -> None:
 class Card(Cpu):
     """A CPU that calls itself a card with so much memory, and fails like one.
 
-    It holds 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
+    It uses 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
     and in a network's first step 20 GB more, as a search for fast kernels does.
     """
 
@@ -116,7 +116,7 @@ def auto(device: Cpu) -> int:
 
 
 class Step:
-    """A step that only takes memory; it and its network hold each other, as compiled ones do."""
+    """A step that only allocates memory; it and its network refer to each other, as compiled ones do."""
 
     sizes: ClassVar[list[int]] = []
 

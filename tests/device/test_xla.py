@@ -116,7 +116,7 @@ def test_an_optimizers_state_continues_on_another_device(
 
 
 def to_host(value: object) -> object:
-    """As a checkpoint holds it."""
+    """As in a checkpoint."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 

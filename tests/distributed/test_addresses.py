@@ -1,4 +1,4 @@
-"""Where other machines find this one, and what of its cores is a rank's."""
+"""The addresses of this machine for others, and the cores of a rank."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Machine:
         self.put(device / "class", kind)
 
     def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
-        """Have torch's probe answer with these facts, at once, and end so."""
+        """Replace torch's probe by a program that prints these facts and exits with this code."""
         self.probe_prints("torch", json.dumps(facts), end)
 
     def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:

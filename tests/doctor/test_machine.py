@@ -1,4 +1,4 @@
-"""What the machine, its limits and its launchers are found to be."""
+"""The machine, its limits and its launchers."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_fetched_once_then_cached(
 
 
 def test_a_cache_that_may_only_be_read(tiny: str) -> None:
-    """Found there without a lock file. Seen by the folder's time, as root may write anywhere."""
+    """Used without a lock file: the folder's time is unchanged (root could write anywhere)."""
     path = fetch_weights(tiny, retry_policy=QUICK)
     stamp = path.parent.stat().st_mtime_ns
     assert fetch_weights(tiny, retry_policy=QUICK) == path

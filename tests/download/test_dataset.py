@@ -98,7 +98,7 @@ def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path
 def test_an_archive_counts_as_unpacked_once_its_content_is_on_the_disk(
     files: list[PinnedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut, a record of files that are not there would keep them from coming back."""
+    """After a power cut, a record of absent files would prevent their download."""
     seen: list[set[str]] = []
     monkeypatch.setattr(os, "sync", lambda: seen.append(set(tree(tmp_path))))
     download(files[:1], tmp_path)
@@ -186,7 +186,7 @@ def test_the_first_trouble_ends_it_and_keeps_what_is_done(
 
 
 class TestKills:
-    """Fault 13 for the whole way: fetching, unpacking, publishing."""
+    """Fault 13 in all stages: fetching, unpacking, publishing."""
 
     def test_a_few(self, server: Server, tmp_path: Path) -> None:
         self._kill(server, tmp_path, num_kills=4)
@@ -226,7 +226,7 @@ download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
 
 
 def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
-    """Fault 12 with archives: one works, the other waits and finds it done."""
+    """Fault 12 with archives: one works, the other waits and has nothing to do."""
     archive = zipped(IMAGES)
     pin = pinned(server, "images.zip", archive, unpack=True, pause_s=0.2)
     program = f"""

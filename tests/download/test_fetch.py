@@ -250,7 +250,7 @@ class TestFaults:
         assert server.body_bytes >= len(CONTENT)
         if honours_if_range:
             assert server.requests[0].headers["if-range"] == '"1"'
-        if not honours_if_range:  # seen by the ETag, not after the hash of the mixture was wrong
+        if not honours_if_range:  # detected by the ETag, not by the wrong hash of a mixture
             assert server.body_bytes < 1.3 * len(CONTENT)
 
     def test_5_etag_differs_with_every_reply(self, server: Server, tmp_path: Path) -> None:

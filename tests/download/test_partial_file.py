@@ -67,7 +67,7 @@ def test_what_counts_after_a_death(
 
 
 def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that dies between the two has claimed nothing that is not there."""
+    """A process that dies between the two has recorded nothing that is absent."""
     part = opened(tmp_path / "a.bin")
     pwrite, left = os.pwrite, [1]
 
@@ -90,7 +90,7 @@ def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_part_has_its_length_after_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of full length without a state would pass for whole."""
+    """A part of full length without a state would be taken as complete."""
 
     def dies(*_: Any) -> None:
         raise OSError(errno.EIO, "died")

@@ -1,4 +1,4 @@
-"""The error analysis finds errors that were made on purpose, by type."""
+"""The error analysis detects deliberate errors by type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ssdctl launch` on real engines: the same images, no clash, nothing left behind, named failures.
+"""`ssdctl launch` on real engines: the same images, no conflict, no remains, named failures.
 
 Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
 """
@@ -107,7 +107,7 @@ def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
 
 
 def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """A run that goes bad on purpose names the images of every step; two launches run at once."""
+    """A run with deliberate bad steps names the images of each; two launches run in parallel."""
     bad = ["--data", shapes, *OPTIONS, "--lr", "1e30", "--clip-grad", 0, "--steps", 4]
     launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
     with contextlib.ExitStack() as running:

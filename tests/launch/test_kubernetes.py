@@ -72,7 +72,7 @@ def crd() -> Any:
 
 
 def check(manifest: Any, crd: Any) -> None:
-    """A Job's pods are checked as those of an MPIJob: the schema holds all of a pod's."""
+    """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
     if manifest["kind"] == "MPIJob":
         rest = {key: value for key, value in manifest.items() if key != "metadata"}
         jsonschema.validate(rest, crd)
@@ -231,7 +231,7 @@ def test_kinds(
 
 
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
-    """The launcher waits for all workers: one must not be lost to one failed download."""
+    """The launcher waits for all workers: one failed download must not fail a worker."""
     manifest = plan_for("hpu", 16, nodes=2, install="a.whl").manifest
     assert manifest is not None
     replicas = manifest["spec"]["mpiReplicaSpecs"]

@@ -1,4 +1,4 @@
-"""Real processes: exit codes, forwarded signals, no survivor.
+"""Real processes: exit codes, forwarded signals, no remaining process.
 
 The launchers are small fakes if torchrun's seconds of imports would add nothing; torchrun
 and mpirun themselves run where what they do is what matters.
@@ -152,9 +152,9 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
         (1, [], 15, 75),
         (-15, [], 15, 75),
         (-9, [], None, 8),
-        (-9, [75, 75], None, 75),  # the launcher was killed, and yet all is saved
+        (-9, [75, 75], None, 75),  # the launcher was killed, but everything is saved
         (1, [75, 6], 15, 6),
-        (1, [8, 7], None, 7),  # 8 is only what the loss of the other looked like
+        (1, [8, 7], None, 7),  # 8 only reports the loss of the other
         (1, [8, 75], None, 8),
         (1, [2, 2], None, 2),
         (1, [], None, 8),
@@ -243,7 +243,7 @@ def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
 
 
 def test_two_torchruns_at_once_save_and_stop(tmp_path: Path) -> None:
-    """Arguments arrive as typed, ports do not clash; SIGTERM, or a terminal that goes, is a stop."""
+    """Arguments arrive as typed, ports do not clash; SIGTERM, or a closed terminal, stops it."""
     one, two = tmp_path / "one", tmp_path / "two"
     with started(probe_plan("cpu"), one) as first, started(probe_plan("cpu"), two) as second:
         ranks = [*wait_for(lambda: ranks_of(one)), *wait_for(lambda: ranks_of(two))]

@@ -81,7 +81,7 @@ def plan_for(
 
 
 def directives(plan: LaunchPlan) -> list[str]:
-    """The options as sbatch reads them: up to the first line that is no comment."""
+    """The options as sbatch reads them: up to the first line that is not a comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
     return [line.removeprefix("#SBATCH ") for line in head.splitlines() if "#SBATCH" in line]
@@ -246,7 +246,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
     time.sleep(3)  # slurmd removes the first run's script a little later, by the job's number
     update = ["scontrol", "update", f"jobid={job[1]}", "StartTime=now", "TimeLimit=60"]
-    # Each update makes the scheduler look; otherwise it does once a minute.
+    # Each update triggers the scheduler; otherwise it runs once a minute.
     show = ["scontrol", "show", "job", job[1]]
     wait_for(lambda: asked(*update) or "JobState=PENDING" not in asked(*show))
     out, words = process.communicate(timeout=200)
@@ -286,7 +286,7 @@ def test_assumed_cores_cause_a_warning() -> None:
 
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
-    """The signal is the one that comes before the time limit, here by hand."""
+    """The signal that Slurm sends before the time limit, here sent by the test."""
     run = tmp_path / "run"
     with launch(run, shapes, "--steps", 6, "--wait") as process:
         wait_for(lambda: records(run, "train"), 120)

@@ -214,7 +214,7 @@ def test_an_infinity_in_a_picture_without_objects_does_not_reach_the_loss() -> N
 
 
 def test_nan_in_a_selected_box_is_seen() -> None:
-    """The guard can only skip what it sees."""
+    """The guard can only skip values that it reads."""
     case = random_case(9, 0.1, torch.float32)
     positive = case.labels[0].nonzero()[0]
     for field in ("offsets", "logits"):

@@ -31,7 +31,7 @@ def test_evaluates_at_the_given_epochs_and_ends_without_gain(
     steps = [r["step"] for r in records(run, "eval")]
     assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
     assert "--patience" in result.err
-    assert last(run).step < 30  # a score comes some steps after its images were seen
+    assert last(run).step < 30  # a score is recorded some steps after its detections
 
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:

@@ -207,7 +207,7 @@ def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, modul
 def test_a_signal_while_it_prepares_ends_it_there(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large dataset takes minutes, and there is nothing to save yet."""
+    """A large dataset takes minutes, and nothing needs to be saved yet."""
     went_on: list[bool] = []
 
     def interrupted(*_: object, **__: object) -> None:

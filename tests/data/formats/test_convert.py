@@ -401,7 +401,7 @@ class TestDividing:
         st.floats(0.01, 0.99),
     )
     def test_any_division(self, names: list[str], share: float) -> None:
-        """Every image and box comes once; both sides have some; fewer images move no others."""
+        """Every image and box occurs once; both sides have some; fewer images move no others."""
         images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
         parts = [json.loads(p) for p in divided(document(images, ["x"]), share, Path("a.json"))]
         sides: list[dict[str, Any]] = parts
@@ -457,7 +457,7 @@ class TestKills:
         make(tmp_path, "yolo", 0.8)
         both = [start(tmp_path), start(tmp_path)]
         time.sleep(1)
-        assert all(process.poll() is None for process in both)  # neither met the other's files
+        assert all(process.poll() is None for process in both)  # neither was disturbed by the other
         for process in both:
             end(process)
         self._check(tmp_path)

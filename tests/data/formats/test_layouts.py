@@ -1,4 +1,4 @@
-"""Exports of labelling tools are recognised, prepared, trained on and scored as they come."""
+"""Exports of labelling tools are recognised, prepared, trained on and scored unchanged."""
 
 from __future__ import annotations
 
