@@ -100,14 +100,12 @@ def main() -> None:
         other = measure(PYCOCOTOOLS, path)
         runs = [measure(SSDCTL, path) for _ in range(options.repeat)]
     assert {run["count"] for run in runs} == {other["count"]} == {options.boxes}
-    ssdctl_seconds = statistics.median(run["seconds"] for run in runs)
+    ssdctl_s = statistics.median(run["seconds"] for run in runs)
     read = statistics.median(run["read"] for run in runs)
     peak = max(run["peak"] for run in runs)
     print(f"  pycocotools  {other['seconds']:6.2f} s  {other['peak'] / 1e9:.2f} GB peak")
-    print(
-        f"  ssdctl       {ssdctl_seconds:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)"
-    )
-    print(f"  {other['seconds'] / ssdctl_seconds:.1f} times as fast")
+    print(f"  ssdctl       {ssdctl_s:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)")
+    print(f"  {other['seconds'] / ssdctl_s:.1f} times as fast")
 
 
 if __name__ == "__main__":

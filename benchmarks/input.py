@@ -234,10 +234,10 @@ def loader_config(split: Split, threads: int) -> LoaderConfig:
     return LoaderConfig(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
 
 
-def ssdctl_input(
+def ssdctl_batches(
     root: Path,
-    store: Path,
     threads: int,
+    store: Path,
     is_full: bool,
     pipeline: str = "native",
     execution: str = "eager",
@@ -316,19 +316,14 @@ def main() -> None:
         prepare(root, stores["packed"], pack=True)
         prepare(root, stores["shrunk"], pack=True, shrink=300)
         threads = options.threads
+        ssdctl = partial(partial, ssdctl_batches, root, threads)
         makers = {
-            "ours, host, files": partial(ssdctl_input, root, stores["files"], threads, False),
-            "ours, host, packed": partial(ssdctl_input, root, stores["packed"], threads, False),
-            "ours, host, shrunk to 300": partial(
-                ssdctl_input, root, stores["shrunk"], threads, False
-            ),
-            "ours, full, packed": partial(ssdctl_input, root, stores["packed"], threads, True),
-            "ours, full, compiled": partial(
-                ours, root, stores["packed"], threads, True, execution="compile"
-            ),
-            "ours by --pipeline dali": partial(
-                ssdctl_input, root, stores["files"], threads, False, "dali"
-            ),
+            "ours, host, files": ssdctl(stores["files"], False),
+            "ours, host, packed": ssdctl(stores["packed"], False),
+            "ours, host, shrunk to 300": ssdctl(stores["shrunk"], False),
+            "ours, full, packed": ssdctl(stores["packed"], True),
+            "ours, full, compiled": ssdctl(stores["packed"], True, execution="compile"),
+            "ours by --pipeline dali": ssdctl(stores["files"], False, "dali"),
             "DALI, host": partial(dali, root, threads, False),
             "DALI, full": partial(dali, root, threads, True),
             "third-party, host": partial(third_party, root, threads, False),
