@@ -157,7 +157,7 @@ def read_text(path: Path) -> str:
 
 
 def refuse_utf16(content: bytes) -> None:
-    """Raise a UnicodeDecodeError that says so if a text is UTF-16, as some editors write it."""
+    """Raise a UnicodeDecodeError with the encoding's name if a text is UTF-16."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         reason = "the file is UTF-16: save it as UTF-8"
         raise UnicodeDecodeError("utf-8", content[:2], 0, 2, reason)

@@ -31,7 +31,7 @@ from ssdctl.errors import UsageError
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
-# Other programs' options that the pages speak of.
+# Options of other programs that the pages mention.
 FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
@@ -187,7 +187,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
             "categories that the file does not list: 1 (category 0)",
         ),
         ("annotations", {"category_id": "7"}, "not in COCO's format: Expected int, got str - at"),
-        ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation says 120 x 160"),
+        ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation has 120 x 160"),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
         ("annotations", {"bbox": [10, 10, 5, -1]}, "no training image has a box to learn from"),
     ],

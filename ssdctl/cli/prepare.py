@@ -93,7 +93,7 @@ def prepare(
 
 
 def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert layouts other than COCO's: to the dataset folder if options ask for it, or a store.
+    """Convert other layouts than COCO's, to the dataset folder if options require it, else the store.
 
     A conversion that an earlier call wrote is only reported.
     """

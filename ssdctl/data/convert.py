@@ -69,7 +69,7 @@ class _Part(NamedTuple):
 
 
 def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict[str, SplitFiles]:
-    """Write the annotation files and the dataset.toml that `options` ask for.
+    """Write the annotation files and the dataset.toml of a conversion.
 
     Args:
         root: The dataset folder, or its file.

@@ -80,7 +80,7 @@ class Header(NamedTuple):
 
     @property
     def is_deep(self) -> bool:
-        """Whether it has more than 8 bits per channel in a mode that tells so."""
+        """Whether it has more than 8 bits per channel in a mode that shows it."""
         return self.mode.startswith("I") or self.mode == "F"
 
     def fits_both(self, size: tuple[int, int]) -> bool:
@@ -101,7 +101,7 @@ class Header(NamedTuple):
             return self.orientation
         (width, height), (declared_width, declared_height) = self.stored_size, size
         raise ImageError(
-            f"is {width} x {height}, its annotation says {declared_width} x {declared_height}"
+            f"is {width} x {height}, its annotation has {declared_width} x {declared_height}"
         )
 
 

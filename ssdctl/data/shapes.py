@@ -4,8 +4,8 @@
 
 Five classes (their category ids have gaps, as COCO's do), objects of 10 to 50% of the picture's
 shorter side at many aspect ratios and angles, overlaps, a few crowds and empty pictures. Each
-class leans to a hue of its own, but not always. Every picture is a function of (seed, split,
-index) alone.
+class leans to a hue of its own, but not always. Every picture depends only on (seed, split,
+index).
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Cuda:
         return torch.autocast("cuda", DTYPES.get(precision), enabled=precision in DTYPES)
 
     def set_tf32(self, wanted: bool) -> None:
-        # PyTorch's own default is TF32 for convolutions, which is not what fp32 promises.
+        # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.
         with without_tf32_warnings():
             torch.set_float32_matmul_precision("high" if wanted else "highest")
             torch.backends.cudnn.allow_tf32 = wanted

@@ -119,7 +119,7 @@ def _broken_zip(archive: Path) -> Iterator[None]:
             "out of its manifest",
         ) from error
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a seek to nowhere
+        if error.errno != errno.EINVAL:  # an invalid seek
             raise
         raise IntegrityError(f"{archive}: broken archive: {error}") from error
 

@@ -1,7 +1,7 @@
 """Fetch a dataset's files and unpack them, for `ssdctl download`.
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
-what it held (path, size, CRC). So a second run knows what is done without the archive, and
+what it contained (path, size, CRC). So a second run detects what is done without the archive, and
 `verify` can check every file.
 """
 
@@ -55,7 +55,7 @@ def download(
 ) -> list[dict[str, Any]]:
     """Fetch `files` into `dest`, unpack the archives there, remove them.
 
-    What is there already is not fetched again. Run again after any end, it goes on.
+    What is there already is not fetched again. After an interruption, the next call continues.
 
     Returns:
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for

@@ -126,7 +126,7 @@ def fetch_detector(
 
     Raises:
         UsageError: No detector has that name.
-        NetworkError: It cannot be fetched; the hint says which file to put where.
+        NetworkError: It cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one, or a file changed since its first use.
         DiskError: No space or no permission.
     """

@@ -1,6 +1,6 @@
 """A file that is received in pieces, over several connections; it survives kill -9.
 
-`NAME.part` has the final length from the start (sparse). `NAME.part.state` says how much of each
+`NAME.part` has the final length from the start (sparse). `NAME.part.state` records how much of each
 piece has arrived: a header of 1 KiB (JSON), then one record of 16 bytes a piece, (arrived, synced).
 A record is written after its bytes, is inside one page and is never moved, so the state never
 claims bytes that were not written, whenever the process dies. A machine that dies may keep the

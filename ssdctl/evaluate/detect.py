@@ -76,7 +76,7 @@ def detect_split(
         nms_iou=options.nms_iou,
     )
     rows = rows[split.usable[rows]]
-    # Accelerators want one shape for all batches; see also MIN_BATCH.
+    # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"
     min_batch = MIN_BATCH if is_cpu else options.batch_size
     max_pending = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else MAX_PENDING

@@ -61,7 +61,7 @@ class DaliLoader:
         for _ in positions:
             try:
                 images = _run(pipeline, self._decoder)
-            except RuntimeError:  # of DALI: it cannot go on after one bad image
+            except RuntimeError:  # of DALI: it cannot continue after a bad image
                 yield from self._native.decode([feed.fed.popleft()])
                 feed.start_again()
                 pipeline = self._open(feed)

@@ -20,7 +20,7 @@ from ssdctl.runtime.redact import redact_arguments
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-# The numbers that records of a kind have, besides the step that all have.
+# The numbers that records of a kind have in addition to the step.
 REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
 LARGEST_NUMBER = 2**63
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")

@@ -88,7 +88,7 @@ def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved,
     What the user asked for stays, and is refused later.
 
     Returns:
-        The settings, and what to tell the user if one was replaced.
+        The settings, and a message for the user if one was replaced.
     """
     requested, source = resolved.config.train.precision, resolved.sources["train.precision"]
     if requested in ("auto", *device.precisions) or not source.startswith("preset "):

@@ -141,7 +141,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
         "predict", checkpoint, "photos", "photos/deep/*", "--out", "drawn", "--bs", 2, "--json",
         "--score", 0.02, "--device", "cpu",
     )  # fmt: skip
-    assert result.code == 3  # one was bad, the rest went on
+    assert result.code == 3  # one was bad, the others were processed
     assert "photos/bad.png: " in result.err
     assert "1 of 4" in result.err
     answers = json.loads(result.out)

@@ -116,11 +116,11 @@ def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path,
             option, variables = environment_for(name)
             more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
             launches[name] = running.enter_context(start(tmp_path, *bad, *more, **variables))
-        cli("train", *bad, "--bs", 4, "--out", tmp_path / "alone", "--device", "cpu")
+        cli("train", *bad, "--bs", 4, "--out", tmp_path / "single", "--device", "cpu")
         for process in launches.values():
             _, words = process.communicate(timeout=240)
             assert process.returncode == 7, words  # such a network is not scored
-    expected = images_of_bad_steps(tmp_path / "alone")
+    expected = images_of_bad_steps(tmp_path / "single")
     assert len(expected) >= 2
     for name in launchers:
         assert images_of_bad_steps(tmp_path / name) == expected

@@ -171,7 +171,7 @@ def parse(content: bytes, path: Path) -> Annotations:
         except _NotWholeError as fraction:
             raise _not_coco(path, fraction) from None
         except msgspec.ValidationError as loose_error:
-            # The strict error says what was expected if both fail at the same place.
+            # The strict error names the expected type if both fail at the same place.
             is_same = _place(error) == _place(loose_error)
             raise _not_coco(path, error if is_same else loose_error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
