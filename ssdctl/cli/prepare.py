@@ -93,7 +93,7 @@ def prepare(
 
 
 def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert other layouts than COCO's, to the dataset folder if options require it, else the store.
+    """Convert other layouts than COCO's: with options to the dataset folder, else to the store.
 
     A conversion that an earlier call wrote is only reported.
     """
