@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -195,12 +196,15 @@ def test_bad_names_are_refused(name: str) -> None:
         safe_join(Path("/root"), name)
 
 
-def hold(path: Path, on_wait: Callable[[], None]) -> None:
-    with lock(path, on_wait):
+def hold(path: Path) -> None:
+    with lock(path, "waiting"):
         pass
 
 
-def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -> None:
+def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
     path = tmp_path / "lock"
     code = (
         "import time; from pathlib import Path; from ssdctl.files import lock\n"
@@ -220,13 +224,12 @@ def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -
     holder.kill()
     holder.communicate()
     assert waiter.communicate(timeout=10)[0] == "held\n"
-    with lock(path, on_wait=lambda: pytest.fail("the lock is free")):
-        waits: list[str] = []
-        other = threading.Thread(target=hold, args=(path, lambda: waits.append("waiting")))
+    with lock(path, "the lock is free"):
+        other = threading.Thread(target=hold, args=(path,))
         other.start()
-        while not waits and time.monotonic() - start < 30:
+        while not caplog.messages and time.monotonic() - start < 30:
             time.sleep(0.01)
-        assert waits == ["waiting"]
+        assert caplog.messages == ["waiting"]
     other.join(30)
     assert not other.is_alive()
     assert time.monotonic() - start < 30

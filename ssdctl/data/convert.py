@@ -275,11 +275,7 @@ def _write(
         lines += ["", f"[{split}]", f"images = {_toml(images)}"]
         lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl in %s", target)
-
-    with lock(folder / ".ssdctl.lock", log_wait):
+    with lock(folder / ".ssdctl.lock", f"waiting for another ssdctl in {target}"):
         for split, path in paths.items():
             if not path.is_file():
                 write_bytes(path, parts[split].content)

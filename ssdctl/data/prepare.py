@@ -146,11 +146,7 @@ def prepare(
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl that prepares %s", folder)
-
-    with lock(folder / ".lock", log_wait):
+    with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
