@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
@@ -25,9 +25,9 @@ from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, document
 from ssdctl.data.store import Split, index_path
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.runtime.progress import Progress
 
 Target = Literal["coco", "yolo", "voc", "hf"]
-Progress = Callable[..., Iterable[Any]]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 HF_SHARD_BYTES = 400_000_000

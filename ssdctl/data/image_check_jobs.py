@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from ssdctl.data.image_check import (
 from ssdctl.data.store import METADATA_KEY, Shard
 from ssdctl.files import atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.runtime.progress import Progress
 
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
@@ -43,8 +44,6 @@ COLUMNS = {
     "modified_ns": pa.int64(),
     "sketch": pa.int64(),
 }
-
-Progress = Callable[..., Iterable[Any]]
 
 
 class Job(NamedTuple):

@@ -44,7 +44,7 @@ from ssdctl.data.formats.coco_check import (
 )
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.image_check_jobs import Job, Report, check_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -59,6 +59,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-Progress = Callable[..., Iterable[Any]]
 
 
 def evaluate_checkpoint(

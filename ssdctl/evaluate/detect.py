@@ -8,9 +8,9 @@ the network runs on the next; on few cores the thread would only compete with th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.runtime.progress import Progress
 
-Progress = Callable[..., Iterable[Any]]
 MAX_PENDING = 2  # outputs that wait to be decoded
 FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
 # A single picture uses other convolution kernels than a batch, and their last digits differ: the

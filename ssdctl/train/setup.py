@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,11 +41,11 @@ from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
 
 log = logging.getLogger(__name__)
-Progress = Callable[..., Iterable[Any]]
 
 
 class Setup(NamedTuple):
