@@ -1,7 +1,7 @@
 """PyTorch's optimizers without importing torch._dynamo, which takes 5 to 9 seconds of CPU time.
 
 The methods of `torch.optim.Optimizer` import it so that torch.compile leaves them out of a graph;
-an eager run has no graph. Where PyTorch's internals differ, nothing changes but the time.
+an eager run has no graph. If PyTorch's internals differ, only the time changes.
 """
 
 from __future__ import annotations

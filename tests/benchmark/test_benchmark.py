@@ -111,7 +111,7 @@ def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possibl
 
 
 @pytest.mark.slow
-def test_ranks_tell_their_scaling_efficiency() -> None:
+def test_ranks_report_their_scaling_efficiency() -> None:
     first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
     assert second == ""
     figures = json.loads(first)

@@ -57,7 +57,9 @@ def test_network_round_trip(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 half a zip"])
-def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_an_integrity_error(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=str(path)) as caught:
@@ -106,7 +108,7 @@ def test_a_payload_with_a_part_amiss_is_an_integrity_error(
 
 
 @pytest.mark.parametrize("payload", [{"format": 99}, {"state": 1}, [1, 2], torch.zeros(3)])
-def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_checkpoints(payload: object, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(payload, path)
     with pytest.raises(IntegrityError, match="not a checkpoint that this version"):
@@ -317,7 +319,7 @@ def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_stale_temporaries_go(tmp_path: Path) -> None:
+def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     dead, foreign = folder / ".step-00000001.pt.999999999.tmp", folder / "notes.tmp"

@@ -41,7 +41,7 @@ def opened(root: Path, folder: Path, split: str = "train") -> Split:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_store_holds_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -> None:
+def test_store_contains_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -> None:
     store = tmp_path / "store"
     outcome = prepare(dataset, store, pack=pack)
     split = opened(dataset, store)

@@ -196,7 +196,7 @@ def test_the_batch_that_fits_is_found_and_runs(shapes: Path, tmp_path: Path, cli
 
 
 @pytest.mark.slow
-def test_what_deterministic_promises(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_deterministic_runs_are_equal(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     options = [*TINY_RUN.replace("--device cpu", "--device cuda").split(), "--deterministic"]
     try:
         ends = []

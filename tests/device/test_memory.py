@@ -159,7 +159,7 @@ def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -
     assert steps.sizes == [2, 2, 6]
 
 
-def test_bs_auto_is_refused_where_it_means_nothing(cli: Cli, shapes: Path) -> None:
+def test_bs_auto_is_refused_on_the_cpu_and_in_dry_runs(cli: Cli, shapes: Path) -> None:
     options = ["train", "--data", shapes, "--bs", "auto", *TINY_RUN.replace("--bs 2", "").split()]
     result = cli(*options)
     assert result.code == 2

@@ -19,7 +19,9 @@ Cli = Callable[..., Result]
 CPU = open_device("cpu")
 
 
-def test_profile_holds_the_steps_from_first_to_last(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_profile_contains_the_steps_from_first_to_last(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
     run = tmp_path / "run"
     result = cli(
         "train", "--data", shapes, "--out", run, "--steps", 4, "--profile", "2,3", *TINY_RUN.split()
@@ -61,7 +63,7 @@ def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
     assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
 
 
-def test_profile_is_refused_where_it_makes_no_sense(cli: Cli) -> None:
+def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:
     for value, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
         result = cli("train", "--profile", value)
         assert result.code == 2

@@ -93,7 +93,7 @@ def test_a_step_never_waits_for_the_device(
         assert waits.found == [], device.torch_device
 
 
-def test_a_wait_that_creeps_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Tiny.forward
 
     def waiting(self: Tiny, images: torch.Tensor) -> Any:
@@ -291,7 +291,7 @@ def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
     assert "Triton needs compute capability 7, the GPU has 6.1" in notices[0]
 
 
-def test_sync_bn_is_refused_where_steps_are_compiled() -> None:
+def test_sync_bn_is_refused_in_compiled_steps() -> None:
     """PyTorch cannot compile it; a single rank has nothing to synchronise."""
     device = Cpu()
     device.has_sync_bn, device.execution = True, "compile"

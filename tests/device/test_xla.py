@@ -62,7 +62,7 @@ def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer:
     assert xla.counters()["pulls"] == after["pulls"]
 
 
-def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
+def test_a_new_wait_or_a_new_shape_is_detected(
     xla: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, step = build_training(xla)

@@ -143,7 +143,7 @@ def test_a_mirror_keeps_its_password(
     assert "mute" not in json.dumps(checks)
 
 
-def test_a_network_that_swallows_everything(
+def test_a_network_that_drops_everything(
     run_doctor: RunDoctor, machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.route("/train2017.zip", lambda _: Reply(head_pause_s=30))

@@ -159,7 +159,7 @@ class TestUnsafe:
         refused(tmp_path, zipped(dict.fromkeys(order, b"")), "a file and a folder")
 
     @pytest.mark.parametrize("claimed", [0, 10, 2999, 3001, 100_000])
-    def test_lying_sizes(self, tmp_path: Path, claimed: int) -> None:
+    def test_false_sizes(self, tmp_path: Path, claimed: int) -> None:
         data = CONTENT["train2017/000000000009.jpg"]
         archive = bytearray(zipped({"a": data}))
         directory = archive.rindex(b"PK\1\2")

@@ -61,7 +61,7 @@ def test_archives_are_unpacked_and_removed(files: list[PinnedFile], tmp_path: Pa
     assert done[0]["files"] == 100
 
 
-def test_archives_may_stay(files: list[PinnedFile], tmp_path: Path) -> None:
+def test_archives_may_be_kept(files: list[PinnedFile], tmp_path: Path) -> None:
     download(files, tmp_path, keep_archives=True)
     assert set(content(tmp_path)) == set(WANTED) | {"images.zip", "notes.zip"}
 

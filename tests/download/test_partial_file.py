@@ -48,7 +48,7 @@ def change_header(target: Path, **changes: object) -> None:
         ("", 300_000),  # a system that does not report it
     ],
 )
-def test_what_counts_after_a_death(
+def test_records_after_a_kill(
     boot: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "a.bin"
@@ -150,7 +150,7 @@ def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> 
         ({"piece_bytes": 7}, 0),  # its records are of other pieces
     ],
 )
-def test_a_state_that_makes_no_sense_is_not_believed(
+def test_an_invalid_state_is_ignored(
     changes: dict[str, object], expected: int, tmp_path: Path
 ) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)

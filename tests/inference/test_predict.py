@@ -159,7 +159,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     ("name", "words"),
     [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "--recursive")],
 )
-def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
+def test_names_without_pictures(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()
     result = cli("predict", checkpoint, name)
     assert result.code == 2

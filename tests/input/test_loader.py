@@ -98,7 +98,7 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
-def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]) -> None:
+def test_shapes_are_static_and_boxes_are_in_the_picture(splits: dict[str, Split]) -> None:
     for batch in read_batches(splits["train"], PLAN, range(20)):
         assert batch.images.shape == (5, 300, 300, 3)
         assert batch.images.dtype == torch.uint8

@@ -95,7 +95,7 @@ def test_a_replacement_is_the_next_good_sample_of_the_stream(damaged: Split) -> 
             assert int(row) == expected
 
 
-def test_where_all_images_are_gone_the_run_ends(damaged: Split) -> None:
+def test_a_run_without_any_readable_image_ends(damaged: Split) -> None:
     for row in damaged.trainable:
         Path(damaged.place(int(row))).unlink(missing_ok=True)
     with pytest.raises(DataError, match="images in a row cannot be decoded"):

@@ -237,7 +237,7 @@ def test_tpus_are_started_by_torchrun() -> None:
     assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
-def test_torchruns_nodes_meet_at_the_first_host() -> None:
+def test_torchruns_rendezvous_is_on_the_first_host() -> None:
     plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
     assert "--rdzv-endpoint=node-a:29400" in plan.argv
     assert plan.missing is None
@@ -285,7 +285,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("argument", ["a\0b", "\udcff"])
-def test_arguments_that_no_command_line_can_hold(argument: str) -> None:
+def test_arguments_that_no_command_line_can_contain(argument: str) -> None:
     with pytest.raises(UsageError, match="UTF-8"):
         plan_for("cpu", 2, "train", argument)
 

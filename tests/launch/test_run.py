@@ -221,12 +221,12 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         assert not is_alive(launcher)
 
 
-def test_a_rank_that_failed_ends_those_that_hang(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_hanging_ones(tmp_path: Path) -> None:
     with started(plan_of(sys.executable, "-c", DEAF), tmp_path, HANG_S="0.3") as launch:
         assert launch.wait(20) == 3
 
 
-def test_nohup_is_meant(tmp_path: Path) -> None:
+def test_nohup_is_respected(tmp_path: Path) -> None:
     code = "import time; print('up', flush=True); time.sleep(1)"
     plan = json.dumps(dataclasses.asdict(plan_of(sys.executable, "-c", code)))
     argv = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", DRIVER, plan]
@@ -296,7 +296,7 @@ def test_killed_mpirun_leaves_no_rank(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
+def test_mpirun_passes_on_a_ranks_exit_code(tmp_path: Path) -> None:
     with started(probe_plan("hpu"), tmp_path, LEAVE_WITH="7") as launch:
         ranks = wait_for(lambda: ranks_of(tmp_path))
         os.kill(ranks[1]["pid"], signal.SIGTERM)
@@ -313,7 +313,9 @@ def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
         ({0: 0, 1: 0}, 2, None),
     ],
 )
-def test_who_failed(exits: dict[int, int], num_ranks: int | None, words: str | None) -> None:
+def test_the_rank_that_failed(
+    exits: dict[int, int], num_ranks: int | None, words: str | None
+) -> None:
     assert describe_failure(exits, num_ranks) == words
 
 
@@ -345,7 +347,7 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> No
     start_rank_log(tmp_path / "logs" / "rank-1.log", 1)
 
 
-def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:
+def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
     """Processes that a rank starts do not write in its name."""
     code = (
         "import os, sys\n"

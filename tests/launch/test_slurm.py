@@ -115,7 +115,7 @@ def test_hostile_settings_are_refused(name: str, value: str) -> None:
         plan_for("cuda", 2, slurm={name: given})
 
 
-def test_options_of_srun_stand_quoted_before_ours() -> None:
+def test_options_of_srun_are_quoted_and_precede_others() -> None:
     mounts = "--container-mounts=/data:/data,$HOME:/home"
     plan = plan_for("cuda", 2, slurm={"srun_options": ("--mpi=none", mounts)})
     line = next(line for line in str(plan.text).splitlines() if line.startswith("  srun "))

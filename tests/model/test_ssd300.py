@@ -144,7 +144,7 @@ def test_equal_to_the_functional_network_in_training() -> None:
         assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
-def test_outputs_lie_as_the_default_boxes_do() -> None:
+def test_outputs_have_the_order_of_the_default_boxes() -> None:
     """A head's bias of one shape shows up at the places of that shape, over rows and columns."""
     model = SSD300("resnet18", 3, "none").eval()
     with torch.no_grad():

@@ -72,7 +72,7 @@ def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     assert_same_state(actual, last(straight))
 
 
-def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -95,13 +95,15 @@ def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cl
     assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
 
 
-def test_batch_norm_over_ranks_is_refused_where_there_is_none(shapes: Path, cli: Cli) -> None:
+def test_batch_norm_over_ranks_is_refused_without_support(shapes: Path, cli: Cli) -> None:
     result = cli("train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, "--sync-bn")
     assert result.code == 2
     assert "--sync-bn" in result.err
 
 
-def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_reports_once_that_training_is_input_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pace = ThroughputMeter(global_batch=8)

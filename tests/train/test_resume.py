@@ -153,7 +153,7 @@ def test_resumes_with_the_same_global_batch_in_other_parts(
     assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 8
 
 
-def test_changed_optimizer_settings_take_hold(run: Path, shapes: Path, cli: Cli) -> None:
+def test_changed_optimizer_settings_apply(run: Path, shapes: Path, cli: Cli) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--resume-changed"]
     assert cli(*train, "--steps", 4, "--weight-decay", "0.25").code == 0
     groups = read_checkpoint(run / "checkpoints/last.pt").optimizer["param_groups"]
@@ -262,7 +262,7 @@ def test_a_broken_local_config_does_not_prevent_checks_of_others(cli: Cli) -> No
     assert cli("config", "validate").code == 0
 
 
-def test_torch_is_not_surprised_by_the_payload(tiny_run: Path) -> None:
+def test_a_checkpoint_records_batch_and_precision(tiny_run: Path) -> None:
     payload = torch.load(tiny_run / "checkpoints/last.pt", weights_only=True)
     assert payload["global_batch"] == 2
     assert payload["config"]["train.precision"] == "fp32"

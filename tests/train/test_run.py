@@ -24,7 +24,7 @@ Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def test_run_folder_holds_what_the_contract_names(tiny_run: Path, shapes: Path) -> None:
+def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) -> None:
     for name in ("config.toml", "environment.json", "metrics.jsonl", "logs", "checkpoints/last.pt"):
         assert (tiny_run / name).exists(), name
     train = records(tiny_run, "train")

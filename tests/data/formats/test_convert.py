@@ -222,7 +222,7 @@ class TestYolo:
             ("names: [cat, dog]\nkpt_shape: [2, 3]\n", "images/train2017"),
         ],
     )
-    def test_where_images_may_lie(self, tmp_path: Path, yaml: str, images: str) -> None:
+    def test_places_of_images(self, tmp_path: Path, yaml: str, images: str) -> None:
         line = "0 .5 .5 .2 .4" + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
         yolo(tmp_path, {f"{images}/a.jpg": line}, yaml)
         make(tmp_path, "yolo")
