@@ -260,7 +260,7 @@ def hold_run(path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "folder/lock": lambda path: hold(path, lambda: None),
+    "folder/lock": hold,
     "run/.lock": hold_run,
     "run/mllog": lambda path: MLLog(path).point("key", 1),
     "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),
@@ -312,7 +312,7 @@ def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -
 def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(UsageError, match="not a regular file"):
-        hold(tmp_path / "lock", lambda: None)
+        hold(tmp_path / "lock")
 
 
 def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:
