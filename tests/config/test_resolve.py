@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.render import json_schema, to_template_toml, to_toml, values
+from ssdctl.config.render import json_schema, to_snapshot_toml, to_template_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
@@ -163,7 +163,7 @@ def test_written_config_reads_back(
         ("train.resume_changed", force),
     )
     file = tmp_path_factory.mktemp("config") / "config.toml"
-    file.write_text(to_toml(before), encoding="utf-8")
+    file.write_text(to_snapshot_toml(before), encoding="utf-8")
     assert resolved(file=file).config == before.config
 
 
