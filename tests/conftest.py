@@ -3,11 +3,14 @@ server. Markers: see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,12 @@ from ssdctl.data.shapes import generate
 # If the suite runs in the background, its shell ignores SIGINT, and child processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# torch 2.6's triton imports setuptools, which cannot be loaded after Python's own distutils.
+if sys.version_info < (3, 12):
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        importlib.import_module("setuptools")
 
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
