@@ -113,9 +113,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep config files and variables of the machine out of every test."""
+    """Isolate every test from the machine's config files and variables."""
     for name in list(os.environ):
-        # SLURM_CONF is where the fixture of the Slurm tests says which daemons it started.
+        # The fixture of the Slurm tests sets SLURM_CONF to the daemons that it started.
         is_machines = name.startswith(MACHINE_PREFIXES) and name != "SLURM_CONF"
         if is_machines or name in MACHINE_VARIABLES:
             monkeypatch.delenv(name)

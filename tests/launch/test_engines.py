@@ -1,6 +1,6 @@
-"""`ssdctl launch` on real engines: the same images, no clash, nothing left behind, named failures.
+"""`ssdctl launch` on real engines: the same images, no conflict, no remains, named failures.
 
-Ranks that train are ssdctl's own; where only their life and death matter they are a small program.
+Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[An
 
 def marked(mark: str) -> list[int]:
     """The living processes of a launch, whoever their parents are by now."""
-    found = []
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                ranks.append(int(path.parent.name))
+    return ranks
 
 
 def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
@@ -120,17 +120,17 @@ def train_until_bad(
             option, variables = environment_for(name)
             more = ["--bs", 2, "--out", folder / name, "--launcher", option, "--bind-to", "none"]
             launches.append(running.enter_context(start(folder, *bad, *more, **variables)))
-        cli("train", *bad, "--bs", 4, "--out", folder / "alone", "--device", "cpu")
+        cli("train", *bad, "--bs", 4, "--out", folder / "single", "--device", "cpu")
         for process in launches:
             _, words = process.communicate(timeout=240)
             assert process.returncode == 7, words  # such a network is not scored
-    return {name: images_of_bad_steps(folder / name) for name in ["alone", *launchers]}
+    return {name: images_of_bad_steps(folder / name) for name in ["single", *launchers]}
 
 
 def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     images = train_until_bad(["torchrun"], shapes, tmp_path, cli)
-    assert len(images["alone"]) >= 2
-    assert images["torchrun"] == images["alone"]
+    assert len(images["single"]) >= 2
+    assert images["torchrun"] == images["single"]
     assert "NaN" in (tmp_path / "torchrun" / "logs" / "rank-1.log").read_text()
 
 
@@ -141,7 +141,7 @@ def test_launches_of_mpirun_and_torchrun_at_once_train_on_the_same_images(
 ) -> None:
     launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
     images = train_until_bad(launchers, shapes, tmp_path, cli)
-    assert all(images[name] == images["alone"] for name in launchers)
+    assert all(images[name] == images["single"] for name in launchers)
 
 
 @pytest.mark.parametrize("phase", ["starting", "training", "saving"])
@@ -160,8 +160,8 @@ def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Pat
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_lost_rank_ends_the_job_with_its_name(launcher: str, end: str, tmp_path: Path) -> None:
-    """The other rank says 8 once it misses it, as training does."""
+def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
+    """The other rank exits with 8 when it notices the loss, as training does."""
     with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
         if end == "dies":
             wait_for(lambda: (tmp_path / "1.up").exists())
@@ -191,7 +191,7 @@ def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path:
 
 @pytest.mark.slow
 def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
-    """The second attempt goes on where the first was saved."""
+    """The second attempt continues where the first was saved."""
     run = tmp_path / "run"
     more = ["--data", shapes, "--out", run, *OPTIONS, "--bs", 1, "--steps", 6]
     more += ["--save-every", "2st", "--restarts", 1, "--resume", "never"]
@@ -244,7 +244,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
         agent.write_text(AGENT.format(prefix=prefix))
         agent.chmod(0o755)
         hosts = tmp_path / "hosts"
-        # The launching host is not the first, and has room for both ranks.
+        # The launching host is not the first, and has slots for both ranks.
         hosts.write_text("10.77.0.2 slots=2\n10.77.0.1 slots=2\n")
         yield f"{prefix}1", agent, hosts
     finally:
