@@ -414,11 +414,11 @@ def http(folder: Path) -> Iterator[Target]:
 
     from ssdctl.download.fetch import fetch
     from ssdctl.download.sources import PinnedFile
-    from ssdctl.download.transfer import Patience
+    from ssdctl.download.retry import RetryPolicy
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
-    patience = Patience(
+    policy = RetryPolicy(
         connect_s=1, read_s=0.2, stall_s=0.5, retries=1, first_retries=1, backoff_s=0.0,
         longest_wait_s=0.01, restarts=1,
     )  # fmt: skip
@@ -446,7 +446,7 @@ def http(folder: Path) -> Iterator[Target]:
             for size in (len(body), None):
                 pin = PinnedFile("a.bin", server.url, digest, size)
                 result = as_command(
-                    lambda pin=pin: fetch(pin, folder, connections=2, patience=patience)
+                    lambda pin=pin: fetch(pin, folder, connections=2, retry_policy=policy)
                 )
                 for path in folder.glob("a.bin*"):
                     path.unlink()
