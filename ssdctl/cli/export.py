@@ -66,6 +66,7 @@ def export(
         raise UsageError(f"--raw applies to --format onnx, not to {kind}")
     from ssdctl.checkpoint.reader import read_checkpoint
     from ssdctl.export.formats import export as write
+    from ssdctl.export.nvidia import NUM_CLASSES as NVIDIA_CLASSES
     from ssdctl.inference.model_source import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=call.config.download.mirror)
@@ -77,6 +78,11 @@ def export(
         result |= _export_onnx(call, content, Path(out), raw)
     else:
         write(content, kind, Path(out))
+        if kind == "nvidia" and content.architecture.num_classes != NVIDIA_CLASSES:
+            call.console.warn(
+                f"NVIDIA's program builds a network of {NVIDIA_CLASSES} outputs (COCO's), this "
+                f"file has {content.architecture.num_classes}: only ssdctl reads it"
+            )
     call.console.result(result, f"{source} -> {out} ({kind})")
 
 
