@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
+from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
 from ssdctl.checkpoint.validation import (
-    MAX_CLASSES,
-    MAX_COUNT,
     check_zip,
     is_state,
     read_fields,
@@ -32,19 +31,6 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
-
-FORMAT = 1
-
-
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
-
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
-
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
 
 class Checkpoint(NamedTuple):

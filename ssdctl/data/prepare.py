@@ -11,11 +11,11 @@ A second `prepare` of the same folder waits for the first.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +60,7 @@ from ssdctl.files import (
     write_bytes,
 )
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
 NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
 DROPPED_IMAGE = "image dropped"
@@ -101,7 +101,6 @@ class _RunOptions(NamedTuple):
     jobs: int
     force: bool
     allow_dropped: bool
-    say: Say
     progress: Progress | None
 
 
@@ -115,7 +114,6 @@ def prepare(
     jobs: int = 0,
     force: bool = False,
     allow_dropped: bool = False,
-    say: Say = lambda _: None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
@@ -129,7 +127,6 @@ def prepare(
         jobs: Threads; 0 = one per core.
         force: Write it again even if nothing changed.
         allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
-        say: Called with messages, such as that another process is waited for.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
@@ -137,21 +134,23 @@ def prepare(
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
-        say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
+        log.info(
+            "%s cannot be written: its index is in %s (--store DIR to choose another)", root, folder
+        )
         if pack:
-            say("only the index is written there: --store DIR packs the images as well")
+            log.info("only the index is written there: --store DIR packs the images as well")
             pack = False
     options = PackOptions(pack, shrink if pack else None, verify_images)
-    run = _RunOptions(jobs, force, allow_dropped, say, progress)
+    run = _RunOptions(jobs, force, allow_dropped, progress)
     splits = find_splits(root, folder)
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
 
-    def waits() -> None:
-        run.say(f"waiting for another ssdctl that prepares {folder}")
+    def log_wait() -> None:
+        log.info("waiting for another ssdctl that prepares %s", folder)
 
-    with lock(folder / ".lock", waits):
+    with lock(folder / ".lock", log_wait):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
@@ -414,7 +413,6 @@ def open_dataset(
     root: Path,
     folder: Path,
     *,
-    say: Say,
     progress: Progress | None = None,
     check_images: bool = True,
 ) -> dict[str, store.Split]:
@@ -423,26 +421,25 @@ def open_dataset(
     Args:
         root: The dataset folder.
         folder: The store's.
-        say: Called with messages for the user.
         progress: See `ssdctl.data.image_check_jobs`.
         check_images: Check whether the images of a store that is not packed are unchanged.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    convert_if_needed(root, folder, say)
+    convert_if_needed(root, folder)
     splits = find_splits(root, folder)
     if not is_prepared(root, folder):
-        say(f"{root} is not prepared yet: checking it, as `ssdctl prepare --no-pack` does")
-        outcome = prepare(root, folder, pack=False, say=say, progress=progress)
+        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+        outcome = prepare(root, folder, pack=False, progress=progress)
         for report in outcome.splits:
             for kind, count in report.counts().items():
-                say(f"  {report.split}: {count} x {kind}")
+                log.info("  %s: %d x %s", report.split, count, kind)
             for warning in (*report.notes, *report.warnings):
-                say(f"  {report.split}: {warning}")
+                log.info("  %s: %s", report.split, warning)
         return {split: store.open_split(folder, split, files) for split, files in splits.items()}
     if is_cached_store(folder):
-        say(f"{root} cannot be written: its index is in {folder}")
+        log.info("%s cannot be written: its index is in %s", root, folder)
     if check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)

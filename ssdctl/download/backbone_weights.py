@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, no_report
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
+log = logging.getLogger(__name__)
 DEFAULT_CONNECTIONS = 4
 
 
@@ -52,13 +54,12 @@ def fetch_weights(
     *,
     mirror: str | None = None,
     connections: int = DEFAULT_CONNECTIONS,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
-    say: Callable[[str], None] | None = None,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
-    Without network it works if the file exists already. `say` is called only if it is fetched.
+    Without network it works if the file exists already.
 
     Raises:
         UsageError: No weights are called so.
@@ -68,15 +69,15 @@ def fetch_weights(
     """
     file = weights_named(name).file
     folder = dest or cache_dir()
-    if say is not None and not (folder / file.name).is_file():
-        say(f"fetching {redact_url(file.urls(mirror)[0])} to {folder}")
+    if not (folder / file.name).is_file():
+        log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     try:
         return fetch(
             file,
             folder,
             mirror=mirror,
             connections=connections,
-            patience=patience,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:

@@ -17,7 +17,7 @@ import msgspec
 
 from ssdctl.download.archive import RECORDS_DIR, Entry, content_bytes, unpack
 from ssdctl.download.fetch import (
-    DEFAULT_PATIENCE,
+    DEFAULT_POLICY,
     check_space,
     claim,
     fetch,
@@ -26,8 +26,9 @@ from ssdctl.download.fetch import (
     no_report,
 )
 from ssdctl.download.partial_file import remove_part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.files import make_dir, safe_join, write_bytes
 from ssdctl.runtime.redact import redact_url
 
@@ -49,7 +50,7 @@ def download(
     mirror: str | None = None,
     connections: int = 8,
     keep_archives: bool = False,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> list[dict[str, Any]]:
     """Fetch `files` into `dest`, unpack the archives there, remove them.
@@ -68,7 +69,7 @@ def download(
         file.urls(mirror)  # a mirror that is no URL is seen before anything is made
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-    how = _How(mirror, connections, patience, report)
+    how = _How(mirror, connections, retry_policy, report)
     results = []
     for file in files:
         if file.unpack:
@@ -85,7 +86,7 @@ class _How(NamedTuple):
 
     mirror: str | None
     connections: int
-    patience: Patience
+    retry_policy: RetryPolicy
     report: Report
 
 

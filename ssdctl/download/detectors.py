@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ssdctl.download.backbone_weights import DEFAULT_CONNECTIONS, cache_dir
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report, sha256_of
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, no_report, sha256_of
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.files import write_text
 
@@ -110,7 +111,7 @@ def fetch_detector(
     *,
     mirror: str | None = None,
     connections: int = DEFAULT_CONNECTIONS,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
@@ -139,7 +140,7 @@ def fetch_detector(
             folder,
             mirror=mirror,
             connections=connections,
-            patience=patience,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:

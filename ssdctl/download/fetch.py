@@ -20,8 +20,9 @@ from requests.adapters import HTTPAdapter
 
 from ssdctl.download.http_response import NotFound
 from ssdctl.download.partial_file import Part, part_paths, remove_part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
+from ssdctl.download.transfer import Order, Report, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
@@ -29,7 +30,7 @@ from ssdctl.runtime.redact import redact_url
 MAX_REDIRECTS = 10
 HASH_BYTES = 1024 * 1024
 SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
-DEFAULT_PATIENCE = Patience()
+DEFAULT_POLICY = RetryPolicy()
 
 
 def no_report(label: str, done: int, total: int) -> None:
@@ -42,7 +43,7 @@ def fetch(
     *,
     mirror: str | None = None,
     connections: int = 8,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
@@ -52,7 +53,7 @@ def fetch(
         folder: Created if it does not exist.
         mirror: Base URL to fetch from instead.
         connections: How many at once, if the server supports ranges.
-        patience: Timeouts and retries.
+        retry_policy: Timeouts and retries.
         report: Called with (label, bytes done, bytes in total) a few times a second.
 
     Raises:
@@ -71,7 +72,7 @@ def fetch(
         with open_session(connections) as session:
             for url in urls:
                 try:
-                    order = Order(session, url, file.name, connections, patience, report)
+                    order = Order(session, url, file.name, connections, retry_policy, report)
                     _fetch_from(order, file, target)
                     break
                 except NotFound:
@@ -170,7 +171,7 @@ def open_session(connections: int) -> requests.Session:
 
 def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
     """Fetch from one URL into the part, check the hash, publish."""
-    num_bytes = file.bytes or length_of(order.session, order.url, order.patience)
+    num_bytes = file.bytes or length_of(order.session, order.url, order.retry_policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
     part = Part(target, num_bytes, order.connections, order.url)
     try:

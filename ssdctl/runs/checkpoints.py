@@ -33,7 +33,7 @@ class CheckpointDir:
         return self._run.step_checkpoints()
 
     def write(self, payload: dict[str, Any]) -> None:
-        """Write a checkpoint (see `checkpoint.writer.payload`) and delete the oldest.
+        """Write a checkpoint (see `checkpoint.format.payload`) and delete the oldest.
 
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.

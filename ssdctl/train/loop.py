@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
-from ssdctl.checkpoint.writer import payload
+from ssdctl.checkpoint.format import payload
 from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config, TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu

@@ -17,7 +17,7 @@ import pytest
 from conftest import Result
 
 from ssdctl.benchmark.train import timed, train_flops
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 
 Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"

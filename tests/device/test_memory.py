@@ -17,7 +17,7 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import config
 
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu

@@ -131,7 +131,9 @@ def test_no_secrets(
     monkeypatch.setenv("HTTPS_PROXY", "http://bob:hush@127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "carol:quiet@127.0.0.1:1")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/scratch/alice/ca.pem")
-    monkeypatch.setattr(network, "PATIENCE", network.PATIENCE._replace(connect_s=0.5, stall_s=1))
+    monkeypatch.setattr(
+        network, "RETRY_POLICY", network.RETRY_POLICY._replace(connect_s=0.5, stall_s=1)
+    )
     code, checks = ask("--network")
     assert code == 2
     said = json.dumps(checks)

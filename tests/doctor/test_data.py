@@ -142,7 +142,9 @@ def test_a_network_that_swallows_everything(
     ask: Ask, machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.route("/train2017.zip", lambda _: Reply(head_pause_s=30))
-    monkeypatch.setattr(network, "PATIENCE", network.PATIENCE._replace(read_s=0.5, stall_s=1))
+    monkeypatch.setattr(
+        network, "RETRY_POLICY", network.RETRY_POLICY._replace(read_s=0.5, stall_s=1)
+    )
     start = time.monotonic()
     code, checks = ask("--network", "--mirror", server.url, "--set", "model.weights=none")
     assert time.monotonic() - start < 20

@@ -21,12 +21,12 @@ from download.http_server import Reply, Request, Server, changed, file
 
 from ssdctl.download.fetch import claim, fetch
 from ssdctl.download.partial_file import Part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Patience
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
-QUICK = Patience(
+QUICK = RetryPolicy(
     connect_s=2, read_s=0.4, stall_s=1.2, retries=3, first_retries=1, backoff_s=0.02, restarts=2
 )
 
@@ -36,7 +36,7 @@ def pinned(url: str, content: bytes = CONTENT, name: str = "a.bin") -> PinnedFil
 
 
 def fetch_quickly(pin: PinnedFile, folder: Path, connections: int = 4) -> Path:
-    return fetch(pin, folder, connections=connections, patience=QUICK)
+    return fetch(pin, folder, connections=connections, retry_policy=QUICK)
 
 
 def names(folder: Path) -> list[str]:
@@ -107,7 +107,7 @@ class TestFetch:
     def test_progress_ends_at_the_end(self, server: Server, tmp_path: Path) -> None:
         told: list[tuple[str, int, int]] = []
         pin = pinned(server.route("/a.bin", file(CONTENT)))
-        fetch(pin, tmp_path, patience=QUICK, report=lambda *what: told.append(what))
+        fetch(pin, tmp_path, retry_policy=QUICK, report=lambda *what: told.append(what))
         assert ("a.bin", len(CONTENT), len(CONTENT)) in told
         assert told[-1] == ("verifying a.bin", len(CONTENT), len(CONTENT))
 
@@ -116,7 +116,7 @@ class TestFetch:
     ) -> None:
         pin = pinned("https://example.invalid/bucket/zips/a.bin")
         server.route("/mirror/zips/a.bin", file(CONTENT))
-        fetch(pin, tmp_path, mirror=server.url + "/mirror/", patience=QUICK)
+        fetch(pin, tmp_path, mirror=server.url + "/mirror/", retry_policy=QUICK)
         assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
     def test_a_proxy_of_the_environment_is_used(
@@ -343,7 +343,7 @@ class TestFaults:
         pin = pinned(server.route("/a.bin", busy))
         begun = time.monotonic()
         # A wait that the server asked for is no stall, however long.
-        fetch(pin, tmp_path, patience=QUICK._replace(stall_s=0.6))
+        fetch(pin, tmp_path, retry_policy=QUICK._replace(stall_s=0.6))
         assert time.monotonic() - begun >= 1
 
     def test_9_the_wait_is_capped(self, server: Server, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ class TestFaults:
             return file(CONTENT)(request)
 
         pin = pinned(server.route("/a.bin", busy))
-        path = fetch(pin, tmp_path, patience=QUICK._replace(longest_wait_s=0.1))
+        path = fetch(pin, tmp_path, retry_policy=QUICK._replace(longest_wait_s=0.1))
         assert path.read_bytes() == CONTENT
 
     def test_9_busy_for_ever_ends(self, server: Server, tmp_path: Path) -> None:

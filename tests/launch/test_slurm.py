@@ -30,10 +30,10 @@ from processes import wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.batch import follow, submit
 from ssdctl.launch.node import Node
 from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
+from ssdctl.launch.submit import follow, submit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ import msgspec
 from ssdctl.data.formats.coco import decode, parse
 from ssdctl.data.split_files import SPLITS
 from ssdctl.errors import DataError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 class LabeledBox(NamedTuple):
@@ -148,11 +151,9 @@ def _tables(content: bytes, path: Path) -> _Tables:
         raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
 
 
-def usable_splits(
-    splits: dict[str, list[LabeledImage]], report: Callable[[str], None]
-) -> dict[str, list[LabeledImage]]:
+def usable_splits(splits: dict[str, list[LabeledImage]]) -> dict[str, list[LabeledImage]]:
     """Return the splits that have images; if there is no validation split, test validates."""
     if splits.get("test") and not splits.get("val"):
-        report("no validation images are given: the test images are used to validate")
+        log.info("no validation images are given: the test images are used to validate")
         splits = {**splits, "val": splits["test"], "test": []}
     return {split: splits[split] for split in SPLITS if splits.get(split)}

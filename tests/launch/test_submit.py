@@ -7,6 +7,7 @@ Slurm itself runs in test_slurm.py, where it is installed.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ssdctl.errors import DistributedError, UsageError
-from ssdctl.launch import batch
+from ssdctl.launch import submit
 from ssdctl.launch.request import LaunchPlan
 
 # Says, call after call, what `answers.json` lists as [exit code, stdout, stderr], the last one again.
@@ -55,7 +56,7 @@ def says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Say:
         path.write_text(CLIENT.format(python=sys.executable, folder=str(tmp_path)))
         path.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(batch, "POLL_S", 0.01)
+    monkeypatch.setattr(submit, "POLL_S", 0.01)
 
     def say(answers: Answers) -> None:
         (tmp_path / "answers.json").write_text(json.dumps(answers))
@@ -69,16 +70,16 @@ def asked(folder: Path) -> list[list[str]]:
 
 def test_the_script_goes_in_and_the_id_comes_out(says: Say, tmp_path: Path) -> None:
     says([(0, "4711;north\n", "")])
-    assert batch.submit(SLURM) == "4711"
+    assert submit.submit(SLURM) == "4711"
     assert (tmp_path / "given").read_text() == SLURM.text
-    assert batch.end_command("4711", SLURM) == "scancel 4711"
-    assert batch.end_command("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+    assert submit.end_command("4711", SLURM) == "scancel 4711"
+    assert submit.end_command("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
 
 
 def test_a_refusal_is_told_in_the_engines_words(says: Say) -> None:
     says([(1, "", "sbatch: error: invalid account\n")])
     with pytest.raises(UsageError, match="sbatch refused the job: sbatch: error: invalid account"):
-        batch.submit(SLURM)
+        submit.submit(SLURM)
 
 
 def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
@@ -114,14 +115,14 @@ def test_the_end_of_a_slurm_job(
     out.write_text("step 1\n")
     says([job("PENDING", "0:0", tmp_path / "none yet"), job("RUNNING", "0:0", out),
           job(state, code, out)])  # fmt: skip
-    assert batch.follow("1", SLURM, write) == expected
+    assert submit.follow("1", SLURM, write) == expected
     assert said == ["step 1\n", "step 2\n"]
 
 
 def test_a_controller_may_be_away_for_a_while(says: Say, tmp_path: Path) -> None:
     away = (1, "", "slurm_load_jobs error: Unable to contact slurm controller\n")
     says([away, away, job("COMPLETED", "0:0", tmp_path / "none")])
-    assert batch.follow("1", SLURM, print) == 0
+    assert submit.follow("1", SLURM, print) == 0
     assert len(asked(tmp_path)) == 3
 
 
@@ -137,15 +138,15 @@ def test_a_job_that_the_engine_has_forgotten(
 ) -> None:
     says([(1, "", words)])
     with pytest.raises(DistributedError, match="no longer lists the job"):
-        batch.follow(job_id, plan, print)
+        submit.follow(job_id, plan, print)
     assert len(asked(tmp_path)) == 1
 
 
 def test_a_controller_that_stays_away(says: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "UNREACHABLE_S", 0.05)
+    monkeypatch.setattr(submit, "UNREACHABLE_S", 0.05)
     says([(1, "", "connection refused")])
     with pytest.raises(DistributedError, match="scontrol does not answer: connection refused"):
-        batch.follow("1", SLURM, print)
+        submit.follow("1", SLURM, print)
 
 
 def pods(*items: tuple[str, str, int | None]) -> tuple[int, str, str]:
@@ -186,7 +187,7 @@ def test_the_end_of_an_mpi_job_is_its_last_pods(
         status("Failed"), pods(("c", "Failed", second), ("b", "Failed", first)),
     ])  # fmt: skip
     said: list[str] = []
-    assert batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append) == expected
+    assert submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append) == expected
     assert said == ["step 1\n", "step 2\n"]
     calls = asked(tmp_path)
     workers = "training.kubeflow.org/job-name=mine,training.kubeflow.org/job-role=worker"
@@ -221,8 +222,10 @@ PULLING = [
 ]
 
 
-def test_what_workers_wait_for_is_told_once_per_change(says: Say) -> None:
-    """The launcher's pod is there only when all workers are: nothing else would be said."""
+def test_what_workers_wait_for_is_reported_once_per_change(
+    says: Say, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher's pod starts only after all workers: without this nothing would be reported."""
     none = pods()
     unscheduled = pending("w-0", conditions=[UNSCHEDULED])
     waiting = {"initContainerStatuses": PULLING, "containerStatuses": INITIALIZING}
@@ -235,48 +238,56 @@ def test_what_workers_wait_for_is_told_once_per_change(says: Say) -> None:
         pods(("w-0", "Running", None)), pods(("l", "Succeeded", 0)), (0, "step 1\n", ""),
         status("Succeeded"),
     ])  # fmt: skip
-    said: list[str] = []
-    code = batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
-    assert code == 0
-    assert said == [
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
+    assert submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == 0
+    assert caplog.messages == [
         "w-0: waits: Unschedulable: 0/9 nodes are available: 9 Insufficient habana.ai/gaudi.",
         'w-0: waits: install-ssdctl: ImagePullBackOff: image "a:1"',
-        "step 1\n",
     ]
+    assert output == ["step 1\n"]
 
 
-def test_a_worker_that_cannot_be_installed_ends_the_wait(says: Say, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_installed_ends_the_wait(
+    says: Say, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It may heal at first; the operator itself would wait for ever, and hold the others' cards."""
     none = pods()
     ended = install(1, state={"terminated": {"exitCode": 1}})
     says([
         pending("w-0", initContainerStatuses=ended), (0, "no such wheel\n", ""), none, status(),
         pending("w-0", initContainerStatuses=backing_off(1)), none, status(),
-        pending("w-0", initContainerStatuses=backing_off(batch.INSTALLATIONS)),
+        pending("w-0", initContainerStatuses=backing_off(submit.INSTALLATIONS)),
     ])  # fmt: skip
-    said: list[str] = []
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
     with pytest.raises(DistributedError, match="w-0: its container install-ssdctl failed") as end:
-        batch.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
+        submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append)
     assert "kubectl delete mpijob.kubeflow.org/mine -n me" in str(end.value.hint)
-    assert said == ["w-0: install-ssdctl failed with exit code 1", "no such wheel\n"]
+    assert caplog.messages == ["w-0: install-ssdctl failed with exit code 1"]
+    assert output == ["no such wheel\n"]
     (logs,) = [call for call in asked(tmp_path) if call[0] == "logs"]
     assert logs == ["logs", "-n", "me", "w-0", "-c", "install-ssdctl", "--tail=20"]
 
 
-def test_a_job_whose_installation_fails_shows_why(says: Say, tmp_path: Path) -> None:
+def test_a_job_whose_installation_fails_shows_why(
+    says: Say, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = install(1, state={"terminated": {"exitCode": 3}})
     pod = pending("a-1", phase="Failed", initContainerStatuses=ended)
     earlier = json.loads(pods(("0", "Failed", 75))[1])["items"]  # drained, which is not the end
     both = (0, json.dumps({"items": [*json.loads(pod[1])["items"], *earlier]}), "")
     says([pod, (0, "no such wheel\n", ""), status("Failed"), both])
-    said: list[str] = []
-    assert batch.follow("job.batch/a", KUBERNETES, said.append, said.append) == 8
-    assert said == ["a-1: install-ssdctl failed with exit code 3", "no such wheel\n"]
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
+    assert submit.follow("job.batch/a", KUBERNETES, output.append) == 8
+    assert caplog.messages == ["a-1: install-ssdctl failed with exit code 3"]
+    assert output == ["no such wheel\n"]
     assert len([call for call in asked(tmp_path) if call[0] == "logs"]) == 1
 
 
 def test_an_absent_client_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH") as caught:
-        batch.require_engine(SLURM)
+        submit.require_engine(SLURM)
     assert "--write FILE" in str(caught.value.hint)
