@@ -79,7 +79,7 @@ def export(
     else:
         write(content, kind, Path(out))
         if kind == "nvidia" and content.architecture.num_classes != NVIDIA_CLASSES:
-            call.console.warn(
+            call.console.warning(
                 f"NVIDIA's program builds a network of {NVIDIA_CLASSES} outputs (COCO's), this "
                 f"file has {content.architecture.num_classes}: only ssdctl reads it"
             )

@@ -94,8 +94,8 @@ def warnings(request: LaunchRequest) -> tuple[str, ...]:
     is_other_machine = request.is_planned or version is None or _is_absent(request)
     if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
         texts.append(
-            "ranks are bound to cores as on this machine, and the nodes may have a different number "
-            "of cores: give --cores-per-node N"
+            "core binding is computed from the cores of this machine; if the nodes have another "
+            "number of cores, give --cores-per-node N"
         )
     return tuple(texts)
 

@@ -16,7 +16,7 @@ from conftest import TINY_RUN, Result
 Cli = Callable[..., Result]
 ROOT = Path(__file__).parents[2]
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
-OPTIONS = [*TINY_RUN.split(), "--limit-train", 7, "--epochs", 3, "--decay-epochs", "1,2"]
+OPTIONS = [*TINY_RUN.split(), "--limit-train", 7, "--epochs", 3, "--decay-epochs", "40,50"]
 
 needs_checker = pytest.mark.skipif(
     importlib.util.find_spec("mlperf_logging") is None, reason="mlperf-logging is not installed"
@@ -89,7 +89,7 @@ def test_epochs_and_blocks_surround_the_training(log: Path) -> None:
     assert values["seed"] == 9
     assert values["model_bn_span"] == 2
     assert values["opt_learning_rate_warmup_factor"] == 0
-    assert values["opt_learning_rate_decay_boundary_epochs"] == [1, 2]
+    assert values["opt_learning_rate_decay_boundary_epochs"] == [40, 50]
 
 
 def test_lines_name_their_place_in_the_source(log: Path) -> None:
