@@ -243,7 +243,7 @@ def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:
             hint="for another layout give its name, as in --from voc",
         )
     return {
-        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations, True)
+        split: _Part(files.images, coco.read_content(files.annotations)[:], files.annotations, True)
         for split, files in splits.items()
     }
 

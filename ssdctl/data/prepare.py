@@ -34,7 +34,7 @@ from ssdctl.data.dataset import (
     require_split,
 )
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
+from ssdctl.data.formats.coco import MAX_NAMED, Annotations
 from ssdctl.data.formats.coco_check import (
     DROPPED_BOXES,
     Boxes,
@@ -42,6 +42,8 @@ from ssdctl.data.formats.coco_check import (
     check,
     format_warnings,
 )
+from ssdctl.data.formats.coco_json import ImageEntry
+from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
@@ -212,8 +214,10 @@ def _prepare_split(
     notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
     warnings = format_warnings(annotations, boxes, findings)
-    num_boxes = len(annotations.annotations)
-    annotations.annotations.clear()  # hundreds of MB that are not needed any more
+    num_boxes = len(annotations.annotations.id)
+    classes = coco.class_names(annotations)
+    images = annotations.images
+    del annotations  # hundreds of MB that are not needed any more
 
     # What a part depends on. With `force` no earlier part is valid.
     identity = [
@@ -225,25 +229,24 @@ def _prepare_split(
     ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
     threads = run.jobs or len(os.sched_getaffinity(0))
-    job = Job(split, key, annotations.images, files.images, folder, options, threads)
+    job = Job(split, key, images, files.images, folder, options, threads)
     _check_files(job, files, sizes)
     index = store.index_path(folder, split)
     metadata = store.read_metadata(folder, split)
     if metadata is not None and metadata.key == key:
         index.unlink()  # its parts are about to change
     report = check_images(job, run.progress)
-    findings.extend(_findings(annotations.images, report))
+    findings.extend(_findings(images, report))
     usable = np.array([problem is None for problem in report.problems], np.bool_)
     counts = np.diff(boxes.starts)
     for row in np.nonzero(usable & (counts == 0))[0]:
-        image = annotations.images[row]
+        image = images[row]
         kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
         findings.append(Finding(kind, image.id, None, image.file_name))
 
     trainable = int((usable & (counts > 0)).sum())
     if not run.allow_dropped:
-        _refuse_dropped(split, files, num_boxes, trainable, len(annotations.images), findings)
-    classes = coco.class_names(annotations)
+        _refuse_dropped(split, files, num_boxes, trainable, len(images), findings)
     shards = report.parts if options.pack else []
     metadata = store.Metadata(
         store.FORMAT,
@@ -255,10 +258,10 @@ def _prepare_split(
         options.shrink,
         options.verify,
     )
-    _write_index(index, annotations.images, boxes, report, metadata)
+    _write_index(index, images, boxes, report, metadata)
     return SplitReport(
         split=split,
-        images=len(annotations.images),
+        images=len(images),
         boxes=len(boxes.labels),
         classes=len(classes),
         trainable=trainable,
@@ -321,9 +324,9 @@ def _example(findings: list[Finding]) -> str:
 def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
     """Return an annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
-    content = coco.read_bytes(path)
+    content = coco.read_content(path)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
+        digest = pool.submit(sha256, content)
         annotations = coco.parse(content, path)
         return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())
 
@@ -471,7 +474,7 @@ def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
         if is_prepared(root, folder):
             split = store.open_split(folder, "train", files)
             return len(split.trainable), len(split.classes)
-        content = coco.read_bytes(files.annotations)
+        content = coco.read_content(files.annotations)
     except NotConvertedError:
         files, content = require_split(read_unconverted(root), "train", root)
     annotations = coco.parse(content, files.annotations)

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
-from ssdctl.data.formats.coco import decode, parse
+from ssdctl.data.formats.coco import parse
+from ssdctl.data.formats.coco_json import decode
 from ssdctl.data.split_files import SPLITS
 from ssdctl.errors import DataError, UsageError
 
@@ -98,7 +100,7 @@ def with_classes(content: bytes, classes: Sequence[str], path: Path) -> bytes:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
             raise UsageError(f"--classes: {path} has no class {name!r}", hint=hint)
     ids = {category.id for category in annotations.categories if category.name in classes}
-    is_kept = [entry.category_id in ids for entry in annotations.annotations]
+    is_kept = np.isin(annotations.annotations.category_id, list(ids)).tolist()
     tables.annotations = _chosen(tables.annotations, is_kept)
     # The categories that `parse` left out are decoded with their id only.
     category_ids = [_category_id(raw) for raw in tables.categories]
@@ -122,13 +124,11 @@ def divided(content: bytes, share: float, path: Path) -> tuple[bytes, bytes]:
     order = sorted(images, key=lambda i: hashlib.sha256(i.file_name.encode()).digest())
     num_train = min(max(round(share * len(images)), 1), len(images) - 1)
     train_ids = {image.id for image in order[:num_train]}
+    is_in_train = np.isin(annotations.annotations.image_id, list(train_ids))
     parts = [
         _Tables(
             _chosen(tables.images, [(i.id in train_ids) == is_train for i in images]),
-            _chosen(
-                tables.annotations,
-                [(a.image_id in train_ids) == is_train for a in annotations.annotations],
-            ),
+            _chosen(tables.annotations, (is_in_train == is_train).tolist()),
             tables.categories,
         )
         for is_train in (True, False)
