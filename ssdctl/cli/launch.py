@@ -114,7 +114,8 @@ def launch(
 
     request = make_request(call, *devices[0], rest or [])
     if write is not None:  # the script may run on other machines
-        request = dataclasses.replace(request, local_address=None, is_written=True)
+        request = dataclasses.replace(request, local_address=None)
+    request = dataclasses.replace(request, is_planned=dry_run or write is not None)
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)

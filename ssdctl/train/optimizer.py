@@ -20,10 +20,10 @@ SMALLEST_LR = 1e-30
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
     """Return the recipe's optimizer. Its learning rate is set at every step."""
     light_optimizer.avoid_dynamo_import()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    exempt = _exempt_from_decay(model, config)
-    decayed = [p for p in trained if id(p) not in exempt]
-    others = [p for p in trained if id(p) in exempt]
+    decayed, others = decay_groups(
+        model, decay_bias=config.decay_bias, decay_norm=config.decay_norm
+    )
+    trained = [*decayed, *others]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -47,8 +47,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
     return optimizer
 
 
-def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
-    """Return the ids of the parameters without weight decay.
+def decay_groups(
+    model: nn.Module, *, decay_bias: bool, decay_norm: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters with weight decay, and those without, in the network's order.
 
     The vectors among the parameters are biases of convolutions, or scales and biases of a
     normalisation.
@@ -57,10 +59,12 @@ def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_bias = name == "bias" and isinstance(module, (nn.Conv2d, nn.Linear))
-            is_decayed = config.decay_bias if is_bias else config.decay_norm
+            is_decayed = decay_bias if is_bias else decay_norm
             if parameter.dim() == 1 and not is_decayed:
                 exempt.add(id(parameter))
-    return exempt
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if id(p) not in exempt]
+    return decayed, [p for p in trained if id(p) in exempt]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -28,10 +28,10 @@ def test_a_broken_torch_leaves_the_rest(
     expected: str,
 ) -> None:
     machine.torch_is(code)
-    monkeypatch.setattr(run_checks, "IMPORT_S", 1.0)
+    monkeypatch.setattr(run_checks, "IMPORT_S", 1.0 if "sleep" in code else 30.0)
     start = time.monotonic()
     code_, checks = run_doctor()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 50  # does not wait for the sleep
     assert code_ == 2
     assert checks["torch import"]["state"] == "fail"
     assert expected in checks["torch import"]["detail"]

@@ -133,10 +133,12 @@ class TestFetch:
         tls, certificate = tls_certificate(tmp_path)
         with Server(tls) as server:
             pin = pinned(server.route("/a.bin", file(CONTENT)))
+            patient = QUICK._replace(stall_s=20)
             with pytest.raises(NetworkError, match=r"(?i)certificate"):
-                fetch_quickly(pin, tmp_path / "data")
+                fetch(pin, tmp_path / "data", retry_policy=patient)
             monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-            assert fetch_quickly(pin, tmp_path / "data").read_bytes() == CONTENT
+            path = fetch(pin, tmp_path / "data", retry_policy=patient)
+            assert path.read_bytes() == CONTENT
 
     def test_certificates_that_are_not_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
