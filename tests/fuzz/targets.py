@@ -413,8 +413,8 @@ def http(folder: Path) -> Iterator[Target]:
     from fuzz.raw_server import RawServer
 
     from ssdctl.download.fetch import fetch
-    from ssdctl.download.sources import PinnedFile
     from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.sources import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
