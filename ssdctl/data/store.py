@@ -33,7 +33,7 @@ from ssdctl.data.store_check import (
     map_table,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS
+from ssdctl.files import DECODE_ERRORS, is_plain_name
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
@@ -145,7 +145,10 @@ class PackedImages:
     def read(self, row: int) -> memoryview:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         start = int(self._ends[chunk - 1]) if chunk else 0
-        return memoryview(self._chunks[chunk][row - start].as_buffer())
+        content = self._chunks[chunk][row - start].as_buffer()
+        if content is None:
+            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+        return memoryview(content)
 
     def place(self, row: int) -> str:
         ends = np.cumsum([rows for _, rows in self._files])

@@ -60,12 +60,8 @@ def check_boxes(labels: Any, fractions: Any, num_classes: int, path: Path) -> No
     Raises:
         DataError: They do not.
     """
-    values = labels.flatten()
-    if (
-        values.null_count
-        or fractions.flatten().null_count
-        or fractions.flatten().flatten().null_count
-    ):
+    values, boxes = labels.flatten(), fractions.flatten()
+    if values.null_count or boxes.null_count or boxes.flatten().null_count:
         raise _damaged(path, "empty values in its boxes")
     if not np.array_equal(np.diff(labels.offsets), np.diff(fractions.offsets)):
         raise _damaged(path, "it has more labels than boxes, or fewer")
