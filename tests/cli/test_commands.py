@@ -337,6 +337,14 @@ def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:
     assert "warning" in result.err
 
 
+def test_a_results_file_without_detections_is_a_warning(cli: Cli, shapes: Path) -> None:
+    Path("none.json").write_text("[]")
+    result = cli("evaluate", "none.json", "--data", shapes, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["AP"] == 0
+    assert "warning: none.json" in result.err
+
+
 def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path) -> None:
     Path("bad.jpg").write_text("no picture")
     pictures = sorted((shapes / "val2017").iterdir())[:2]

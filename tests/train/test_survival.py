@@ -198,7 +198,6 @@ def in_small_disk(
     )
 
 
-@pytest.mark.full_network  # checkpoints that fill the disk
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     """The write fails during training; the next step raises it, and the older checkpoint is intact."""
     place = tmp_path / "disk"
@@ -206,7 +205,7 @@ def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     if not is_mountable(place):
         pytest.skip("mounting needs rights that this user lacks")
     command = ["train", "--data", shapes, "--out", place / "run", *OPTIONS, "--steps", 6]
-    done = in_small_disk(place, 110, *command, "--save-every", "2st", "--keep", 5)
+    done = in_small_disk(place, 3, *command, "--save-every", "2st", "--keep", 5)
     assert done.returncode == 6, done.stderr
     assert "no space left" in done.stderr
     assert "Traceback" not in done.stderr
@@ -214,6 +213,20 @@ def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     assert "step-00000002.pt" in files
     assert "last.pt" in files
     assert not [name for name in files if name.endswith(".tmp")]
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(CheckpointDir, "write", full)
+    run = tmp_path / "run"
+    command = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "3st"]
+    result = cli(*command, "--steps", 9)
+    assert result.code == 6, result.err
+    assert 3 <= records(run, "train")[-1]["step"] < 6  # before the next save
 
 
 def test_what_a_signal_could_not_save_is_not_called_saved(
