@@ -46,11 +46,12 @@ from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.image_check_jobs import Job, Report, check_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
+    DECODE_ERRORS,
     atomic_write,
     disk_errors,
     free_bytes,
@@ -61,6 +62,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
@@ -148,11 +150,7 @@ def prepare(
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl that prepares %s", folder)
-
-    with lock(folder / ".lock", log_wait):
+    with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
@@ -180,7 +178,7 @@ def _unchanged_outcome(
     """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split, files in splits.items():

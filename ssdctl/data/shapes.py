@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.files import disk_errors, make_dir, no_follow, write_bytes
+from ssdctl.runtime.progress import Progress
 
 Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
-Progress = Callable[..., Iterable[Any]]
 
 
 class ShapeClass(NamedTuple):
