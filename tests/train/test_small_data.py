@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,3 +187,19 @@ def test_the_validation_loss_is_the_training_loss_of_those_pictures(
     page = cli("report", "run", "--out", "page.html")
     assert page.code == 0, page.err
     assert "loss on the validation split" in Path("page.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_optuna_example_resumes(shapes: Path, tiny_run: Path) -> None:
+    pytest.importorskip("optuna")
+    script = Path(__file__).parents[2] / "docs" / "tune_with_optuna.py"
+    command = [
+        sys.executable, script, "--data", shapes, "--init", tiny_run / "checkpoints" / "last.pt",
+        "--out", "search",
+    ]  # fmt: skip
+    options = ["--", "--steps", "1", "--bs", "2", "--fp32", "--device", "cpu", "--workers", "1"]
+    for trials in (1, 2):
+        done = subprocess.run([*command, "--trials", str(trials), *options], capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+        assert {"AP", "lr", "freeze"} < set(json.loads(done.stdout))
+        assert len(list(Path("search").glob("trial-*"))) == trials
