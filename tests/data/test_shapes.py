@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from pycocotools.coco import COCO
 
-from ssdctl.data.shapes import CLASSES, draw_picture, generate
+from ssdctl.data.shapes import CLASSES, STYLES, draw_picture, generate
 
 
 def test_pycocotools_reads_it(shapes: Path) -> None:
@@ -70,3 +70,18 @@ def test_a_dataset_without_validation_pictures(tmp_path: Path) -> None:
     generate(tmp_path, num_train=1, num_val=0)
     document = json.loads((tmp_path / "annotations/instances_val2017.json").read_text())
     assert document["images"] == []
+
+
+def test_the_styles_differ_in_pictures_and_classes(tmp_path: Path) -> None:
+    for style in STYLES:
+        generate(tmp_path / style, num_train=6, num_val=1, style=style)
+    names = {}
+    for style in STYLES:
+        path = tmp_path / style / "annotations" / "instances_train2017.json"
+        document = json.loads(path.read_bytes())
+        names[style] = {c["name"] for c in document["categories"]}
+        ids = {c["id"] for c in document["categories"]}
+        assert {a["category_id"] for a in document["annotations"]} <= ids
+    assert names["solid"] & names["hatched"] == {"star"}
+    dark, bright = (draw_picture(0, "val", 0, style)[0].mean() for style in ("hatched", "solid"))
+    assert dark < bright
