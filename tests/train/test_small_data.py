@@ -193,8 +193,9 @@ def test_the_validation_loss_is_the_training_loss_of_those_pictures(
 def test_the_optuna_example_resumes(shapes: Path, tiny_run: Path) -> None:
     pytest.importorskip("optuna")
     script = Path(__file__).parents[2] / "docs" / "tune_with_optuna.py"
-    command = [
-        sys.executable, script, "--data", shapes, "--init", tiny_run / "checkpoints" / "last.pt",
+    command: list[str] = [
+        sys.executable, str(script), "--data", str(shapes),
+        "--init", str(tiny_run / "checkpoints" / "last.pt"),
         "--out", "search",
     ]  # fmt: skip
     options = ["--", "--steps", "1", "--bs", "2", "--fp32", "--device", "cpu", "--workers", "1"]
