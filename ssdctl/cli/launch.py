@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -226,14 +225,8 @@ def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool)
         call.console.result(result, job)
         return
     call.console.info(f"submitted {job}; to cancel it: {cancel}")
-    stream = sys.stderr if call.console.as_json else sys.stdout
-
-    def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
     try:
-        code = submit.follow(job, plan, write)
+        code = submit.follow(job, plan, call.console.copy)
     except KeyboardInterrupt:
         call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise

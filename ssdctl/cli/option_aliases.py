@@ -20,7 +20,7 @@ from ssdctl.errors import UsageError
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
 COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
-# Options that an alias stands for besides its own: TensorFlow's summaries are TensorBoard events.
+# Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="
 PRECISIONS = ("bf16", "fp16", "fp32")

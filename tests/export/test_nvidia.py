@@ -1,5 +1,5 @@
 """A file of `export --format nvidia` is loaded by the statements of NVIDIA's `main.py --checkpoint`:
-the network, `torch.optim.SGD` with two parameter groups, and `MultiStepLR`; training goes on."""
+the network, `torch.optim.SGD` with two parameter groups, and `MultiStepLR`; training continues."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_epochs_and_blocks_surround_the_training(log: Path) -> None:
         for line in events
         if line["event_type"] != "POINT_IN_TIME" and not line["key"].startswith(("init", "run"))
     ]
-    # Scoring goes on while the next block trains: `eval_stop` has no fixed place.
+    # Scoring continues while the next block trains: `eval_stop` has no fixed place.
     assert [i for i in intervals if i[0] != "eval_stop"] == [
         ("block_start", 1), ("epoch_start", 1), ("epoch_stop", 1), ("block_stop", 1),
         ("eval_start", 1),
