@@ -53,6 +53,12 @@ def test_fine_tuning_is_shorter_at_a_lower_rate(images: int) -> None:
     assert tuned.peak_lr < new.peak_lr / 2
 
 
+@pytest.mark.parametrize(("world_size", "is_frozen"), [(1, False), (2, True)])
+def test_small_batches_keep_the_statistics_of_batch_norm(world_size: int, is_frozen: bool) -> None:
+    train = adapt_to_data(settings(init="x.pt"), 100, world_size).resolved.config.train
+    assert train.freeze_norm == is_frozen
+
+
 @pytest.mark.parametrize("images", [5_000, 117_266])
 @pytest.mark.parametrize("init", [None, "x.pt"])
 def test_many_images_keep_the_recipe(images: int, init: str | None) -> None:
@@ -161,9 +167,9 @@ def test_frozen_stages_do_not_change(cli: Cli, shapes: Path, tiny_run: Path) -> 
 def test_fine_tuning_takes_the_network_of_the_checkpoint(
     cli: Cli, shapes: Path, tiny_run: Path
 ) -> None:
-    """The default preset is a ResNet-34, the checkpoint a ResNet-18; batches of 8 are small."""
+    """The default preset is a ResNet-34, the checkpoint a ResNet-18; batches of 4 are small."""
     before = weights(tiny_run)
-    after = fine_tune(cli, shapes, tiny_run)
+    after = fine_tune(cli, shapes, tiny_run, "--bs", 4)
     assert before.keys() == after.keys()
     assert not any("running_" in name for name in changed(before, after, ""))
     assert "backbone.bn1.weight" in changed(before, after, "backbone.bn1")
