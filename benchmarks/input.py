@@ -38,7 +38,8 @@ from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
-from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.pipelines import open_input

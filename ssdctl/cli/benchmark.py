@@ -139,7 +139,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.benchmark.common import make_shapes
-    from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.store_folder import dataset_folders
 
     if call.config.data.root is not None:

@@ -14,13 +14,14 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.image_decode import (
@@ -60,6 +61,18 @@ class FileFingerprint(msgspec.Struct, frozen=True):
     bytes: int
     modified_ns: int
     sketch: int  # CRC-32 of its first and last 4 KiB: for copies, which have another time
+
+
+class FingerprintColumns(NamedTuple):
+    """The fingerprints of N image files, as arrays."""
+
+    bytes: NDArray[np.int64]  # N
+    modified_ns: NDArray[np.int64]  # N
+    sketch: NDArray[np.int64]  # N
+
+    def row(self, number: int) -> FileFingerprint:
+        """Return one of them."""
+        return FileFingerprint(*(int(column[number]) for column in self))
 
 
 class CheckedImage(NamedTuple):
@@ -232,13 +245,25 @@ def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
 
 
 def changed_images(
-    folder: Path, names: list[str], fingerprints: list[FileFingerprint]
+    folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
 ) -> list[str]:
     """Return the names of images that are missing or differ from their fingerprints."""
     base = str(folder)
-    pairs = list(zip(names, fingerprints, strict=True))
-    same = _in_threads(lambda pair: is_same_image(f"{base}/{pair[0]}", pair[1]), pairs)
-    return [name for name, is_same in zip(names, same, strict=True) if not is_same]
+
+    def status(name: str) -> tuple[int, int]:
+        try:
+            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - millions of them
+        except (OSError, ValueError):
+            return -1, -1
+        return status.st_size, status.st_mtime_ns
+
+    current = np.array(_in_threads(status, names), np.int64).reshape(-1, 2)
+    recorded = np.stack([fingerprints.bytes, fingerprints.modified_ns], axis=1)
+    differ = np.nonzero((current != recorded).any(axis=1))[0].tolist()
+    same = _in_threads(
+        lambda row: is_same_image(f"{base}/{names[row]}", fingerprints.row(row)), differ
+    )
+    return [names[row] for row, is_same in zip(differ, same, strict=True) if not is_same]
 
 
 def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
@@ -255,7 +280,7 @@ def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
     return _in_threads(size, names)
 
 
-def _in_threads(work: Callable[[T], R], items: list[T]) -> list[R]:
+def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Apply `work` to each item, in order; in threads, because a network file system serves many
     requests at a time."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from ssdctl.data.formats.coco_json import ImageEntry
@@ -24,6 +25,7 @@ from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
     FileFingerprint,
+    FingerprintColumns,
     PackOptions,
     changed_images,
     check_image,
@@ -140,10 +142,11 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
             return None
     except (OSError, KeyError, pa.ArrowInvalid, msgspec.DecodeError):
         return None
-    triples = zip(columns["bytes"], columns["modified_ns"], columns["sketch"], strict=True)
-    fingerprints = [FileFingerprint(*triple) for triple in triples]
+    lists = [columns[name] for name in FingerprintColumns._fields]
+    fingerprints = [FileFingerprint(*triple) for triple in zip(*lists, strict=True)]
+    recorded = FingerprintColumns(*(np.array(values, np.int64) for values in lists))
     names = [image.file_name for image in job.images[start : start + len(fingerprints)]]
-    if len(names) < len(fingerprints) or changed_images(job.source, names, fingerprints):
+    if len(names) < len(fingerprints) or changed_images(job.source, names, recorded):
         return None
     shard = Shard(name, len(fingerprints))
     return Report(fingerprints, columns["problem"], columns["note"], [shard])

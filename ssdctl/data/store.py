@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.image_check import FileFingerprint
+from ssdctl.data.image_check import FingerprintColumns
 from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.errors import DataError
 
@@ -234,16 +234,24 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
     )
 
 
-def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
+def read_fingerprints(
+    folder: Path, split: str, at_most: int | None = None
+) -> tuple[list[str], FingerprintColumns]:
     """Return the image files of a split and their fingerprints.
+
+    Args:
+        folder: The store's.
+        split: Its name.
+        at_most: Return only so many, evenly spaced; None: all.
 
     Raises:
         DataError: The index cannot be read.
     """
     table = _map(index_path(folder, split))
-    columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
-    fingerprints = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
-    return table.column("file_name").to_pylist(), fingerprints
+    if at_most is not None and table.num_rows > at_most:
+        table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
+    columns = (_numbers(table, name) for name in FingerprintColumns._fields)
+    return table.column("file_name").to_pylist(), FingerprintColumns(*columns)
 
 
 def _map(path: Path) -> Any:

@@ -19,7 +19,7 @@ from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
