@@ -37,6 +37,7 @@ from ssdctl.runtime.map_ahead import map_ahead
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
 TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
+TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
 COLUMNS = {
     "image": pa.large_binary(),
     "problem": pa.string(),
@@ -162,10 +163,11 @@ def _check_in_threads(
             check_image(
                 job.source / image.file_name, (image.width or 0, image.height or 0), job.options
             )
-            for image in job.images[first : first + TASK_IMAGES]
+            for image in job.images[first : first + size]
         ]
 
-    firsts = range(start, len(job.images), TASK_IMAGES)
+    size = TASK_RAW_IMAGES if job.options.encoding == "raw" else TASK_IMAGES
+    firsts = range(start, len(job.images), size)
     yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 

@@ -37,7 +37,7 @@ from ssdctl.data.formats.coco_check import (
 )
 from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
-from ssdctl.data.image_check import PackOptions, changed_images
+from ssdctl.data.image_check import Encoding, PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, Progress, check_images
 from ssdctl.data.prepare_checks import check_files, image_findings, refuse_dropped
 from ssdctl.data.store_folder import is_cached_store
@@ -102,6 +102,7 @@ def prepare(
     *,
     pack: bool,
     shrink: int | None = None,
+    encoding: Encoding = "jpeg",
     verify_images: bool = False,
     jobs: int = 0,
     force: bool = False,
@@ -115,6 +116,7 @@ def prepare(
         folder: The store's folder.
         pack: Copy the images into the store; else only the index is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
+        encoding: Pack image files (`jpeg`; shrunk ones become JPEGs), or decoded pixels (`raw`).
         verify_images: Decode every image, not only those that look truncated.
         jobs: Threads; 0 = one per core.
         force: Write it again even if nothing changed.
@@ -132,7 +134,9 @@ def prepare(
         if pack:
             log.info("only the index is written there: --store DIR packs the images as well")
             pack = False
-    options = PackOptions(pack, shrink if pack else None, verify_images)
+    options = PackOptions(pack, shrink, verify_images, encoding)
+    if not pack:
+        options = options._replace(shrink=None, encoding="jpeg")
     run = _RunOptions(jobs, force, allow_dropped, progress)
     splits = find_splits(root, folder)
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
@@ -177,7 +181,8 @@ def _unchanged_outcome(
         metadata = store.read_metadata(folder, split)
         if metadata is None or metadata.key != keys.get(split):
             return None
-        if (metadata.packed, metadata.shrink) != (options.pack, options.shrink):
+        packed = (metadata.packed, metadata.shrink, metadata.encoding)
+        if packed != (options.pack, options.shrink, options.encoding):
             return None
         if options.verify and not metadata.verified:
             return None
@@ -216,6 +221,7 @@ def _prepare_split(
         options.shrink,
         options.verify,
         time.time_ns() * run.force,
+        *([options.encoding] if options.encoding != "jpeg" else []),
     ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
     threads = run.jobs or len(os.sched_getaffinity(0))
@@ -247,6 +253,7 @@ def _prepare_split(
         shards,
         options.shrink,
         options.verify,
+        options.encoding,
     )
     write_index(index, images, boxes, report, metadata)
     return SplitReport(

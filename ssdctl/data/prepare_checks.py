@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
+
+import numpy as np
 
 from ssdctl.data.dataset import SplitFiles
 from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.formats.coco_check import DROPPED_BOXES, Finding
-from ssdctl.data.formats.coco_json import ImageEntry
+from ssdctl.data.formats.coco_json import ImageEntry, column
 from ssdctl.data.image_check_jobs import Job, Report
+from ssdctl.data.store import shrunk_sizes
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import free_bytes
 
+log = logging.getLogger(__name__)
 DROPPED_IMAGE = "image dropped"
 MAX_DROPPED = 0.05  # of the images or boxes of a split
 
@@ -27,19 +32,39 @@ def check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
             f"among them {', '.join(missing[:MAX_NAMED])}",
             hint=f"they are listed in {files.annotations}",
         )
-    if job.options.pack and job.options.shrink is None:
-        written = sum(
-            p.stat().st_size for p in job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
+    if job.options.pack and job.options.encoding == "raw":
+        num_bytes = _raw_bytes(job)
+        log.info(
+            "packing %s as decoded pixels: %.2f GB in %s", job.split, num_bytes / 1e9, job.target
         )
-        needed = sum(size or 0 for size in sizes) - written
-        free = free_bytes(job.target)
-        if needed > free:
-            raise DiskError(
-                f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
-                f"{free / 1e9:,.2f} GB are free",
-                hint="choose another folder with --store, smaller images with --shrink 400, or "
-                "keep the images where they are with --no-pack",
-            )
+        _require_space(job, num_bytes)
+    elif job.options.pack and job.options.shrink is None:
+        _require_space(job, sum(size or 0 for size in sizes))
+
+
+def _raw_bytes(job: Job) -> int:
+    """Return how many bytes the decoded pixels of a split take."""
+    sizes = [column(job.images, name) for name in ("width", "height")]
+    pixels = shrunk_sizes(np.stack(sizes, axis=1).astype(np.int32), job.options.shrink)
+    return int(3 * pixels.astype(np.int64).prod(axis=1).sum())
+
+
+def _require_space(job: Job, num_bytes: int) -> None:
+    """Check that a split's images fit on the disk, except parts that an earlier run has written.
+
+    Raises:
+        DiskError: They do not.
+    """
+    parts = job.target.glob(f"images-{job.split}-{job.key[:8]}-*")
+    needed = num_bytes - sum(part.stat().st_size for part in parts)
+    free = free_bytes(job.target)
+    if needed > free:
+        raise DiskError(
+            f"packing {job.split} needs {needed / 1e9:,.2f} GB in {job.target}, "
+            f"{free / 1e9:,.2f} GB are free",
+            hint="choose another folder with --store, smaller images with --shrink 400, or "
+            "keep the images where they are with --no-pack",
+        )
 
 
 def image_findings(images: list[ImageEntry], report: Report) -> list[Finding]:

@@ -1,7 +1,8 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
     prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
-    prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
+    prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack), or
+                                                RGB pixels, row by row (with --encoding raw)
     prepared/report.json                        what prepare dropped or changed
 
 Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 
 from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.image_check import FingerprintColumns
-from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.image_check import Encoding, FingerprintColumns
+from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
 from ssdctl.errors import DataError
 
 FORMAT = 3
@@ -56,6 +57,7 @@ class Metadata(msgspec.Struct, frozen=True):
     shards: list[Shard]
     shrink: int | None = None
     verified: bool = False  # whether each image was decoded
+    encoding: Encoding = "jpeg"  # of packed images; raw: decoded pixels
 
 
 class Split(NamedTuple):
@@ -77,22 +79,27 @@ class Split(NamedTuple):
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
     annotations: Path
+    is_raw: bool = False  # whether the images are decoded pixels
 
     def read(self, row: int) -> bytes | memoryview:
-        """Return the encoded image of a row."""
-        return self.images.read(row)
+        """Return the encoded image of a row: a PNG if the store has decoded pixels."""
+        return encode_png(self.decode(row)) if self.is_raw else self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
         """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
 
-        They may be in memory that the thread's next call overwrites.
+        They may be in memory that the thread's next call overwrites, or in the mapped file,
+        read-only.
 
         Raises:
             DataError: The image cannot be read.
             ImageError: It cannot be decoded, or has another size.
         """
         width, height = (int(n) for n in self.pixel_sizes[row])
-        return decode(self.images.read(row), (width, height), rows)
+        content = self.images.read(row)
+        if self.is_raw:
+            return raw_pixels(content, (width, height))
+        return decode(content, (width, height), rows)
 
     def place(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
@@ -231,6 +238,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         most_boxes=int(counts.max(initial=0)),
         images=images,
         annotations=files.annotations,
+        is_raw=metadata.packed and metadata.encoding == "raw",
     )
 
 
