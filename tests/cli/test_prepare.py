@@ -145,7 +145,7 @@ main()
     assert [p.name for p in (dataset / "prepared").iterdir()] == [".lock"]
 
 
-def test_decoded_pixels_need_a_packed_store(cli: Cli, shapes: Path) -> None:
+def test_decoded_pixels_need_a_packed_store(cli: Callable[..., Result], shapes: Path) -> None:
     result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw", "--no-pack")
     assert result.code == 2
     assert "--no-pack" in result.err
