@@ -312,15 +312,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ssdctl-input-") as folder:
         root = Path(folder) / "data"
         make_dataset(root, options.images)
-        stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk")}
+        stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk", "raw")}
         prepare(root, stores["files"], pack=False)
         prepare(root, stores["packed"], pack=True)
         prepare(root, stores["shrunk"], pack=True, shrink=300)
+        prepare(root, stores["raw"], pack=True, shrink=300, encoding="raw")
         threads = options.threads
         makers = {
             "ours, host, files": partial(ours, root, stores["files"], threads, False),
             "ours, host, packed": partial(ours, root, stores["packed"], threads, False),
             "ours, host, shrunk to 300": partial(ours, root, stores["shrunk"], threads, False),
+            "ours, host, raw, shrunk to 300": partial(ours, root, stores["raw"], threads, False),
             "ours, full, packed": partial(ours, root, stores["packed"], threads, True),
             "ours, full, compiled": partial(
                 ours, root, stores["packed"], threads, True, execution="compile"
@@ -352,7 +354,7 @@ def main() -> None:
             print(rates)
         for name, values in rates.items():
             wall, busy = (statistics.median(column) for column in zip(*values, strict=True))
-            line = f"{name:<28}{wall:8.0f} img/s"
+            line = f"{name:<32}{wall:8.0f} img/s"
             if "third-party" not in name:  # whose time is spent in worker processes
                 line += f"{busy:8.2f} ms of a core per image"
             other = "DALI, full" if "full" in name else "DALI, host"
@@ -366,9 +368,11 @@ def main() -> None:
             print(line)
         torch.set_num_threads(1)
         keep_freed_memory()
-        split = open_dataset(root, stores["files"])["train"]
-        times = stage_times(split, our_plan(split, 1), num_images=320)
-        print("one thread, ms per image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
+        for name in ("files", "raw"):
+            split = open_dataset(root, stores[name])["train"]
+            times = stage_times(split, our_plan(split, 1), num_images=320)
+            listed = ", ".join(f"{k} {v:.3f}" for k, v in times.items())
+            print(f"{name}, one thread, ms per image: {listed}")
 
 
 if __name__ == "__main__":
