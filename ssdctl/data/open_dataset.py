@@ -25,12 +25,12 @@ from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.formats.coco_check import check
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import changed_images
-from ssdctl.data.image_check_jobs import Progress
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start

@@ -38,7 +38,7 @@ from ssdctl.data.formats.coco_check import (
 from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import Encoding, PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, Progress, check_images
+from ssdctl.data.image_check_jobs import Job, check_images
 from ssdctl.data.prepare_checks import check_files, image_findings, refuse_dropped
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.data.store_writer import remove_unused, write_index
@@ -51,6 +51,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
@@ -142,11 +143,7 @@ def prepare(
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl that prepares %s", folder)
-
-    with lock(folder / ".lock", log_wait):
+    with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
