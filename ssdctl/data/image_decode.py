@@ -186,6 +186,7 @@ def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
         raise ImageError(
             f"has {pixels.size:,} bytes, {width} x {height} pixels take {3 * width * height:,}"
         )
+    pixels.setflags(write=False)  # writing to a mapped file would end the process
     return pixels.reshape(height, width, 3)
 
 
