@@ -135,19 +135,28 @@ class PackedImages:
             if table.num_rows != shard.rows:
                 raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
         self._files = [(folder / shard.file, shard.rows) for shard in shards]
-        self._chunks = [chunk for table in tables for chunk in table.column("image").chunks]
-        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+        chunks = [chunk for table in tables for chunk in table.column("image").chunks]
+        self._chunks = [_offsets_and_data(chunk) for chunk in chunks]
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
 
     def read(self, row: int) -> memoryview:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
-        start = int(self._ends[chunk - 1]) if chunk else 0
-        return memoryview(self._chunks[chunk][row - start].as_buffer())
+        place = row - (int(self._ends[chunk - 1]) if chunk else 0)
+        offsets, data = self._chunks[chunk]
+        return data[offsets[place] : offsets[place + 1]]
 
     def place(self, row: int) -> str:
         ends = np.cumsum([rows for _, rows in self._files])
         number = int(np.searchsorted(ends, row, side="right"))
         path, rows = self._files[number]
         return f"{path}, row {row - ends[number] + rows}"
+
+
+def _offsets_and_data(chunk: Any) -> tuple[NDArray[np.int64], memoryview]:
+    """Return the buffers of a column of bytes; its scalars would be copies of the mapped file."""
+    _, offsets, data = chunk.buffers()
+    values = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+    return values, memoryview(b"" if data is None else data)
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
