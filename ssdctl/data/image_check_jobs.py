@@ -31,7 +31,7 @@ from ssdctl.data.image_check import (
     check_image,
 )
 from ssdctl.data.store import METADATA_KEY, Shard
-from ssdctl.files import atomic_write
+from ssdctl.files import DECODE_ERRORS, atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
 from ssdctl.runtime.progress import Progress
 
@@ -140,7 +140,9 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
             columns = table.to_pydict()
         if msgspec.json.decode(raw, type=_PartMetadata) != _PartMetadata(job.key, start):
             return None
-    except (OSError, KeyError, pa.ArrowInvalid, msgspec.DecodeError):
+        if any(table.column(name).null_count for name in FingerprintColumns._fields):
+            return None
+    except (OSError, KeyError, pa.ArrowException, *DECODE_ERRORS):
         return None
     lists = [columns[name] for name in FingerprintColumns._fields]
     fingerprints = [FileFingerprint(*triple) for triple in zip(*lists, strict=True)]

@@ -44,6 +44,7 @@ from ssdctl.data.store_folder import is_cached_store
 from ssdctl.data.store_writer import remove_unused, write_index
 from ssdctl.errors import DiskError
 from ssdctl.files import (
+    DECODE_ERRORS,
     disk_errors,
     lock,
     make_dir,
@@ -171,7 +172,7 @@ def _unchanged_outcome(
     """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split, files in splits.items():

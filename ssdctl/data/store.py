@@ -25,7 +25,16 @@ from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_check import Encoding, FingerprintColumns
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
+from ssdctl.data.store_check import (
+    FINGERPRINT_COLUMNS,
+    IMAGE_COLUMNS,
+    INDEX_COLUMNS,
+    check_boxes,
+    check_names,
+    map_table,
+)
 from ssdctl.errors import DataError
+from ssdctl.files import DECODE_ERRORS, is_plain_name
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
@@ -130,7 +139,9 @@ class PackedImages:
     """Images packed into Arrow files, mapped into memory."""
 
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
-        tables = [_map(folder / shard.file) for shard in shards]
+        if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
+            raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
+        tables = [map_table(folder / shard.file, IMAGE_COLUMNS) for shard in shards]
         for table, shard in zip(tables, shards, strict=True):
             if table.num_rows != shard.rows:
                 raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
@@ -143,7 +154,10 @@ class PackedImages:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         place = row - (int(self._ends[chunk - 1]) if chunk else 0)
         offsets, data = self._chunks[chunk]
-        return data[offsets[place] : offsets[place + 1]]
+        content = data[offsets[place] : offsets[place + 1]]
+        if not content:
+            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+        return content
 
     def place(self, row: int) -> str:
         ends = np.cumsum([rows for _, rows in self._files])
@@ -194,7 +208,7 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
         with pa.memory_map(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
-    except (pa.ArrowInvalid, OSError, msgspec.DecodeError):
+    except (pa.ArrowException, OSError, *DECODE_ERRORS):
         return None
     return metadata if metadata.format == FORMAT else None
 
@@ -222,18 +236,23 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
             f"{files.annotations} changed since {folder} was prepared",
             hint="run ssdctl prepare again",
         )
-    table = _map(index_path(folder, split))
+    path = index_path(folder, split)
+    table = map_table(path, INDEX_COLUMNS)
     sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
     labels = _array(table, "labels")
+    boxes = _array(table, "fractions")
+    check_boxes(labels, boxes, len(metadata.classes), path)
     starts = labels.offsets.to_numpy().astype(np.int64)
     counts = np.diff(starts)
-    fractions = _array(table, "fractions").flatten().flatten()
+    fractions = boxes.flatten().flatten()
     is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        images = ImageFiles(files.images, _array(table, "file_name"))
+        names = _array(table, "file_name")
+        check_names(names, path)
+        images = ImageFiles(files.images, names)
     return Split(
         classes=metadata.classes,
         image_ids=_numbers(table, "image_id"),
@@ -264,21 +283,11 @@ def read_fingerprints(
     Raises:
         DataError: The index cannot be read.
     """
-    table = _map(index_path(folder, split))
+    table = map_table(index_path(folder, split), FINGERPRINT_COLUMNS)
     if at_most is not None and table.num_rows > at_most:
         table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
     columns = (_numbers(table, name) for name in FingerprintColumns._fields)
     return table.column("file_name").to_pylist(), FingerprintColumns(*columns)
-
-
-def _map(path: Path) -> Any:
-    """Return a table with its buffers in the mapped file."""
-    try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"{path}: not a readable part of a store: {error}", hint="run ssdctl prepare --force"
-        ) from None
 
 
 def _array(table: Any, column: str) -> Any:
