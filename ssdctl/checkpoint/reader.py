@@ -1,7 +1,8 @@
 """Read checkpoints and backbone weights, which are untrusted files.
 
 A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read, loaded with
-`weights_only=True`, so a pickle that would run code is refused, never run.
+`weights_only=True`, so a pickle that would run code is refused, never run. A `.safetensors`
+file has only the weights and the classes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
+from ssdctl.checkpoint.safetensors_file import SUFFIX as SAFETENSORS
+from ssdctl.checkpoint.safetensors_file import read_safetensors
 from ssdctl.checkpoint.validation import (
     check_zip,
     is_state,
@@ -48,7 +51,8 @@ class Checkpoint(NamedTuple):
     global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
-    peer: str | None = None  # the third-party system that wrote it; None if it is ours
+    # The third-party system that wrote it, or that it has only weights; None if it is complete.
+    peer: str | None = None
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
 
 
@@ -59,6 +63,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         UsageError: There is no such file.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if path.suffix == SAFETENSORS:
+        return _read_weights_file(path)
     payload = read_payload(path)
     if (peer := third_party.source_of(payload)) is not None:
         return _read_third_party(path, payload, peer)
@@ -91,6 +97,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
         best_ap=facts.best_ap,
         optimizer=payload["optimizer"],
         trained=trained,
+    )
+
+
+def _read_weights_file(path: Path) -> Checkpoint:
+    """Read a `.safetensors` file; nothing in it names the run, so it cannot be resumed."""
+    state, config = read_safetensors(path)
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(*msgspec.structs.astuple(config.architecture)),
+        classes=config.classes,
+        config={},
+        step=config.step,
+        epoch=config.epoch,
+        samples_seen=0,
+        images=0,
+        global_batch=0,
+        best_ap=None,
+        optimizer={},
+        peer="weights only",
     )
 
 

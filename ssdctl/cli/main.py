@@ -21,6 +21,7 @@ from ssdctl.cli import (
     models,
     predict,
     prepare,
+    push,
     report,
     train,
 )
@@ -41,6 +42,7 @@ MODULES = (
     evaluate,
     predict,
     export,
+    push,
     report,
     doctor,
     config,

@@ -86,7 +86,7 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
         checkpoint = read_checkpoint(Path(resume))
     if checkpoint.peer is not None:
         raise UsageError(
-            f"{checkpoint.path} is a checkpoint of {checkpoint.peer}: it lacks the state to resume",
+            f"{checkpoint.path} ({checkpoint.peer}): it lacks the state to resume",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):
