@@ -244,7 +244,7 @@ def ours(
 ) -> Count:
     if pipeline == "native":
         keep_freed_memory()
-    split = open_dataset(root, store, say=print)["train"]
+    split = open_dataset(root, store)["train"]
     batches = open_input(pipeline, split, our_plan(split, threads)).batches(0, 1 << 40)
     if is_full:
         return full_chain(batches, threads, open_device("cpu", execution=execution))
@@ -365,7 +365,7 @@ def main() -> None:
             print(line)
         torch.set_num_threads(1)
         keep_freed_memory()
-        split = open_dataset(root, stores["files"], say=print)["train"]
+        split = open_dataset(root, stores["files"])["train"]
         times = stage_times(split, our_plan(split, 1), num_images=320)
         print("one thread, ms per image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
 

@@ -31,7 +31,7 @@ class MessageHandler(logging.Handler):
     """Passes the messages of the `ssdctl` loggers to the console, or to a display.
 
     Args:
-        sink: Shows information by `say` and warnings by `warn`.
+        sink: Shows information by `info` and warnings by `warning`.
     """
 
     def __init__(self, sink: MessageSink) -> None:
@@ -40,15 +40,15 @@ class MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
-        (self.sink.warn if is_warning else self.sink.say)(record.getMessage())
+        (self.sink.warning if is_warning else self.sink.info)(record.getMessage())
 
 
 class MessageSink(Protocol):
     """Shows messages to the user."""
 
-    def say(self, text: str) -> None: ...
+    def info(self, text: str) -> None: ...
 
-    def warn(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 class Console:
@@ -89,12 +89,12 @@ class Console:
         """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Write a line of information to stderr, unless quiet."""
         if not self.quiet:
             self._message(text)
 
-    def warn(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 

@@ -116,7 +116,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
     if not config.manifest:
-        call.console.say(f"{dest} is ready; next: ssdctl prepare --data {dest}")
+        call.console.info(f"{dest} is ready; next: ssdctl prepare --data {dest}")
 
 
 def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:

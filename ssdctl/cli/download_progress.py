@@ -90,7 +90,7 @@ class ByteProgress:
         self._first = self._last_line = (time.monotonic(), done)
         is_resumed = not label.startswith(READING) and 0 < done < total
         resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
-        self._console.say(f"{label}: {total / 1e6:,.1f} MB{resumed}")
+        self._console.info(f"{label}: {total / 1e6:,.1f} MB{resumed}")
 
     def _print_line(self, label: str, done: int, total: int) -> None:
         start, done_at_start = self._first
@@ -103,7 +103,7 @@ class ByteProgress:
             text += f"; all files: {100 * received / max(total_bytes, 1):.0f}%"
             if rate > 0 and label in self._expected:
                 text += f", {_minutes(total_bytes - received, rate)} left"
-        self._console.say(text)
+        self._console.info(text)
         self._last_line = (time.monotonic(), done)
 
 

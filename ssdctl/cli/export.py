@@ -96,7 +96,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
         score_threshold=settings.score_threshold,
         nms_iou=settings.nms_iou,
     )
-    call.console.say(
+    call.console.info(
         f"onnxruntime agrees with PyTorch on {comparison.pictures} images ({pictures}): largest "
         f"difference of boxes {comparison.box_difference:.1g} of the image size, of scores "
         f"{comparison.score_difference:.1g}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +45,7 @@ from ssdctl.files import lock, make_dir, write_bytes, write_text
 
 ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
 AUTO = "auto"
-Report = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 class Conversion(NamedTuple):
@@ -68,15 +68,12 @@ class _Part(NamedTuple):
     is_original: bool = False  # the content is that of `origin`, a COCO file
 
 
-def convert(
-    root: Path, options: Conversion, report: Report, folder: Path | None = None
-) -> dict[str, SplitFiles]:
+def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict[str, SplitFiles]:
     """Write the annotation files and the dataset.toml that `options` ask for.
 
     Args:
         root: The dataset folder, or its file.
         options: What to do.
-        report: Called with messages for the user.
         folder: Where to write; None is the dataset folder itself.
 
     Raises:
@@ -86,7 +83,7 @@ def convert(
     """
     require_root(root)
     source = _source(root, options.source)
-    parts = _parts(root, source, report)
+    parts = _parts(root, source)
     if options.classes:
         parts = {
             split: part._replace(
@@ -104,13 +101,13 @@ def convert(
             "val": parts["train"]._replace(content=val, is_original=False),
         }
     target = folder or root
-    splits = _write(root, target, source, options, parts, report)
+    splits = _write(root, target, source, options, parts)
     counts = ", ".join(f"{s} {num_images(p.content, p.origin):,}" for s, p in parts.items())
-    report(f"{target / TOML} names the splits: {counts} images (made from {source})")
+    log.info("%s names the splits: %s images (made from %s)", target / TOML, counts, source)
     return splits
 
 
-def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
+def convert_if_needed(root: Path, folder: Path) -> None:
     """Convert a dataset of a layout other than COCO's into its store, if that was not done yet.
 
     Raises:
@@ -118,7 +115,7 @@ def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
         DiskError: The store cannot be written.
     """
     if not (root / TOML).is_file() and not (folder / CONVERTED / TOML).is_file():
-        convert_again(root, folder, report)
+        convert_again(root, folder)
 
 
 def is_converted(root: Path, folder: Path) -> bool:
@@ -128,7 +125,7 @@ def is_converted(root: Path, folder: Path) -> bool:
     return find_layout(root).source == "coco"
 
 
-def convert_again(root: Path, folder: Path, report: Report) -> None:
+def convert_again(root: Path, folder: Path) -> None:
     """Convert a dataset of a layout other than COCO's into its store from the originals.
 
     Raises:
@@ -140,15 +137,15 @@ def convert_again(root: Path, folder: Path, report: Report) -> None:
     record = folder / CONVERTED / TOML
     made = _made(record) or {}
     if "split" in made or "classes" in made:
-        report(str(_describe(record)))
+        log.info("%s", _describe(record))
         return
     layout = find_layout(root)
     if layout.source == "coco":
         if record.is_file():
             record.unlink()  # the folder had another layout before
         return
-    report(f"{root}: recognised as {layout.describe()}")
-    convert(root, Conversion(), report, folder / CONVERTED)
+    log.info("%s: recognised as %s", root, layout.describe())
+    convert(root, Conversion(), folder / CONVERTED)
 
 
 def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
@@ -157,7 +154,7 @@ def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
     Raises:
         DataError: No dataset, or several; the originals cannot be read.
     """
-    parts = _parts(root, find_layout(root).source, lambda _: None)
+    parts = _parts(root, find_layout(root).source)
     return {s: (SplitFiles(part.images, part.origin), part.content) for s, part in parts.items()}
 
 
@@ -204,7 +201,7 @@ def _source(root: Path, given: str | None) -> str:
     return ORIGINAL if is_own else find_layout(root).source
 
 
-def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
+def _parts(root: Path, source: str) -> dict[str, _Part]:
     """Return the splits of the originals."""
     if source == ORIGINAL:
         own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
@@ -214,7 +211,7 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     layout = find_layout(root, source)
     if layout.splits:
         return _coco_parts(root, layout.splits)
-    splits, classes = _read_labels(layout, root.is_file(), report)
+    splits, classes = _read_labels(layout, root.is_file())
     if not classes:
         raise DataError(f"{root}: no object is labelled in it")
     if "train" not in splits:
@@ -225,18 +222,16 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     }
 
 
-def _read_labels(
-    layout: Layout, is_file: bool, report: Report
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+def _read_labels(layout: Layout, is_file: bool) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     file = layout.file if layout.file.is_file() else None
     if layout.source == "yolo":
         is_yaml = file is not None and file.suffix in (".yaml", ".yml")
-        return read_yolo(layout.root, report, file if is_yaml else None)
+        return read_yolo(layout.root, file if is_yaml else None)
     if layout.source == "cvat-xml":
-        return read_cvat_xml(layout.file, layout.root, report)
+        return read_cvat_xml(layout.file, layout.root)
     if layout.source == "openimages":
-        return read_open_images(layout.root, report, [layout.file] if is_file else None)
-    splits = read_voc(layout.root, report)
+        return read_open_images(layout.root, [layout.file] if is_file else None)
+    splits = read_voc(layout.root)
     names = {box.name for images in splits.values() for image in images for box in image.boxes}
     return splits, sorted(names)
 
@@ -248,7 +243,7 @@ def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:
             hint="for another layout give its name, as in --from voc",
         )
     return {
-        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations, True)
+        split: _Part(files.images, coco.read_content(files.annotations)[:], files.annotations, True)
         for split, files in splits.items()
     }
 
@@ -259,7 +254,6 @@ def _write(
     source: str,
     options: Conversion,
     parts: dict[str, _Part],
-    report: Report,
 ) -> dict[str, SplitFiles]:
     """Write only what differs, so that an unchanged conversion changes no file."""
     folder = target / "annotations"
@@ -276,7 +270,11 @@ def _write(
         lines += ["", f"[{split}]", f"images = {_toml(images)}"]
         lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
-    with lock(folder / ".ssdctl.lock", lambda: report(f"waiting for another ssdctl in {target}")):
+
+    def log_wait() -> None:
+        log.info("waiting for another ssdctl in %s", target)
+
+    with lock(folder / ".ssdctl.lock", log_wait):
         for split, path in paths.items():
             if not path.is_file():
                 write_bytes(path, parts[split].content)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pyarrow as pa
 
-from ssdctl.data.formats.coco import ImageEntry
+from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,

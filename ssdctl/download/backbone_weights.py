@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
@@ -14,6 +14,7 @@ from ssdctl.download.transfer import Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
+log = logging.getLogger(__name__)
 DEFAULT_CONNECTIONS = 4
 
 
@@ -55,11 +56,10 @@ def fetch_weights(
     connections: int = DEFAULT_CONNECTIONS,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
-    say: Callable[[str], None] | None = None,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
-    Without network it works if the file exists already. `say` is called only if it is fetched.
+    Without network it works if the file exists already.
 
     Raises:
         UsageError: No weights are called so.
@@ -69,8 +69,8 @@ def fetch_weights(
     """
     file = weights_named(name).file
     folder = dest or cache_dir()
-    if say is not None and not (folder / file.name).is_file():
-        say(f"fetching {redact_url(file.urls(mirror)[0])} to {folder}")
+    if not (folder / file.name).is_file():
+        log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     try:
         return fetch(
             file,

@@ -132,11 +132,11 @@ def _open_on_all_ranks(
 ) -> dict[str, Split]:
     """Return the splits; the first rank prepares them if necessary."""
     if ranks.is_main:
-        splits = open_dataset(root, folder, say=log.info, progress=progress)
+        splits = open_dataset(root, folder, progress=progress)
         barrier(ranks)
         return splits
     barrier(ranks)
-    return open_dataset(root, folder, say=lambda _: None)
+    return open_dataset(root, folder)
 
 
 def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:

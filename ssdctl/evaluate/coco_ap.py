@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco_json import Int64
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -96,8 +96,8 @@ class Scoring(NamedTuple):
 
 
 class _Result(msgspec.Struct, gc=False):
-    image_id: coco.Int64
-    category_id: coco.Int64
+    image_id: Int64
+    category_id: Int64
     bbox: tuple[float, float, float, float]
     score: float
 

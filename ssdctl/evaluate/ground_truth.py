@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import BoxColumns, ClassName
+from ssdctl.data.formats.coco_json import column
 
 
 class GroundTruth(NamedTuple):
@@ -50,7 +51,7 @@ def read_ground_truth(path: Path) -> GroundTruth:
     coco.link(parsed, path)
     return GroundTruth(
         path=path,
-        image_ids=coco.column(parsed.images, "id"),
+        image_ids=column(parsed.images, "id"),
         file_names=[image.file_name for image in parsed.images],
         sizes=np.array([(i.width or 0, i.height or 0) for i in parsed.images], np.int64),
         classes=coco.class_names(parsed),

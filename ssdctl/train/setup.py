@@ -179,9 +179,10 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
     if ranks.is_main:  # prepares it for the other ranks
-        open_dataset(root, folder, say=log.info, progress=progress)
+        splits = open_dataset(root, folder, progress=progress)
     wait_for_main(ranks, "dataset")
-    splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
+    if not ranks.is_main:
+        splits = open_dataset(root, folder, check_images=False)
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
@@ -234,7 +235,7 @@ def load_first_weights(setup: Setup) -> None:
         path = Path(name)
     else:
         if setup.ranks.is_main:
-            fetch_weights(name, mirror=config.download.mirror, say=log.info)
+            fetch_weights(name, mirror=config.download.mirror)
         wait_for_main(setup.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)

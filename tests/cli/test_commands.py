@@ -394,7 +394,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
 
     backbone = Override("model.backbone", "resnet18", "--backbone")
     config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
-    split = open_dataset(shapes, tmp_path / "store", say=lambda _: None)["val"]
+    split = open_dataset(shapes, tmp_path / "store")["val"]
     figures = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert figures["detect_images_per_second"] > 0
     assert 0 < figures["score_s"] < 5

@@ -42,8 +42,8 @@ def table(text: str) -> Any:
 def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.say(HOSTILE)
-    console.warn(HOSTILE)
+    console.info(HOSTILE)
+    console.warning(HOSTILE)
     console.error(DataError(HOSTILE, hint=HOSTILE))
     with console.show_log():
         import logging
@@ -75,7 +75,7 @@ def test_json_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.warn("a\nerror: fake")
+    console.warning("a\nerror: fake")
     console.error(DataError("a\nerror: fake"))
     lines = streams[1].getvalue().splitlines()
     assert [line for line in lines if line.startswith("error")] == ["error: a"]
@@ -85,8 +85,8 @@ def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> N
 def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.say(URL)
-    console.warn(f"{URL}: 403")
+    console.info(URL)
+    console.warning(f"{URL}: 403")
     console.error(DataError(URL, hint=f"try {URL}"))
     try:
         raise RuntimeError(URL + HOSTILE)

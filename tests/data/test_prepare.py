@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import random
 import shutil
 import signal
@@ -153,14 +154,16 @@ def test_touched_annotations_are_the_same(dataset: Path, tmp_path: Path) -> None
     assert is_prepared(dataset, store)
 
 
-def test_training_folder_is_indexed_by_itself(dataset: Path) -> None:
-    said: list[str] = []
-    splits = open_dataset(dataset, dataset / "prepared", say=said.append)
+def test_training_folder_is_indexed_by_itself(
+    dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
+    splits = open_dataset(dataset, dataset / "prepared")
     assert set(splits) == {"train", "val"}
-    assert "not prepared yet" in said[0]
-    said.clear()
-    open_dataset(dataset, dataset / "prepared", say=said.append)
-    assert said == []
+    assert "not prepared yet" in caplog.messages[0]
+    caplog.clear()
+    open_dataset(dataset, dataset / "prepared")
+    assert caplog.messages == []
 
 
 def test_missing_images_are_refused_by_name(dataset: Path, tmp_path: Path) -> None:
@@ -216,7 +219,7 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
     (root / "dataset.toml").write_text('[train]\nimages = "photos"\nannotations = "labels.json"\n')
     splits = find_splits(root)
     assert set(splits) == {"train"}
-    assert len(open_dataset(root, tmp_path / "store", say=lambda _: None)["train"].image_ids) == 24
+    assert len(open_dataset(root, tmp_path / "store")["train"].image_ids) == 24
 
 
 @pytest.mark.parametrize(
@@ -263,7 +266,7 @@ class TestChanges:
         copied = tmp_path / "copied"
         shutil.copytree(dataset, copied, copy_function=shutil.copyfile)  # other times
         assert prepare(copied, copied / "prepared", pack=False).unchanged
-        open_dataset(copied, copied / "prepared", say=lambda _: None)
+        open_dataset(copied, copied / "prepared")
 
     @pytest.mark.parametrize("change", ["missing", "other"])
     def test_24_training_names_what_changed(
@@ -276,14 +279,14 @@ class TestChanges:
         else:
             image.write_bytes(image.read_bytes() + b"?")
         with pytest.raises(DataError, match=r"1 images are missing or changed.*000000000002\.jpg"):
-            open_dataset(dataset, store, say=lambda _: None)
+            open_dataset(dataset, store)
 
     def test_24_a_packed_store_needs_no_images(self, dataset: Path, tmp_path: Path) -> None:
         store = tmp_path / "store"
         first = prepare(dataset, store, pack=True)
         shutil.rmtree(dataset / "train2017")
         shutil.rmtree(dataset / "val2017")
-        assert len(open_dataset(dataset, store, say=lambda _: None)["train"].read(0)) > 1000
+        assert len(open_dataset(dataset, store)["train"].read(0)) > 1000
         again = prepare(dataset, store, pack=True)
         assert again.unchanged
         assert again.splits == first.splits
@@ -334,14 +337,14 @@ class TestChanges:
 
 
 PROGRAM = """
-import sys
+import logging, sys
 from pathlib import Path
 from ssdctl.data import image_check_jobs
 from ssdctl.data.prepare import prepare
 image_check_jobs.PART_BYTES, image_check_jobs.PART_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 print("go", flush=True)
-outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True,
-                  say=lambda text: print(text, flush=True))
+outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True)
 print("unchanged" if outcome.unchanged else "written")
 """
 
@@ -556,16 +559,20 @@ def as_corners(bbox: list[float], image: dict[str, Any]) -> list[float]:
         (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped, yet no corners
     ],
 )
-def test_boxes_in_another_form_are_told(
-    dataset: Path, tmp_path: Path, bbox_of: Callable[..., Any], words: str
+def test_boxes_in_another_form_are_reported(
+    dataset: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    bbox_of: Callable[..., Any],
+    words: str,
 ) -> None:
     rewrite_boxes(dataset, bbox_of)
     outcome = prepare(dataset, tmp_path / "store", pack=False)
     assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
-    said: list[str] = []
     shutil.rmtree(tmp_path / "store")
-    open_dataset(dataset, tmp_path / "store", say=said.append)
-    assert any("bbox" in line for line in said) == bool(words)
+    caplog.set_level(logging.INFO, "ssdctl")
+    open_dataset(dataset, tmp_path / "store")
+    assert any("bbox" in line for line in caplog.messages) == bool(words)
 
 
 def test_a_folder_named_twice_is_resolved(dataset: Path, tmp_path: Path) -> None:
@@ -584,7 +591,7 @@ def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -
     (dataset / "train2017").rename(tmp_path / "elsewhere")
     (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
     prepare(dataset, tmp_path / "store", pack=pack)
-    split = open_dataset(dataset, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(dataset, tmp_path / "store")["train"]
     assert bytes(split.read(0)) == (tmp_path / "elsewhere/000000000001.jpg").read_bytes()
 
 

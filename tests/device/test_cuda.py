@@ -127,7 +127,7 @@ def test_copies_are_whole_though_the_hosts_buffer_is_used_again() -> None:
 )
 def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
     device = open_device("cuda")
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     plan = LoaderConfig(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
     source = open_input("dali", split, plan, decoder=device.decoder)
     host = open_input("native", split, plan).batches(0, 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -58,24 +59,26 @@ def test_the_cache_is_torch_hubs(name: str, value: str, expected: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("TORCH_HOME", "XDG_CACHE_HOME")}
     if value:
         environment[name] = value
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() + "/checkpoints" == expected
+    assert output.stdout.strip() + "/checkpoints" == expected
 
 
-def test_fetched_once_then_found(server: Server, tiny: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_fetched_once_then_cached(
+    server: Server, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
     assert find_weights(tiny) is None
-    path = fetch_weights("tiny-v1", retry_policy=QUICK, say=said.append)
+    path = fetch_weights("tiny-v1", retry_policy=QUICK)
     assert path == tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
     assert path.read_bytes() == CONTENT
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
     assert find_weights(tiny) == path
     before = len(server.requests)
-    assert fetch_weights(tiny, retry_policy=QUICK, say=said.append) == path
+    assert fetch_weights(tiny, retry_policy=QUICK) == path
     assert len(server.requests) == before
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
 
 
 def test_a_cache_that_may_only_be_read(tiny: str) -> None:

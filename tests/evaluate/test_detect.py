@@ -25,7 +25,7 @@ Cli = Callable[..., Result]
 @pytest.fixture(scope="module")
 def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
     store = tmp_path_factory.mktemp("store")
-    return open_dataset(shapes, store, say=lambda _: None)["val"]
+    return open_dataset(shapes, store)["val"]
 
 
 def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -> Detections:

@@ -34,7 +34,7 @@ PLAN = LoaderConfig(
 
 @pytest.fixture(scope="module")
 def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
-    return open_dataset(shapes, tmp_path_factory.mktemp("store"), say=lambda _: None)
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"))
 
 
 def taken(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
@@ -154,7 +154,7 @@ def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> 
 def test_an_image_that_went_bad_is_named(shapes: Path, tmp_path: Path, content: bytes) -> None:
     root = tmp_path / "dataset"
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    split = open_dataset(root, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(root, tmp_path / "store")["train"]
     for path in (root / "train2017").iterdir():
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"image \d+ cannot be decoded"):

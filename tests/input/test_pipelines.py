@@ -35,7 +35,7 @@ def damaged(shapes: Path, tmp_path: Path) -> Split:
     """A prepared dataset of which three images went bad afterwards: cut, replaced, lost."""
     root = tmp_path / "dataset"
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    split = open_dataset(root, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(root, tmp_path / "store")["train"]
     cut, page, lost = (Path(split.place(int(row))) for row in split.trainable[[2, 9, 15]])
     cut.write_bytes(cut.read_bytes()[:3000])
     page.write_bytes(b"<html>not found</html>")
@@ -103,7 +103,7 @@ def test_where_all_images_are_gone_the_run_ends(damaged: Split) -> None:
 @needs_dali
 @pytest.mark.parametrize("augment", [True, False])
 def test_dali_gives_the_native_batches_within_two_levels(shapes: Path, augment: bool) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     plan = PLAN._replace(augment=augment)
     native = [b._replace(jitter=torch.zeros(1)) for b in taken(split, plan, 0, 6)]
     dali = [b._replace(jitter=torch.zeros(1)) for b in taken(split, plan, 0, 6, "dali")]
@@ -112,7 +112,7 @@ def test_dali_gives_the_native_batches_within_two_levels(shapes: Path, augment: 
 
 @needs_dali
 def test_dali_resumed_in_mid_epoch_goes_on_with_the_same_batches(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     assert_same(taken(split, PLAN, 0, 8, "dali")[3:], taken(split, PLAN, 3, 8, "dali"))
 
 
@@ -125,7 +125,7 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
         ("shrunk", True, 300),
     ):
         prepare(shapes, tmp_path / name, pack=pack, shrink=shrink)
-        split = open_dataset(shapes, tmp_path / name, say=lambda _: None)["train"]
+        split = open_dataset(shapes, tmp_path / name)["train"]
         batches[name] = taken(split, PLAN, 0, 5)
     assert_same(batches["files"], batches["packed"])
     for ours, theirs in zip(batches["files"], batches["shrunk"], strict=True):
@@ -159,7 +159,7 @@ def test_any_world_size_sees_every_image_once_an_epoch(
 
 
 def test_next_batches_are_ready_while_the_device_works(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     batches = open_input("native", split, PLAN).batches(0, 50)
     next(batches)
     time.sleep(1.0)  # what a step of the device would take
@@ -171,7 +171,7 @@ def test_next_batches_are_ready_while_the_device_works(shapes: Path) -> None:
 
 
 def test_memory_stays_flat_over_epochs(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     batches = open_input("native", split, PLAN).batches(0, 110)
     peaks = []
     for number, _ in enumerate(batches):
@@ -181,7 +181,7 @@ def test_memory_stays_flat_over_epochs(shapes: Path) -> None:
 
 
 def test_fake_batches_have_the_shapes_of_real_ones(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     (real,) = taken(split, PLAN, 0, 1)
     for source in (split, fake_split()):
         fakes = list(open_input("native", source, PLAN, fake=True).batches(0, 3))

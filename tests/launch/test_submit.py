@@ -7,6 +7,7 @@ Slurm itself runs in test_slurm.py, where it is installed.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -221,8 +222,10 @@ PULLING = [
 ]
 
 
-def test_what_workers_wait_for_is_told_once_per_change(says: Say) -> None:
-    """The launcher's pod is there only when all workers are: nothing else would be said."""
+def test_what_workers_wait_for_is_reported_once_per_change(
+    says: Say, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The launcher's pod starts only after all workers: without this nothing would be reported."""
     none = pods()
     unscheduled = pending("w-0", conditions=[UNSCHEDULED])
     waiting = {"initContainerStatuses": PULLING, "containerStatuses": INITIALIZING}
@@ -235,17 +238,19 @@ def test_what_workers_wait_for_is_told_once_per_change(says: Say) -> None:
         pods(("w-0", "Running", None)), pods(("l", "Succeeded", 0)), (0, "step 1\n", ""),
         status("Succeeded"),
     ])  # fmt: skip
-    said: list[str] = []
-    code = submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
-    assert code == 0
-    assert said == [
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
+    assert submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append) == 0
+    assert caplog.messages == [
         "w-0: waits: Unschedulable: 0/9 nodes are available: 9 Insufficient habana.ai/gaudi.",
         'w-0: waits: install-ssdctl: ImagePullBackOff: image "a:1"',
-        "step 1\n",
     ]
+    assert output == ["step 1\n"]
 
 
-def test_a_worker_that_cannot_be_installed_ends_the_wait(says: Say, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_installed_ends_the_wait(
+    says: Say, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """It may heal at first; the operator itself would wait for ever, and hold the others' cards."""
     none = pods()
     ended = install(1, state={"terminated": {"exitCode": 1}})
@@ -254,24 +259,30 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(says: Say, tmp_path: Pa
         pending("w-0", initContainerStatuses=backing_off(1)), none, status(),
         pending("w-0", initContainerStatuses=backing_off(submit.INSTALLATIONS)),
     ])  # fmt: skip
-    said: list[str] = []
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
     with pytest.raises(DistributedError, match="w-0: its container install-ssdctl failed") as end:
-        submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, said.append, said.append)
+        submit.follow("mpijob.kubeflow.org/mine", KUBERNETES, output.append)
     assert "kubectl delete mpijob.kubeflow.org/mine -n me" in str(end.value.hint)
-    assert said == ["w-0: install-ssdctl failed with exit code 1", "no such wheel\n"]
+    assert caplog.messages == ["w-0: install-ssdctl failed with exit code 1"]
+    assert output == ["no such wheel\n"]
     (logs,) = [call for call in asked(tmp_path) if call[0] == "logs"]
     assert logs == ["logs", "-n", "me", "w-0", "-c", "install-ssdctl", "--tail=20"]
 
 
-def test_a_job_whose_installation_fails_shows_why(says: Say, tmp_path: Path) -> None:
+def test_a_job_whose_installation_fails_shows_why(
+    says: Say, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ended = install(1, state={"terminated": {"exitCode": 3}})
     pod = pending("a-1", phase="Failed", initContainerStatuses=ended)
     earlier = json.loads(pods(("0", "Failed", 75))[1])["items"]  # drained, which is not the end
     both = (0, json.dumps({"items": [*json.loads(pod[1])["items"], *earlier]}), "")
     says([pod, (0, "no such wheel\n", ""), status("Failed"), both])
-    said: list[str] = []
-    assert submit.follow("job.batch/a", KUBERNETES, said.append, said.append) == 8
-    assert said == ["a-1: install-ssdctl failed with exit code 3", "no such wheel\n"]
+    output: list[str] = []
+    caplog.set_level(logging.INFO, "ssdctl")
+    assert submit.follow("job.batch/a", KUBERNETES, output.append) == 8
+    assert caplog.messages == ["a-1: install-ssdctl failed with exit code 3"]
+    assert output == ["no such wheel\n"]
     assert len([call for call in asked(tmp_path) if call[0] == "logs"]) == 1
 
 

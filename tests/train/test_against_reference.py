@@ -124,7 +124,7 @@ def our_losses(
 ) -> tuple[list[float], list[float]]:
     """The losses of our steps, and their learning rates."""
     config = resolve(overrides=overrides, environment={"HOME": "/"}).config.train
-    split = open_dataset(dataset, folder, say=lambda _: None)["train"]
+    split = open_dataset(dataset, folder)["train"]
     plan = make_plan(config, len(split.trainable), 1)
     loader = TrainLoader(
         split,

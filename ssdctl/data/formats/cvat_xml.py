@@ -1,6 +1,6 @@
 """Read CVAT's own XML: "CVAT for images 1.1" and "CVAT for video 1.1".
 
-    splits, classes = read_cvat_xml(path, root, report)
+    splits, classes = read_cvat_xml(path, root)
 
 Boxes are read, and polygons, masks and ellipses by their extent; a rotated box becomes the upright
 box around it. Points, polylines, cuboids, skeletons and tags are counted and left out, and so are
@@ -9,9 +9,9 @@ boxes of tracks outside their frame.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 
+log = logging.getLogger(__name__)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
 IGNORED = ("points", "polyline", "cuboid", "skeleton", "tag")
@@ -39,9 +40,7 @@ class _Frame(NamedTuple):
     boxes: list[LabeledBox]
 
 
-def read_cvat_xml(
-    path: Path, root: Path, report: Callable[[str], None]
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+def read_cvat_xml(path: Path, root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     """Return the images of each split below `root`, and the classes in the order of the file.
 
     Raises:
@@ -58,7 +57,7 @@ def read_cvat_xml(
     classes += [name for name in used if name not in classes]
     for kind, count in counts.items():
         left_out = "" if kind == ROTATED else ", left out"
-        report(f"{path.name}: {count:,} {kind}{left_out}")
+        log.info(f"{path.name}: {count:,} {kind}{left_out}")
     return _located(frames, root, path), classes
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ssdctl.data.formats.coco import MAX_NAMED, ImageEntry, refuse
+from ssdctl.data.formats.coco import MAX_NAMED, refuse
+from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name

@@ -1,6 +1,6 @@
 """Read Pascal VOC's layout: an XML file per image, lists of images in ImageSets.
 
-    splits = read_voc(root, report) -> {"train": [LabeledImage, ...], "val": [...]}
+    splits = read_voc(root) -> {"train": [LabeledImage, ...], "val": [...]}
 
 `root` is a VOC folder, or holds several (VOCdevkit with VOC2007 and VOC2012), which are joined.
 Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. Objects marked
@@ -9,7 +9,6 @@ Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +45,7 @@ class _Folder(NamedTuple):
         return next((path for path in candidates if path.is_file()), None)
 
 
-def read_voc(root: Path, report: Callable[[str], None]) -> dict[str, list[LabeledImage]]:
+def read_voc(root: Path) -> dict[str, list[LabeledImage]]:
     """Return the images of each split, in the order of their lists.
 
     Without lists, folders called train, valid and test are the splits; else all images are for
@@ -64,7 +63,7 @@ def read_voc(root: Path, report: Callable[[str], None]) -> dict[str, list[Labele
             absent = [f"{s}.xml" for s, image in zip(stems, images, strict=True) if image is None]
             refuse(folder.images, "images of annotations are missing", absent)
             splits.setdefault(split, []).extend(image for image in images if image is not None)
-    return usable_splits(splits, report)
+    return usable_splits(splits)
 
 
 def _folders(root: Path) -> list[_Folder]:

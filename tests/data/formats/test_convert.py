@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 import subprocess
@@ -38,10 +39,8 @@ def picture(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> Non
     Image.new("RGB", size, "teal").save(path, **more)
 
 
-def make(root: Path, source: str | None, split: float | None = None, *classes: str) -> list[str]:
-    said: list[str] = []
-    convert(root, Conversion(source, split, classes), said.append)
-    return said
+def make(root: Path, source: str | None, split: float | None = None, *classes: str) -> None:
+    convert(root, Conversion(source, split, classes))
 
 
 def boxes_of(root: Path, split: str = "train") -> dict[str, list[tuple[str, list[float], int]]]:
@@ -105,16 +104,17 @@ class TestVoc:
             "JPEGImages/c.jpg": [("bird", [0, 0, 10, 10], 0)],
             "JPEGImages/d.jpg": [],
         }
-        splits = open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)
+        splits = open_dataset(tmp_path, tmp_path / "store")
         assert [c.name for c in splits["train"].classes] == ["bird", "cat", "dog"]
         assert splits["train"].classes == splits["val"].classes
 
-    def test_a_devkit_of_two_years(self, tmp_path: Path) -> None:
+    def test_a_devkit_of_two_years(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for year in ("VOC2007", "VOC2012"):
             stems = {f"{year}_{i}": xml(thing("cat", 1, 1, 9, 9)) for i in range(2)}
             voc(tmp_path / year, stems, {"trainval": [f"{year}_0"], "test": [f"{year}_1"]})
-        said = make(tmp_path, "voc")
-        assert "test images are used to validate" in said[0]
+        caplog.set_level(logging.INFO, "ssdctl")
+        make(tmp_path, "voc")
+        assert "test images are used to validate" in caplog.messages[0]
         assert list(boxes_of(tmp_path)) == [
             "VOC2007/JPEGImages/VOC2007_0.jpg",
             "VOC2012/JPEGImages/VOC2012_0.jpg",
@@ -255,15 +255,18 @@ class TestYolo:
         make(tmp_path, "yolo")
         assert boxes_of(tmp_path)["images/a.jpg"][0][1] == [20, 30, 10, 40]
         prepare(tmp_path, tmp_path / "store", pack=True)
-        split = open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)["train"]
+        split = open_dataset(tmp_path, tmp_path / "store")["train"]
         assert len(split.trainable) == 1
 
-    def test_what_does_not_open_is_left_out_and_said(self, tmp_path: Path) -> None:
+    def test_unreadable_images_are_left_out_and_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
         (tmp_path / "images/b.jpg").write_bytes(b"?")
-        said = make(tmp_path, "yolo")
-        assert "1 images cannot be opened" in said[0]
-        assert "b.jpg" in said[0]
+        caplog.set_level(logging.INFO, "ssdctl")
+        make(tmp_path, "yolo")
+        assert "1 images cannot be opened" in caplog.messages[0]
+        assert "b.jpg" in caplog.messages[0]
         assert list(boxes_of(tmp_path)) == ["images/a.jpg"]
 
     @pytest.mark.parametrize(
@@ -342,7 +345,7 @@ class TestDividing:
         path.write_text(json.dumps(whole))
         make(tmp_path, None, 0.75)
         assert set(boxes_of(tmp_path)) == set(train)
-        open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)
+        open_dataset(tmp_path, tmp_path / "store")
 
     def test_the_same_again_changes_nothing(self, tmp_path: Path) -> None:
         yolo(tmp_path, {f"images/{i}.jpg": "0 .5 .5 .2 .4" for i in range(10)})
@@ -418,7 +421,7 @@ from pathlib import Path
 from ssdctl.data.convert import Conversion, convert
 print("go", flush=True)
 for split, classes in itertools.cycle([(0.8, ()), (None, ()), (0.5, ()), (None, ("cat",))]):
-    convert(Path(sys.argv[1]), Conversion("yolo", split, classes), lambda _: None)
+    convert(Path(sys.argv[1]), Conversion("yolo", split, classes))
 """
 
 
