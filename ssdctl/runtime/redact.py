@@ -16,7 +16,7 @@ _PARTS = re.compile(
     r"(?P<scheme>[^:/]+://)(?P<address>[^?#]*)(?P<query>\?[^#]*)?(?P<fragment>#.*)?", re.DOTALL
 )
 _HOST = re.compile(r"([^:/\[\]]*|\[[^\]/]*\])(:[0-9]+)?(/|$)")
-_MODEL = re.compile(r"[^@:/]*/[^@:]*(@|$|:)")  # org/name@revision is not user@host
+_MODEL = re.compile(r"[^@:/]*/[^@:]*(@|:?$)")  # org/name@revision is not user@host
 # A list of variables: `kubernetes.env=A=1,B=2`, or SSDCTL_KUBERNETES__ENV.
 _VARIABLES = re.compile(r"(kubernetes[._]+env\s*=)(.*)", re.IGNORECASE | re.DOTALL)
 _SECRET_NAME = re.compile(
