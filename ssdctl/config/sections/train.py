@@ -237,7 +237,7 @@ class TrainConfig(Section, frozen=True):
         str | None,
         setting(
             "Start a new run from the weights of this checkpoint, detector, or hf://org/name",
-            metavar="FILE|NAME",
+            metavar="CKPT|NAME",
             panel="Run",
         ),
     ] = None
