@@ -69,7 +69,7 @@ def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Pat
             try:
                 _predict_video(call, predictor, name, target, add)
             except DataError as error:
-                call.console.warn(str(error))
+                call.console.warning(str(error))
                 failures.append(error)
     if failures:
         raise DataError(f"{len(failures)} of {len(videos)} videos are damaged; see the warnings")
@@ -102,7 +102,7 @@ def _predict_video(
         except KeyboardInterrupt:
             if not live:
                 raise
-        call.console.say(f"{name}: {count} frames" + (f", written to {target}" if target else ""))
+        call.console.info(f"{name}: {count} frames" + (f", written to {target}" if target else ""))
     if failure is not None:
         raise failure
 

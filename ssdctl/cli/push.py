@@ -107,7 +107,7 @@ def push(
             samples=samples,
         )
         if license_id == "other":
-            call.console.warn("no --license: the card says `other`")
+            call.console.warning("no --license: the card says `other`")
         result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
         if out is not None:
             call.console.result(result, f"{len(names)} files in {folder}")
