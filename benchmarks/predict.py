@@ -1,7 +1,8 @@
 """Measure prediction on pictures: its rate, and its peak memory on a large picture and on a video.
 
     python benchmarks/predict.py [--backbone resnet34] [--pictures 64] [--rounds 3]
-    python benchmarks/predict.py --only memory [--frames 2000]
+    python benchmarks/predict.py --only tiles
+    python benchmarks/predict.py --only video [--frames 2000]
 
 Rate: JPEGs of 640 x 480 by a loop over `Predictor.predict`, and in batches with decoding ahead, in
 turn; the best round of each. Memory: the peak resident set of `ssdctl predict` as a process, on a
@@ -44,15 +45,17 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--frames", type=int, default=2000)
-    parser.add_argument("--only", choices=["rate", "memory"])
+    parser.add_argument("--only", choices=["rate", "tiles", "video"])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as name:
         folder = Path(name)
         checkpoint = write_checkpoint(folder, options.backbone)
-        if options.only != "memory":
+        if options.only in (None, "rate"):
             measure_rate(checkpoint, folder, options)
-        if options.only != "rate":
-            measure_memory(checkpoint, folder, options)
+        if options.only in (None, "tiles"):
+            measure_tiles(checkpoint, folder)
+        if options.only in (None, "video"):
+            measure_video(checkpoint, folder, options.frames)
 
 
 def write_checkpoint(folder: Path, backbone: str) -> Path:
@@ -103,30 +106,35 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
     )
 
 
-def measure_memory(checkpoint: Path, folder: Path, options: argparse.Namespace) -> None:
+def measure_tiles(checkpoint: Path, folder: Path) -> None:
     small = write_picture(folder / "small.jpg", (640, 480), 0)
     large = write_picture(folder / "large.jpg", LARGE, 1)
-    cases: list[tuple[str, list[str]]] = [
-        ("a picture of 640 x 480", [str(small)]),
-        (f"{LARGE[0]} x {LARGE[1]} with --tile {TILE}", [str(large), "--tile", str(TILE)]),
-    ]
-    for frames in (options.frames // 20, options.frames):
-        path = folder / f"{frames}.mp4"
-        write_video(path, frames)
-        arguments = [str(path), "--out", str(folder / f"out-{frames}")]
-        cases.append((f"a video of 640 x 480, {frames} frames, annotated", arguments))
-    for label, arguments in cases:
-        command = [sys.executable, "-m", "ssdctl", "predict", str(checkpoint), *arguments]
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, *command, "--device", "cpu", "--quiet"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        code, peak = map(int, done.stdout.split())
-        assert code == 0, done.stderr
-        print(f"{label}: peak {peak / 1024:.0f} MiB, {time.perf_counter() - start:.0f} s")
+    print_peak("a picture of 640 x 480", checkpoint, small)
+    label = f"a picture of {LARGE[0]} x {LARGE[1]} with --tile {TILE}"
+    print_peak(label, checkpoint, large, "--tile", str(TILE))
+
+
+def measure_video(checkpoint: Path, folder: Path, frames: int) -> None:
+    for count in (frames // 20, frames):
+        path = folder / f"{count}.mp4"
+        write_video(path, count)
+        label = f"a video of 640 x 480, {count} frames, annotated"
+        print_peak(label, checkpoint, path, "--out", str(folder / f"out-{count}"))
+
+
+def print_peak(label: str, checkpoint: Path, source: Path, *options: str) -> None:
+    """Run `ssdctl predict` as a process, and print its peak resident set and its duration."""
+    command = [sys.executable, "-m", "ssdctl", "predict", str(checkpoint), str(source), *options]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *command, "--device", "cpu", "--quiet"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    code, peak = map(int, done.stdout.split())
+    assert code == 0, done.stderr
+    print(f"{label}: peak {peak / 1024:.0f} MiB, {time.perf_counter() - start:.0f} s")
 
 
 def write_video(path: Path, frames: int) -> None:

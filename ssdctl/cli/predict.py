@@ -107,6 +107,7 @@ def _load(call: Call, checkpoint: str) -> Predictor:
         options=inference.Options(
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
+        mirror=call.config.download.mirror,
     )
 
 

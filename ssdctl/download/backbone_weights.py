@@ -84,5 +84,5 @@ def fetch_weights(
         raise NetworkError(
             f"{name}: {error}",
             hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-            f"{(folder / file.name).absolute()}; or use --mirror",
+            f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
         ) from error

@@ -147,7 +147,7 @@ def fetch_detector(
         raise NetworkError(
             f"{name}: {error}",
             hint=f"without network: fetch {detector.file.url} on another machine and put it at "
-            f"{(folder / detector.file.name).absolute()}; or use --mirror",
+            f"{(folder / detector.file.name).absolute()}; or --set download.mirror=URL",
         ) from error
 
 
