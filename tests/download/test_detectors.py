@@ -90,6 +90,20 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "nvidia_ssdpyt_amp_200703.pt" in result.err
 
 
+def test_predict_fetches_from_the_mirror(
+    cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = [
+        d._replace(file=d.file._replace(url=f"http://127.0.0.1:9/{d.file.name}"))
+        for d in detectors.DETECTORS
+    ]
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(unreachable))
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    mirror = f"download.mirror={published.url}/files"
+    result = cli("predict", "nvidia-ssd300-coco", picture, "--device", "cpu", "--set", mirror)
+    assert result.code == 0, result.err
+
+
 def test_a_file_that_changes_after_its_first_use_is_refused(
     cli: Cli, published: Server, tmp_path: Path
 ) -> None:
