@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ssdctl.download.fetch import sha256_of
+from ssdctl.download.http_response import describe_error
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError, UsageError
 from ssdctl.runtime.redact import HIDDEN, redact_url, redact_urls
 
@@ -136,7 +137,7 @@ def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlE
     errors = hub.errors
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
         return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
-    place, reason = redact_url(url), _reason(hub, error)
+    place, reason = redact_url(url), _reason(hub, error, url)
     if isinstance(error, errors.GatedRepoError):
         return UsageError(f"{what}: access must be granted on its page first ({place})")
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -176,9 +177,9 @@ def _status(error: Exception) -> int | None:
     return status
 
 
-def _reason(hub: ModuleType, error: Exception) -> str:
+def _reason(hub: ModuleType, error: Exception, url: str) -> str:
     """Return the first line of an error, or the server's own words, without tokens."""
-    text = getattr(error, "server_message", None) or str(error).strip() or type(error).__name__
+    text = getattr(error, "server_message", None) or describe_error(error, url)
     status = _status(error)
     line = redact_urls(text.splitlines()[0][:300])
     token = hub.get_token()
@@ -196,6 +197,7 @@ def hub_package() -> ModuleType:
     """
     try:
         import huggingface_hub
+        import huggingface_hub.constants
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError as error:

@@ -109,6 +109,8 @@ class HubServer:
 
     def _read(self, path: str, authorized: bool) -> tuple[int, dict[str, str], bytes]:
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        info = re.fullmatch(r"/api/models/([^/]+/[^/]+)/revision/([^/]+)()", path)  # old clients
+        match = match or info
         if match is None:
             return 404, {}, b""
         repository = self.repositories.get(match[1])
@@ -118,6 +120,8 @@ class HubServer:
         if found is None:
             return 404, {"X-Error-Code": "RevisionNotFound"}, b""
         commit, files = found
+        if info is not None:
+            return _json({"id": match[1], "sha": commit, "siblings": []})
         headers = {"X-Repo-Commit": commit}
         if match[3] not in files:
             return 404, {"X-Error-Code": "EntryNotFound", **headers}, b""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -58,6 +60,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 )
 def test_references(text: str, expected: HubReference) -> None:
     assert parse_reference(text) == expected
+
+
+def test_no_other_package_has_to_import_the_clients_modules() -> None:
+    """huggingface_hub has lazy attributes, but not for all of its modules."""
+    code = "from ssdctl.download.hub import endpoint, hub_package; print(endpoint(hub_package()))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("https://")
 
 
 @pytest.mark.parametrize(
