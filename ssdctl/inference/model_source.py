@@ -56,10 +56,19 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         )
     file = fetch_detector(name, mirror=mirror)
     if detector.trust == "first use":
-        _check_contents(file)
-        digest = remember_checksum(file)
-        log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
+        trust_first_use(name, file)
     return file
+
+
+def trust_first_use(name: str, file: Path) -> None:
+    """Read a detector's file, for which no checksum is published, and record its SHA-256.
+
+    Raises:
+        IntegrityError: It is not a checkpoint, or changed since its first use.
+    """
+    _check_contents(file)
+    digest = remember_checksum(file)
+    log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
 
 
 def is_model_folder(path: Path) -> bool:

@@ -90,6 +90,18 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "nvidia_ssdpyt_amp_200703.pt" in result.err
 
 
+def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, tmp_path: Path) -> None:
+    result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    path = cached(tmp_path)
+    assert answer["path"] == str(path)
+    assert answer["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert answer["trust"] == "first use"
+    assert answer["sha256"] in path.with_name(path.name + ".sha256").read_text()
+    assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(path)
+
+
 def test_predict_fetches_from_the_mirror(
     cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
