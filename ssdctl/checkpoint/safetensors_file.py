@@ -24,7 +24,7 @@ CONFIG_FILE = "config.json"
 MAX_CONFIG_BYTES = 16 << 20
 
 
-class ModelConfig(msgspec.Struct):
+class NetworkDescription(msgspec.Struct):
     """The part of `config.json` that is read back; other keys are for other programs."""
 
     architecture: ArchitectureFields
@@ -38,7 +38,7 @@ class WeightsFile(NamedTuple):
     """The contents of a file."""
 
     state: dict[str, Tensor]
-    config: ModelConfig
+    config: NetworkDescription
 
 
 def read_safetensors(path: Path) -> WeightsFile:
@@ -71,7 +71,7 @@ def read_safetensors(path: Path) -> WeightsFile:
     return WeightsFile(state, config)
 
 
-def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
+def _config(path: Path, metadata: dict[str, str]) -> NetworkDescription:
     """Return the description of the network: the file's own, else that of `config.json`.
 
     Raises:
@@ -81,12 +81,12 @@ def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
     try:
         if "architecture" in metadata:
             fields = {k: msgspec.json.decode(metadata[k]) for k in ("architecture", "classes")}
-            config = msgspec.convert(fields, ModelConfig)
+            config = msgspec.convert(fields, NetworkDescription)
         else:
             source = path.with_name(CONFIG_FILE)
             if source.stat().st_size > MAX_CONFIG_BYTES:
                 raise ValueError(f"larger than {MAX_CONFIG_BYTES} bytes")
-            config = msgspec.json.decode(source.read_bytes(), type=ModelConfig)
+            config = msgspec.json.decode(source.read_bytes(), type=NetworkDescription)
         _check(config)
     except (OSError, ValueError, KeyError, RecursionError, msgspec.MsgspecError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -98,7 +98,7 @@ def _config(path: Path, metadata: dict[str, str]) -> ModelConfig:
     return config
 
 
-def _check(config: ModelConfig) -> None:
+def _check(config: NetworkDescription) -> None:
     """Raise ValueError if parts of a description contradict each other."""
     architecture = config.architecture
     if architecture.backbone not in get_args(BackboneName):
