@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import endless_batches, single_process_config
+from ssdctl.benchmark.common import Figures, endless_batches, single_process_config
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.image_decode import decode
@@ -34,7 +34,6 @@ from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import Targets
 
 log = logging.getLogger(__name__)
-Figures = dict[str, float | int | str]
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200

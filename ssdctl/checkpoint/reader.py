@@ -37,13 +37,13 @@ from ssdctl.model.ssd300 import SSD300
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint in memory: ours, or a third-party one under our names."""
+    """A checkpoint in memory; a third-party one has ssdctl's parameter names."""
 
     path: Path
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # the run's values by setting; empty for a third-party one
+    config: dict[str, Any]  # the run's values by setting; empty without `is_of_run`
     step: int
     epoch: float
     samples_seen: int
@@ -51,9 +51,14 @@ class Checkpoint(NamedTuple):
     global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
-    # The third-party system that wrote it, or that it has only weights; None if it is complete.
-    peer: str | None = None
+    third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
+    weights_only: bool = False  # a `.safetensors` file
+
+    @property
+    def is_of_run(self) -> bool:
+        """Return whether it has the state and the settings of a run of ssdctl."""
+        return self.third_party is None and not self.weights_only
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -66,8 +71,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if path.suffix == SAFETENSORS:
         return _read_weights_file(path)
     payload = read_payload(path)
-    if (peer := third_party.source_of(payload)) is not None:
-        return _read_third_party(path, payload, peer)
+    if (system := third_party.source_of(payload)) is not None:
+        return _read_third_party(path, payload, system)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise IntegrityError(
             f"{path}: not a checkpoint that this version of ssdctl reads",
@@ -116,21 +121,21 @@ def _read_weights_file(path: Path) -> Checkpoint:
         global_batch=0,
         best_ap=None,
         optimizer={},
-        peer="weights only",
+        weights_only=True,
     )
 
 
-def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
     """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
     if not is_state(weights):
-        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are not tensors")
-    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), peer)
+        raise IntegrityError(f"{path}: looks like {system}'s, but its weights are not tensors")
+    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), system)
     backbone = third_party.backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
         raise IntegrityError(
-            f"{path}: looks like {peer}'s, but is not an SSD300 on a ResNet or VGG16"
+            f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
@@ -161,7 +166,7 @@ def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpo
         global_batch=0,
         best_ap=None,
         optimizer={},
-        peer=peer,
+        third_party=system,
     )
 
 
@@ -194,11 +199,11 @@ def with_classes(
         if state[name].shape[1:] != tensor.shape[1:]:  # another backbone's: load_state refuses it
             continue
         # Channels are class-major: (classes, box shapes).
-        ours = tensor.clone().unflatten(0, (len(classes) + 1, -1))
-        theirs = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        target = tensor.clone().unflatten(0, (len(classes) + 1, -1))
+        source = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
         for kept_name in kept:
-            ours[new[kept_name]] = theirs[old[kept_name]]
-        state[name] = ours.flatten(0, 1)
+            target[new[kept_name]] = source[old[kept_name]]
+        state[name] = target.flatten(0, 1)
     return state, kept[1:]
 
 

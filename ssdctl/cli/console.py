@@ -147,7 +147,7 @@ class Console:
         return f"\033[{STYLES[style]}m{text}\033[0m"
 
     def _message(self, text: str, label: str = "", style: str = "") -> None:
-        """Print a message, which may contain foreign text and URLs with secrets."""
+        """Print a message, which may contain untrusted text and URLs with secrets."""
         if label:
             label = self.painted(f"{label}:", style, sys.stderr) + " "
         text = redact_urls(text)

@@ -64,13 +64,14 @@ def export(
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
     if raw and kind != "onnx":
         raise UsageError(f"--raw applies to --format onnx, not to {kind}")
-    from ssdctl.checkpoint.reader import read_checkpoint
-    from ssdctl.export.formats import export as write
     from ssdctl.inference.model_source import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=call.config.download.mirror)
     if Path(out).exists() and Path(out).samefile(source):
         raise UsageError(f"--out {out} is the checkpoint itself", hint="give another file")
+    from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
+    from ssdctl.export.formats import export as write
+
     content = read_checkpoint(source)
     result: dict[str, Any] = {"file": out, "format": kind}
     if kind == "onnx":

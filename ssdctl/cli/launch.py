@@ -155,7 +155,7 @@ def _write_script(path: Path, plan: LaunchPlan) -> None:
     if plan.manifest is None:
         mode = path.stat().st_mode
         with files.disk_errors(path, "writing"):
-            path.chmod(mode | (mode & 0o444) >> 2)  # executable for everyone who may read it
+            path.chmod(mode | (mode & 0o444) >> 2)  # executable for all who can read it
 
 
 def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str, object]) -> None:

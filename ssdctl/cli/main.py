@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -27,7 +28,8 @@ from ssdctl.cli import (
 )
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_as_bug
-from ssdctl.errors import Interrupted
+from ssdctl.cli.console import STDOUT, Console
+from ssdctl.errors import DiskError, Interrupted
 
 # In the order of `ssdctl --help`. Importing a module registers its command with `app`.
 MODULES = (
@@ -69,7 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         click_root(_module_of(arguments)).main(args=arguments, prog_name="ssdctl")
     except KeyboardInterrupt:  # before a command runs
         raise SystemExit(Interrupted.exit_code) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # typer itself writes --help and --version
+            Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
+            raise SystemExit(DiskError.exit_code) from None
         exit_as_bug()
 
 

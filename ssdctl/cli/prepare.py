@@ -93,11 +93,11 @@ def prepare(
 
 
 def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert layouts other than COCO's: to the dataset folder if options ask for it, or a store.
+    """Convert other layouts than COCO's: with options to the dataset folder, else to the store.
 
     A conversion that an earlier call wrote is only reported.
     """
-    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_made
+    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_conversion
     from ssdctl.data.dataset import CONVERTED
 
     options = call.config.prepare
@@ -107,7 +107,7 @@ def _convert(call: Call, root: Path, folder: Path) -> None:
         convert(root, conversion, folder / CONVERTED)
     elif conversion:
         convert(root, conversion)
-    elif description := describe_made(root):
+    elif description := describe_conversion(root):
         call.console.info(description)
     else:
         convert_again(root, folder)

@@ -69,7 +69,7 @@ class _Part(NamedTuple):
 
 
 def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict[str, SplitFiles]:
-    """Write the annotation files and the dataset.toml that `options` ask for.
+    """Write the annotation files and the dataset.toml of a conversion.
 
     Args:
         root: The dataset folder, or its file.
@@ -135,8 +135,8 @@ def convert_again(root: Path, folder: Path) -> None:
     if (root / TOML).is_file():
         return
     record = folder / CONVERTED / TOML
-    made = _made(record) or {}
-    if "split" in made or "classes" in made:
+    conversion = _read_conversion(record) or {}
+    if "split" in conversion or "classes" in conversion:
         log.info("%s", _describe(record))
         return
     layout = find_layout(root)
@@ -158,37 +158,38 @@ def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
     return {s: (SplitFiles(part.images, part.origin), part.content) for s, part in parts.items()}
 
 
-def describe_made(root: Path) -> str | None:
+def describe_conversion(root: Path) -> str | None:
     """Describe how the dataset.toml of `root` was made; None if it is the user's own, or absent."""
     return _describe(root / TOML)
 
 
 def _describe(path: Path) -> str | None:
-    made = _made(path)
-    if made is None:
+    conversion = _read_conversion(path)
+    if conversion is None:
         return None
-    options = ", ".join(f"{key} {value}" for key, value in made.items())
+    options = ", ".join(f"{key} {value}" for key, value in conversion.items())
     return (
         f"{path} was made by ssdctl prepare ({options}): if the originals change, "
         "give the same options again"
     )
 
 
-def _made(path: Path) -> dict[str, object] | None:
+def _read_conversion(path: Path) -> dict[str, object] | None:
     if not path.is_file():
         return None
     try:
         values = read_toml(path)
     except UsageError as error:
         raise DataError(str(error)) from None
-    made = {key.partition(".")[2]: value for key, value, _ in values if key.startswith(MADE + ".")}
-    return made or None
+    prefix = f"{MADE}."
+    table = {key.removeprefix(prefix): v for key, v, _ in values if key.startswith(prefix)}
+    return table or None
 
 
 def _source(root: Path, given: str | None) -> str:
     """Return the source to read: a format, `auto`, or the name of the user's own dataset.toml."""
-    made = _made(root / TOML)
-    is_own = made is None and (root / TOML).is_file()
+    conversion = _read_conversion(root / TOML)
+    is_own = conversion is None and (root / TOML).is_file()
     if given is not None:
         if is_own:
             raise UsageError(
@@ -196,8 +197,8 @@ def _source(root: Path, given: str | None) -> str:
                 hint="omit --from to prepare what it names, or move it away",
             )
         return given
-    if made is not None:
-        return str(made.get("source", ""))
+    if conversion is not None:
+        return str(conversion.get("source", ""))
     return ORIGINAL if is_own else find_layout(root).source
 
 
@@ -258,9 +259,13 @@ def _write(
     """Write only what differs, so that an unchanged conversion changes no file."""
     folder = target / "annotations"
     make_dir(folder)
-    made = {"source": source, "split": options.split, "classes": list(options.classes) or None}
+    table = {
+        "source": source,
+        "split": options.split,
+        "classes": list(options.classes) or None,
+    }
     lines = ["# Written by `ssdctl prepare`; the originals are unchanged.", f"[{MADE}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in made.items() if value is not None]
+    lines += [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
     paths = {
         split: part.origin if part.is_original else folder / _file_name(split, part.content)
         for split, part in parts.items()
@@ -270,11 +275,7 @@ def _write(
         lines += ["", f"[{split}]", f"images = {_toml(images)}"]
         lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl in %s", target)
-
-    with lock(folder / ".ssdctl.lock", log_wait):
+    with lock(folder / ".ssdctl.lock", f"waiting for another ssdctl in {target}"):
         for split, path in paths.items():
             if not path.is_file():
                 write_bytes(path, parts[split].content)

@@ -46,7 +46,7 @@ from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.image_check_jobs import Job, Report, check_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
@@ -61,6 +61,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
@@ -148,11 +149,7 @@ def prepare(
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
-
-    def log_wait() -> None:
-        log.info("waiting for another ssdctl that prepares %s", folder)
-
-    with lock(folder / ".lock", log_wait):
+    with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, manual_download, no_report
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
 from ssdctl.download.transfer import Report
@@ -15,7 +15,7 @@ from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
-DEFAULT_CONNECTIONS = 4
+CONNECTIONS = 4
 
 
 def cache_dir() -> Path:
@@ -27,7 +27,7 @@ def cache_dir() -> Path:
 
 
 def weights_of(model: ModelConfig) -> str | None:
-    """The name or file of the weights that a config asks for; None: the backbone starts random.
+    """Return the name or file of the backbone weights of a config; None: random weights.
 
     `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
     """
@@ -38,10 +38,10 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """Return the file of the weights called `name` if it is in `dest` (default: the cache), intact.
+    """Return the intact file of the weights called `name` in `dest` (default: the cache), or None.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
     """
     file = weights_named(name).file
     path = (dest or cache_dir()) / file.name
@@ -53,7 +53,6 @@ def fetch_weights(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    connections: int = DEFAULT_CONNECTIONS,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
@@ -62,7 +61,7 @@ def fetch_weights(
     Without network it works if the file exists already.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
         NetworkError: They cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one.
         DiskError: No space or no permission.
@@ -76,13 +75,9 @@ def fetch_weights(
             file,
             folder,
             mirror=mirror,
-            connections=connections,
+            connections=CONNECTIONS,
             retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:
-        raise NetworkError(
-            f"{name}: {error}",
-            hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-            f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
-        ) from error
+        raise manual_download(name, file, folder, error) from error

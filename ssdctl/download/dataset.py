@@ -1,7 +1,7 @@
 """Fetch a dataset's files and unpack them, for `ssdctl download`.
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
-what it held (path, size, CRC). So a second run knows what is done without the archive, and
+what it contained (path, size, CRC). So a second run detects what is done without the archive, and
 `verify` can check every file.
 """
 
@@ -55,7 +55,7 @@ def download(
 ) -> list[dict[str, Any]]:
     """Fetch `files` into `dest`, unpack the archives there, remove them.
 
-    What is there already is not fetched again. Run again after any end, it goes on.
+    What is there already is not fetched again. After an interruption, the next call continues.
 
     Returns:
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
@@ -98,10 +98,10 @@ def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
@@ -224,10 +224,10 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _differing(dest: Path, record: Record, report: Report) -> list[str]:
-    """The paths of files whose size or CRC is not the recorded one."""
+    """Return the paths of files whose size or CRC is not the recorded one."""
     total = sum(entry.size for entry in record.entries)
     done = 0
-    found = []
+    differing = []
     for entry in record.entries:
         crc = size = 0
         try:
@@ -238,7 +238,7 @@ def _differing(dest: Path, record: Record, report: Report) -> list[str]:
         except OSError:
             size = -1
         if (size, crc) != (entry.size, entry.crc):
-            found.append(entry.path)
+            differing.append(entry.path)
         done += entry.size
         report(f"checking what {record.name} held", done, total)
-    return found
+    return differing

@@ -23,7 +23,7 @@ from ssdctl.download.partial_file import Part, part_paths, remove_part
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Order, Report, length_of, transfer
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
@@ -81,6 +81,15 @@ def fetch(
     return target
 
 
+def manual_download(name: str, file: PinnedFile, folder: Path, error: NetworkError) -> NetworkError:
+    """Return an error of `fetch` with the hint to put the file into the folder by hand."""
+    return NetworkError(
+        f"{name}: {error}",
+        hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
+        f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
+    )
+
+
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
     """Hold an exclusive lock on the download of `target`, in this and other processes."""
     return lock(_lock_path(target), is_temporary=True)
@@ -91,13 +100,13 @@ def _lock_path(target: Path) -> Path:
 
 
 def _has_leftovers(target: Path) -> bool:
-    """Whether an interrupted or a running download has files here that we may remove."""
+    """Return whether an interrupted or a running download has left files that may be removed."""
     leftovers = [*part_paths(target), _lock_path(target)]
     return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
 
 
 def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
-    """Whether `path` is `file`, by size and hash."""
+    """Return whether `path` is `file`, by size and hash."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -108,7 +117,7 @@ def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
 
 
 def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
-    """The SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     done = 0

@@ -21,7 +21,7 @@ class RetryPolicy(NamedTuple):
         read_s: For the next byte on one connection; then it is opened again.
         stall_s: The deadline: less than `min_rate` bytes/s on average over this time is a failure.
         min_rate: Bytes per second, all connections together.
-        retries: Failures in a row, without a byte in between, before one connection gives up.
+        retries: Failures in a row, without a byte in between, before one connection fails.
         first_retries: The same before the first answer of the server (no network, wrong name).
         backoff_s: Delay after the first failure; doubles with each.
         longest_wait_s: The longest delay, also for Retry-After.

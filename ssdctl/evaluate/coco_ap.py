@@ -247,9 +247,11 @@ def _verify(
         reference.evaluate()
         reference.accumulate()
         reference.summarize()
-    for (name, ours), theirs in zip(scores.figures.items(), reference.stats.tolist(), strict=True):
-        if abs(ours - theirs) > VERIFY_TOLERANCE:
+    for (name, figure), expected in zip(
+        scores.figures.items(), reference.stats.tolist(), strict=True
+    ):
+        if abs(figure - expected) > VERIFY_TOLERANCE:
             raise IntegrityError(
-                f"{name} is {ours!r} by hotcoco and {theirs!r} by pycocotools",
+                f"{name} is {figure!r} by hotcoco and {expected!r} by pycocotools",
                 hint="please report it with the two files; pycocotools' figure is the reference",
             )

@@ -88,7 +88,7 @@ def _follow_slurm(job: str, write: Write) -> int:
         position = _copy_new(Path(fields.get("StdOut", "")), position, write)
         state = fields.get("JobState", "")
         if ENDED.match(state):
-            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written meanwhile
+            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
             code = int(fields.get("ExitCode", "1:0").partition(":")[0])
             return _slurm_exit(state, code)
         time.sleep(POLL_S)

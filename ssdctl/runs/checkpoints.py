@@ -17,7 +17,7 @@ class CheckpointDir:
 
     Args:
         run: The run folder.
-        keep: How many of the newest checkpoints are kept, besides the best.
+        keep: How many of the newest checkpoints are kept, in addition to the best.
     """
 
     def __init__(self, run: Path, keep: int) -> None:

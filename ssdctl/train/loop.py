@@ -34,6 +34,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
+from ssdctl.runtime.progress import Progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
 from ssdctl.train.loss_scale import loss_scale
@@ -44,7 +45,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Progress, Setup, prepare_run, with_usable_precision
+from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -86,7 +87,7 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
 def random_batch(
     batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
 ) -> Batch:
-    """Return noise with as many boxes as an image of COCO has: as costly as a real batch."""
+    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch."""
     generator = torch.Generator().manual_seed(0)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
@@ -96,8 +97,8 @@ def random_batch(
         0, 256, (batch_size, 300, 300, 3), dtype=torch.uint8, generator=generator
     )
     jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
-    rows = torch.zeros(batch_size, dtype=torch.int64)
-    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)  # type: ignore[arg-type]
+    rows = np.zeros(batch_size, np.int64)
+    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
 
 
 def with_batch_size(

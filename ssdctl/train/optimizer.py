@@ -15,7 +15,7 @@ SMALLEST_LR = 1e-30
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
-    """The recipe's optimizer. Its learning rate is set at every step."""
+    """Return the recipe's optimizer. Its learning rate is set at every step."""
     light_optimizer.avoid_dynamo_import()
     trained = [p for p in model.parameters() if p.requires_grad]
     exempt = _exempt_from_decay(model, config)
@@ -61,7 +61,7 @@ def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
         # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
         rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
@@ -74,17 +74,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def update(
     optimizer: torch.optim.Optimizer, device: Device, is_left_out: Tensor, scale: Tensor | None
 ) -> None:
-    """Step, unless the flag on the device says to leave this one out. Never waits.
+    """Take a step unless the flag on the device is set. Does not wait for the device.
 
     Args:
         optimizer: From `build_optimizer`.
         device: Where it is.
-        is_left_out: A scalar: 1.0 leaves weights and state as they are.
+        is_left_out: A scalar: 1.0 leaves weights and state unchanged.
         scale: What the gradients were multiplied by.
     """
     if device.supports_found_inf:
-        # The fused kernels read these on the device (as GradScaler has them do); torch's stubs do
-        # not know the attributes.
+        # The fused kernels read these on the device, as with GradScaler; torch's stubs lack the
+        # attributes.
         optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
         optimizer.grad_scale = scale  # type: ignore[attr-defined]
         light_optimizer.step(optimizer)
@@ -100,19 +100,19 @@ def update(
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """By its state: a vendor's AdamW need not be PyTorch's."""
+    """Return whether it is AdamW, by its state: a vendor's class need not be PyTorch's."""
     return any("exp_avg" in state for state in optimizer.state.values())
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `state_dict` gave, on whatever device and in whatever memory layout.
+    """Load a state dict that was saved on any device and in any memory layout.
 
-    The settings stay this optimizer's own: the other's belong to another device's kernels (`fused`,
-    `capturable`) and to its schedule. The fused kernels walk through a weight and its momentum side
-    by side, as they lie in memory.
+    The settings of this optimizer are kept: the saved ones belong to another device's kernels
+    (`fused`, `capturable`) and to its schedule. State tensors get the memory layout of their
+    weights, which the fused kernels require.
     """
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**own, "params": theirs["params"]} for own, theirs in pairs]
+    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():

@@ -40,8 +40,8 @@ def load_or_initialize(
     """Load a checkpoint into network and optimizer; if there is none, load the first weights.
 
     Raises:
-        UsageError: `--resume never` on a run that has checkpoints; a setting that affects the
-            results differs.
+        UsageError: `--resume never` in a folder with checkpoints; or a setting that affects
+            the results differs.
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
@@ -84,9 +84,11 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             return None
     else:
         checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.peer is not None:
+    if not checkpoint.is_of_run:
+        system = checkpoint.third_party
+        kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
         raise UsageError(
-            f"{checkpoint.path} ({checkpoint.peer}): it lacks the state to resume",
+            f"{checkpoint.path} is {kind}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):
@@ -134,11 +136,11 @@ def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
     now = values(setup.config)
     before = with_current_keys(checkpoint.config)
     differing = [
-        f"{path} was {known!r}, is {now[path]!r}"
+        f"{path} was {saved!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
-        and _plain(known := before.get(path, setting.default)) != _plain(now[path])
+        and _plain(saved := before.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan
     if checkpoint.global_batch != plan.global_batch_size:

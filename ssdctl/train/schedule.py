@@ -118,7 +118,7 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedul
 
 
 def split_duration(text: str) -> tuple[float, str]:
-    """`3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
+    """Parse a duration: `3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
     for unit in ("ep", "st", "min"):
         if text.endswith(unit):
             return float(text.removesuffix(unit)), unit

@@ -165,7 +165,7 @@ def remembered(root: Path, store: Path | None) -> Checkpoint:
     )  # fmt: skip
 
 
-def test_remembered_folders_are_only_read(tmp_path: Path) -> None:
+def test_folders_named_by_a_checkpoint_are_only_read(tmp_path: Path) -> None:
     """Without a store there, one would be written to a folder of the checkpoint's choosing."""
     root, store, own = tmp_path / "data", tmp_path / "home" / ".ssh", tmp_path / "own"
     generate(root, num_train=1, num_val=1)

@@ -1,4 +1,4 @@
-"""Foreign text reaches the terminal as visible characters; JSON stays exact."""
+"""Untrusted text is printed as visible characters; JSON stays exact."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ def test_a_name_that_cannot_be_written_is_one_message(
 
 @given(st.text(st.characters(codec=None)))
 def test_nothing_that_a_terminal_obeys_stays(text: str) -> None:
-    shown = printable(text)
-    assert {unicodedata.category(c) for c in shown if c not in "\n\t"}.isdisjoint(
+    output = printable(text)
+    assert {unicodedata.category(c) for c in output if c not in "\n\t"}.isdisjoint(
         {"Cc", "Cs", "Zl", "Zp"}
     )
-    assert not {unicodedata.bidirectional(c) for c in shown} & {"LRO", "RLO", "LRE", "RLE", "PDF",
+    assert not {unicodedata.bidirectional(c) for c in output} & {"LRO", "RLO", "LRE", "RLE", "PDF",
                                                                "LRI", "RLI", "FSI", "PDI"}  # fmt: skip
-    assert printable(shown) == shown
+    assert printable(output) == output
 
 
 def test_live_displays_are_printable() -> None:

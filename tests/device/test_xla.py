@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny_network import Tiny, batch, everything, losses, made
+from tiny_network import Tiny, batch, build_training, everything, losses
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -35,14 +35,16 @@ def xla() -> Device:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_losses_are_those_of_the_cpu(xla: Device, optimizer: str) -> None:
-    ours, theirs = (losses(made(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu")))
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    actual, expected = (
+        losses(build_training(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu"))
+    )
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, optimizer: str) -> None:
+def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer: str) -> None:
     """With a warm-up from 0, a bad step, and clipping; then a log point, which pulls once."""
-    _, _, step = made(xla, optimizer=optimizer, clip_grad=1.0)
+    _, _, step = build_training(xla, optimizer=optimizer, clip_grad=1.0)
     for number in range(2):  # the second has the first's results as inputs: another graph
         step([batch(seed=number)], 0.0)
     before = xla.counters()
@@ -60,10 +62,10 @@ def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, opti
     assert xla.counters()["pulls"] == after["pulls"]
 
 
-def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
+def test_a_new_wait_or_a_new_shape_is_detected(
     xla: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, step = made(xla)
+    _, _, step = build_training(xla)
     for number in range(2):
         step([batch(seed=number)], 1e-3)
     before = xla.counters()
@@ -83,7 +85,7 @@ def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
-    model, state, step = made(xla, optimizer=optimizer)
+    model, state, step = build_training(xla, optimizer=optimizer)
     step([batch()], 1e-3)
     xla.synchronize()
 
@@ -97,24 +99,24 @@ def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("onto_xla", [True, False])
-def test_an_optimizers_state_goes_on_on_another_device(
+def test_an_optimizers_state_continues_on_another_device(
     xla: Device, optimizer: str, onto_xla: bool
 ) -> None:
     """The CPU's kernels are fused, XLA's are not, and its AdamW counts on the device."""
     cpu = open_device("cpu")
     first, second = (cpu, xla) if onto_xla else (xla, cpu)
-    whole = losses(made(cpu, optimizer=optimizer)[2], steps=4)
-    model, before, step = made(first, optimizer=optimizer)
-    found = losses(step, steps=2)
-    other, after, step = made(second, optimizer=optimizer)
+    complete = losses(build_training(cpu, optimizer=optimizer)[2], steps=4)
+    model, before, step = build_training(first, optimizer=optimizer)
+    result = losses(step, steps=2)
+    other, after, step = build_training(second, optimizer=optimizer)
     other.load_state_dict(model.state_dict())
     load_optimizer(after, torch.utils._pytree.tree_map(to_host, before.state_dict()))
-    found += losses(step, first=2, steps=2)
-    assert found == pytest.approx(whole, rel=1e-4)
+    result += losses(step, first=2, steps=2)
+    assert result == pytest.approx(complete, rel=1e-4)
 
 
 def to_host(value: object) -> object:
-    """As a checkpoint holds it."""
+    """As in a checkpoint."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -129,7 +131,7 @@ def test_fp32_is_fp32(xla: Device) -> None:
 
 
 def test_a_rank_takes_one_chip_of_its_node() -> None:
-    """As far as the CPU client tells: there are no chips to share."""
+    """As far as the CPU client can show it: there are no chips to share."""
     program = (
         "import os; from ssdctl.device import open_device; open_device('xla', 1);"
         "print(os.environ['PJRT_LOCAL_PROCESS_RANK'], os.environ['PJRT_LOCAL_PROCESS_COUNT'])"
@@ -144,15 +146,15 @@ def test_a_rank_takes_one_chip_of_its_node() -> None:
 
 
 def test_bf16_runs(xla: Device) -> None:
-    ours = losses(made(xla, "bf16")[2], steps=2)
-    assert ours == pytest.approx(losses(made(open_device("cpu"))[2], steps=2), rel=1e-2)
+    actual = losses(build_training(xla, "bf16")[2], steps=2)
+    assert actual == pytest.approx(losses(build_training(open_device("cpu"))[2], steps=2), rel=1e-2)
 
 
 @pytest.mark.slow
-def test_a_whole_run_and_its_resume(
+def test_a_run_and_its_resume(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Train, save, stop, go on: the losses are those of the CPU. Detection is not for XLA yet."""
+    """Train, save, stop, resume: the losses equal the CPU's. XLA does not support detection yet."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     data = tmp_path / "data"
     data.mkdir()
@@ -162,7 +164,7 @@ def test_a_whole_run_and_its_resume(
         '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
     )
     options = TINY_RUN.replace("--device cpu", "").split()
-    found = {}
+    by_device = {}
     for device in ("cpu", "xla"):
         run = tmp_path / device
         for steps in (2, 3):
@@ -170,5 +172,5 @@ def test_a_whole_run_and_its_resume(
             result = cli(*command, "--device", device, "--augment", "none")
             assert result.code == 0, result.err
         lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        found[device] = [r["loss"] for r in lines if r["kind"] == "train"]
-    assert found["xla"] == pytest.approx(found["cpu"], rel=1e-3)
+        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+    assert by_device["xla"] == pytest.approx(by_device["cpu"], rel=1e-3)

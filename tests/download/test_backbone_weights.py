@@ -1,4 +1,4 @@
-"""Backbone weights: the cache, the names, the way to go on without network."""
+"""Backbone weights: the cache, the names, and use without network."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_fetched_once_then_cached(
 
 
 def test_a_cache_that_may_only_be_read(tiny: str) -> None:
-    """Found there without a lock file. Seen by the folder's time, as root may write anywhere."""
+    """Used without a lock file: the folder's time is unchanged (root could write anywhere)."""
     path = fetch_weights(tiny, retry_policy=QUICK)
     stamp = path.parent.stat().st_mtime_ns
     assert fetch_weights(tiny, retry_policy=QUICK) == path
@@ -110,9 +110,9 @@ def test_a_mirror_with_other_weights(server: Server, tiny: str) -> None:
     assert find_weights(tiny) is None
 
 
-def test_without_network_the_hint_says_which_file_to_put_where(tiny: str, tmp_path: Path) -> None:
-    with Server() as gone:
-        nowhere = gone.url
+def test_without_network_the_hint_names_the_file_and_its_place(tiny: str, tmp_path: Path) -> None:
+    with Server() as stopped:
+        nowhere = stopped.url
     with pytest.raises(NetworkError) as error:
         fetch_weights(tiny, mirror=nowhere, retry_policy=QUICK)
     hint = error.value.hint or ""

@@ -37,16 +37,16 @@ def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return open_dataset(shapes, tmp_path_factory.mktemp("store"))
 
 
-def taken(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
+def read_batches(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
     """Copies of a run's batches: the pixel buffers are reused."""
     loader = TrainLoader(split, SampleStream(split.trainable, plan.seed), plan)
     batches = loader.batches(steps.start, steps.stop)
     return [batch._replace(images=batch.images.clone()) for batch in batches]
 
 
-def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert a.rows.tolist() == b.rows.tolist()
         for name in ("images", "boxes", "labels", "jitter"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -54,29 +54,29 @@ def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
 
 def test_threads_change_nothing(splits: dict[str, Split]) -> None:
     steps = range(10)  # two epochs
-    once = taken(splits["train"], PLAN._replace(threads=1), steps)
-    assert_same(once, taken(splits["train"], PLAN._replace(threads=2), steps))
-    assert_same(once, taken(splits["train"], PLAN._replace(threads=5), steps))
+    once = read_batches(splits["train"], PLAN._replace(threads=1), steps)
+    assert_same(once, read_batches(splits["train"], PLAN._replace(threads=2), steps))
+    assert_same(once, read_batches(splits["train"], PLAN._replace(threads=5), steps))
 
 
-def test_a_resumed_run_goes_on_with_the_same_batches(splits: dict[str, Split]) -> None:
-    whole = taken(splits["train"], PLAN, range(8))
-    assert_same(whole[3:], taken(splits["train"], PLAN, range(3, 8)))
+def test_a_resumed_run_continues_with_the_same_batches(splits: dict[str, Split]) -> None:
+    complete = read_batches(splits["train"], PLAN, range(8))
+    assert_same(complete[3:], read_batches(splits["train"], PLAN, range(3, 8)))
     later = PLAN._replace(first_sample=3 * 5)
-    assert_same(whole[3:], taken(splits["train"], later, range(5)))
+    assert_same(complete[3:], read_batches(splits["train"], later, range(5)))
 
 
 def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
-    whole = taken(splits["train"], PLAN._replace(batch_size=8), range(4))
+    complete = read_batches(splits["train"], PLAN._replace(batch_size=8), range(4))
     shared = [
-        taken(
+        read_batches(
             splits["train"],
             PLAN._replace(batch_size=2, world_size=2, rank=r, accumulate=2),
             range(4),
         )
         for r in (0, 1)
     ]
-    for step, batch in enumerate(whole):
+    for step, batch in enumerate(complete):
         parts = [shared[rank][2 * step + part] for part in (0, 1) for rank in (0, 1)]
         assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
         assert torch.equal(torch.cat([p.boxes for p in parts]), batch.boxes)
@@ -86,9 +86,9 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 def test_a_steps_batches_are_good_until_the_next_step(
     splits: dict[str, Split], accumulate: int
 ) -> None:
-    """The caller holds all micro-batches of a step; no buffer of theirs may be written again."""
+    """The caller keeps all micro-batches of a step; none of their buffers may be reused."""
     plan = PLAN._replace(batch_size=1, accumulate=accumulate)
-    copies = taken(splits["train"], plan, range(4))
+    copies = read_batches(splits["train"], plan, range(4))
     loader = TrainLoader(splits["train"], SampleStream(splits["train"].trainable, plan.seed), plan)
     batches = loader.batches(0, 4)
     for step in range(4):
@@ -98,8 +98,8 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
-def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]) -> None:
-    for batch in taken(splits["train"], PLAN, range(20)):
+def test_shapes_are_static_and_boxes_are_in_the_picture(splits: dict[str, Split]) -> None:
+    for batch in read_batches(splits["train"], PLAN, range(20)):
         assert batch.images.shape == (5, 300, 300, 3)
         assert batch.images.dtype == torch.uint8
         assert batch.boxes.shape == (5, 12, 4)
@@ -114,7 +114,7 @@ def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]
 def test_without_augmentation_pictures_are_resized_as_pillow_does(
     splits: dict[str, Split], shapes: Path
 ) -> None:
-    (batch,) = taken(splits["train"], PLAN._replace(augment=False), range(1))
+    (batch,) = read_batches(splits["train"], PLAN._replace(augment=False), range(1))
     assert batch.jitter is None
     for i, row in enumerate(batch.rows):
         name = f"{splits['train'].image_ids[row]:012d}.jpg"
@@ -126,7 +126,7 @@ def test_without_augmentation_pictures_are_resized_as_pillow_does(
 def test_flipped_pictures_and_boxes_belong_together(splits: dict[str, Split]) -> None:
     """The mean colour inside each box is the same in the batch and in the picture it came from."""
     split = splits["train"]
-    batches = taken(split, PLAN, range(30))
+    batches = read_batches(split, PLAN, range(30))
     flipped = 0
     for batch in batches:
         for i, row in enumerate(batch.rows):
@@ -160,4 +160,4 @@ def test_an_image_that_went_bad_is_named(shapes: Path, tmp_path: Path, content: 
     with pytest.raises(DataError, match=r"image \d+ cannot be decoded"):
         list(evaluation_batches(split, split.trainable, 4, 2))
     with pytest.raises(DataError, match=r"images in a row cannot be decoded, the first .*\.jpg"):
-        taken(split, PLAN, range(1))
+        read_batches(split, PLAN, range(1))

@@ -1,6 +1,6 @@
 """Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
 
-No cluster is at hand: `kubectl` is a small program that records what it is asked.
+There is no cluster: `kubectl` is a small program that records its calls.
 golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, without its descriptions.
 """
 
@@ -72,7 +72,7 @@ def crd() -> Any:
 
 
 def check(manifest: Any, crd: Any) -> None:
-    """A Job's pods are checked as those of an MPIJob: the schema holds all of a pod's."""
+    """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
     if manifest["kind"] == "MPIJob":
         rest = {key: value for key, value in manifest.items() if key != "metadata"}
         jsonschema.validate(rest, crd)
@@ -80,7 +80,7 @@ def check(manifest: Any, crd: Any) -> None:
     replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
-    # Job controllers take a podFailurePolicy with pods that are never restarted alone.
+    # Job controllers accept a podFailurePolicy only with pods that are never restarted.
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
 
@@ -160,7 +160,7 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     words = pods["launcher"]["command"]
     assert words[:4] == ["/opt/ssdctl/bin/python", "-m", "ssdctl", "launch"]
     assert {"--hpus=16", "--nodes=2", "--cores-per-node=48", "--bs=128", "--bf16"} <= set(words)
-    # The file that says so lies on this machine, not in the pod.
+    # The file with the setting is on this machine, not in the pod.
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
     assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
@@ -223,15 +223,15 @@ def test_kinds(
     limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
     assert limits == ({resource: str(count // nodes)} if resource else {})
     with_devices = templates(manifest)[-1]
-    wanted = [{"key": resource, "operator": "Exists"}] if resource else None
-    assert with_devices["spec"].get("tolerations") == wanted
+    expected = [{"key": resource, "operator": "Exists"}] if resource else None
+    assert with_devices["spec"].get("tolerations") == expected
     for template in templates(manifest):
         for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
             assert marks["sidecar.istio.io/inject"] == "false"
 
 
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
-    """The launcher waits for all workers: one must not be lost to one failed download."""
+    """The launcher waits for all workers: one failed download must not fail a worker."""
     manifest = plan_for("hpu", 16, nodes=2, install="a.whl").manifest
     assert manifest is not None
     replicas = manifest["spec"]["mpiReplicaSpecs"]
@@ -302,10 +302,10 @@ def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], wor
 
 
 def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
-    """Container runtimes give 64 MB; mpirun takes variables along by name alone."""
-    (alone,) = containers(plan_for("cuda", 1).manifest).values()
+    """Container runtimes give 64 MB; mpirun passes on variables only by name."""
+    (single,) = containers(plan_for("cuda", 1).manifest).values()
     (several,) = containers(plan_for("cuda", 2).manifest).values()
-    assert "/dev/shm" not in [m["mountPath"] for m in alone["volumeMounts"]]
+    assert "/dev/shm" not in [m["mountPath"] for m in single["volumeMounts"]]
     assert "/dev/shm" in [m["mountPath"] for m in several["volumeMounts"]]
     plan = plan_for("hpu", 16, nodes=2, env=("TOKEN=1",))
     assert "--export-env=TOKEN" in containers(plan.manifest)["launcher"]["command"]
@@ -389,11 +389,11 @@ def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "--write" in result.err
 
 
-def test_the_manifest_is_written_as_it_is_shown(cli: Cli) -> None:
+def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:
     arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
-    shown = cli(*arguments, "--dry-run").out
+    output = cli(*arguments, "--dry-run").out
     assert cli(*arguments, "--write", "job.yaml").code == 0
-    assert Path("job.yaml").read_text() == shown
+    assert Path("job.yaml").read_text() == output
     assert not os.access("job.yaml", os.X_OK)
 
 
@@ -416,7 +416,7 @@ def wheel(folder: Path, *requirements: str) -> Path:
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
-    """This interpreter stands for the image's; nothing is fetched."""
+    """This interpreter replaces the image's; nothing is fetched."""
     program = pod_install.__file__
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
 
@@ -428,21 +428,21 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
     argv = [str(tmp_path / "good/bin/python"), "-c", find]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    torch, package = found.stdout.split()
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    torch, package = result.stdout.split()
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert torch == spec.origin
     assert package.startswith(str(tmp_path / "good"))
-    # What wants another torch is refused instead of served.
+    # A package that needs another torch is refused.
     assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
 
 
 def with_pip(version: str) -> str | None:
     """An interpreter of that version that has pip, from the path or from pyenv's folder."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path("~/.pyenv").expanduser(), "versions")
-    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    for candidate in filter(None, found):
+    candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for candidate in filter(None, candidates):
         argv = [str(candidate), "-c", "import pip, sys; print(*sys.version_info[:2], sep='.')"]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.stdout.strip() == version:
@@ -465,13 +465,13 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
         "-c",
         "import pip, probe_package as p; print(p.__file__)",
     ]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(str(tmp_path / "made"))
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(str(tmp_path / "made"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
-    """It has a handler of its own: 143, where a signal without one says -15."""
+    """It has its own handler: 143; without one a signal gives -15."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"

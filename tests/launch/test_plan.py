@@ -1,4 +1,4 @@
-"""What is run, for what was asked: pure, so every case is a comparison of data."""
+"""The command for a request: without side effects, so every case compares data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 GAUDI = Node(cores=48, sockets=2)
-# What can stand in an argument vector: any text without NUL and lone surrogates.
+# Valid arguments: any text without NUL and lone surrogates.
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
 
@@ -219,7 +219,9 @@ def test_ranks_are_bound_next_to_their_gpu(
         ({"is_written": True, "bind_to": "none"}, False),
     ],
 )
-def test_cores_of_other_machines_are_asked_for(settings: dict[str, Any], is_warned: bool) -> None:
+def test_the_cores_of_other_machines_are_requested(
+    settings: dict[str, Any], is_warned: bool
+) -> None:
     warnings = plan_for("hpu", 16, **settings).warnings
     assert any("--cores-per-node" in warning for warning in warnings) == is_warned
 
@@ -235,7 +237,7 @@ def test_tpus_are_started_by_torchrun() -> None:
     assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
-def test_torchruns_nodes_meet_at_the_first_host() -> None:
+def test_torchruns_rendezvous_is_on_the_first_host() -> None:
     plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
     assert "--rdzv-endpoint=node-a:29400" in plan.argv
     assert plan.missing is None
@@ -246,7 +248,7 @@ def test_torchruns_nodes_meet_at_the_first_host() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_a_host_still_to_be_said(device: str) -> None:
+def test_a_host_that_is_still_missing(device: str) -> None:
     missing = plan_for(device, 16, nodes=2).missing
     assert missing is not None
     assert "several nodes" in missing
@@ -283,7 +285,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("argument", ["a\0b", "\udcff"])
-def test_arguments_that_no_command_line_can_hold(argument: str) -> None:
+def test_arguments_that_no_command_line_can_contain(argument: str) -> None:
     with pytest.raises(UsageError, match="UTF-8"):
         plan_for("cpu", 2, "train", argument)
 

@@ -1,4 +1,4 @@
-"""Runs whose data goes bad, runs without data, runs that ask for what is not installed."""
+"""Runs with damaged data, runs without data, runs that need a package that is not installed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_too_many_bad_images_end_the_run(
 
 @pytest.mark.slow
 def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path) -> None:
-    """Deleted under a run without a packed store; each rank meets another half of them."""
+    """Deleted under a run without a packed store; each rank reads another half of them."""
     split = open_dataset(dataset, dataset / "prepared")["train"]
     run = tmp_path / "run"
     options = [*OPTIONS, "--bs", "1", "--epochs", "1000"]

@@ -1,4 +1,4 @@
-"""What the loop offers besides steps: when it evaluates, ends, averages, and what it tells."""
+"""Options of the loop: when it evaluates and ends, averaging, and its messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_evaluates_at_the_given_epochs_and_ends_without_gain(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
     """A network that learns nothing (a rate near 0) has the same AP again and again."""
     run = tmp_path / "run"
     # 20 images in batches of 2: an epoch is 10 steps.
@@ -29,7 +31,7 @@ def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path
     steps = [r["step"] for r in records(run, "eval")]
     assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
     assert "--patience" in result.err
-    assert last(run).step < 30  # a score comes some steps after its images were seen
+    assert last(run).step < 30  # a score is recorded some steps after its detections
 
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -53,24 +55,24 @@ def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cl
 
 
 def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """It is what one evaluates; training goes on from the weights themselves, resumed or not."""
+    """It is evaluated; training continues from the weights themselves, resumed or not."""
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"
     command = ["train", "--data", shapes, *OPTIONS, "--lr", "1e-2"]
     assert cli(*command, "--out", plain, "--steps", 4).code == 0
     assert cli(*command, "--out", averaged, "--steps", 2, "--ema", 0.5).code == 0
     result = cli(*command, "--out", averaged, "--steps", 4, "--ema", 0.5)
     assert result.code == 0, result.err
-    ours, theirs = last(averaged), last(plain)
-    assert ours.trained is not None
-    assert_same_state(ours._replace(model=ours.trained), theirs)
+    actual, expected = last(averaged), last(plain)
+    assert actual.trained is not None
+    assert_same_state(actual._replace(model=actual.trained), expected)
     name = "box_heads.0.weight"
-    assert not torch.equal(ours.model[name], ours.trained[name])
+    assert not torch.equal(actual.model[name], actual.trained[name])
     straight = tmp_path / "straight"
     assert cli(*command, "--out", straight, "--steps", 4, "--ema", 0.5).code == 0
-    assert_same_state(ours, last(straight))
+    assert_same_state(actual, last(straight))
 
 
-def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,13 +95,15 @@ def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cl
     assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
 
 
-def test_batch_norm_over_ranks_is_refused_where_there_is_none(shapes: Path, cli: Cli) -> None:
+def test_batch_norm_over_ranks_is_refused_without_support(shapes: Path, cli: Cli) -> None:
     result = cli("train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, "--sync-bn")
     assert result.code == 2
     assert "--sync-bn" in result.err
 
 
-def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_reports_once_that_training_is_input_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pace = ThroughputMeter(global_batch=8)

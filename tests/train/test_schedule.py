@@ -111,9 +111,7 @@ def test_durations() -> None:
     batch_size=st.integers(1, 64),
     epochs=st.sampled_from(["1", "0.3ep", "7", "1.1"]),
 )
-def test_what_comes_every_epoch_comes_with_its_end(
-    images: int, batch_size: int, epochs: str
-) -> None:
+def test_epoch_periods_end_with_their_epochs(images: int, batch_size: int, epochs: str) -> None:
     plan = make_plan(config(batch_size=batch_size, warmup="0st"), images, 1)
     period = Fraction(epochs.removesuffix("ep")) * images / batch_size
     ends = {int(n * period) for n in range(1, 202)} if period >= 1 else set(range(1, 201))

@@ -42,12 +42,12 @@ def killed_at_random(command: list[object], number: signal.Signals, within_s: fl
 def survive(
     shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
 ) -> None:
-    """Kill a run again and again, let it end, and compare it with one that was left alone."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
+    uninterrupted, run = tmp_path / "whole", tmp_path / "run"
     command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
     command += ["--save-every", "2st", "--eval-every", "5st"]
     begin = time.monotonic()
-    process = start(*command, "--out", whole)
+    process = start(*command, "--out", uninterrupted)
     _, words = process.communicate(timeout=600)
     assert process.returncode == 0, words
     alone_s = time.monotonic() - begin
@@ -57,16 +57,16 @@ def survive(
         expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
         assert code in expected
         if code == 0:  # it came to its end before the signal: begin again
-            assert_same_state(last(run), last(whole))
+            assert_same_state(last(run), last(uninterrupted))
             shutil.rmtree(run)
     result = cli(*command, "--out", run)
     assert result.code == 0, result.err
-    assert_same_state(last(run), last(whole))
+    assert_same_state(last(run), last(uninterrupted))
     for kind in ("train", "eval"):
-        ours, theirs = records(run, kind), records(whole, kind)
-        assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+        actual, reference = records(run, kind), records(uninterrupted, kind)
+        assert [r["step"] for r in actual] == [r["step"] for r in reference]
         key = "loss" if kind == "train" else "AP"
-        assert [r[key] for r in ours] == [r[key] for r in theirs]
+        assert [r[key] for r in actual] == [r[key] for r in reference]
     assert not list(run.rglob("*.tmp"))
 
 
@@ -159,15 +159,15 @@ def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path
     done = subprocess.run(
         [sys.executable, script, run], capture_output=True, text=True, timeout=300
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found, done.stderr
-    codes, steps = [f[0] for f in found], [f[1] for f in found]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert outcomes, done.stderr
+    codes, steps = [f[0] for f in outcomes], [f[1] for f in outcomes]
     assert codes == [9] * (len(codes) - 1) + [0]
     assert len(codes) > 8  # there were that many operations
     assert steps[0] == 3  # it died before the new one was there
     assert steps[-1] == 4
     assert steps == sorted(steps)
-    for _, _, warnings, hidden, kept in found:
+    for _, _, warnings, hidden, kept in outcomes:
         assert not warnings
         assert not hidden
         assert kept <= 3
@@ -238,7 +238,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_lost_rank_is_named_and_ends_the_others(shapes: Path, tmp_path: Path, how: str) -> None:
+def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, how: str) -> None:
     """Without a launcher's help: the ranks notice by themselves."""
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]

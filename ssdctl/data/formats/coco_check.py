@@ -89,7 +89,7 @@ def format_warnings(
         findings: Those of `check`.
 
     Returns:
-        At most one sentence with its remedy. It is not an error: such boxes may be meant.
+        At most one sentence with its remedy. It is not an error: such boxes may be intended.
     """
     low, high = boxes.ltrb[:, :2], boxes.ltrb[:, 2:]
     number = len(boxes.ltrb)

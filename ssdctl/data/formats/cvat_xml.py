@@ -79,7 +79,7 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
 
 
 def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
-    """The frames of a video: each track has a box for each of its frames."""
+    """Return the frames of a video: each track has a box for each of its frames."""
     by_frame: dict[int, list[LabeledBox]] = {}
     for track in tree.iterfind("track"):
         for element in track:
@@ -108,7 +108,7 @@ def _side(element: Any, key: str) -> int:
 
 
 def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox:
-    """The upright box around a shape."""
+    """Return the upright box around a shape."""
     try:
         left, top, right, bottom = _extent(element)
         degrees = numbers([element.get("rotation") or "0"])[0]
@@ -141,7 +141,7 @@ def _extent(element: Any) -> list[float]:
 
 
 def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[LabeledImage]]:
-    """The images with their paths below `root`, by split."""
+    """Return the images with their paths below `root`, by split."""
     by_name: dict[str, list[str]] = {}
     for file in files_below(root):
         parts = file.split("/")

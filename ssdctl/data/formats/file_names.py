@@ -52,8 +52,8 @@ def resolve_images(images: Sequence[ImageEntry], folder: Path) -> ResolvedImages
         replaced = _replace_names([images[row] for row in rows], folder)
         if replaced:
             notes.append(_note(replaced))
-            found = file_sizes(folder, [images[row].file_name for row in rows])
-            for row, size in zip(rows, found, strict=True):
+            new_sizes = file_sizes(folder, [images[row].file_name for row in rows])
+            for row, size in zip(rows, new_sizes, strict=True):
                 sizes[row] = size if is_plain_name(images[row].file_name) else None
     unsized = [
         image
@@ -103,7 +103,7 @@ def longest_tail(name: str, paths: Sequence[str]) -> str | None:
 
 
 def _is_tool_path(name: str) -> bool:
-    """Whether a path that leaves its folder is one of a labelling tool's server."""
+    """Return whether a path that leaves its folder is a path on a labelling tool's server."""
     return bool(TOOL_FOLDERS.intersection(name.split("/")))
 
 

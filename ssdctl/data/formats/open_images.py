@@ -86,7 +86,7 @@ def read_open_images(
 
 
 def _class_names(root: Path) -> dict[str, str]:
-    """Display names by MID; equal ones get their MID behind them."""
+    """Return the display names by MID; the MID is appended to names that occur twice."""
     names: dict[str, str] = {}
     for path in _csv_files(root):
         header = _header(path)
@@ -96,8 +96,8 @@ def _class_names(root: Path) -> dict[str, str]:
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
-    taken = list(names.values())
-    return {k: f"{v} ({k})" if taken.count(v) > 1 else v for k, v in names.items()}
+    all_names = list(names.values())
+    return {k: f"{v} ({k})" if all_names.count(v) > 1 else v for k, v in names.items()}
 
 
 def _read_split(

@@ -132,31 +132,34 @@ def _distinct(path: Path, names: list[str]) -> list[str]:
 
 
 def _image_files(root: Path, description: _Description | None) -> dict[str, list[Path]]:
-    """The image files of each split, sorted."""
-    found: dict[str, list[Path]] = {}
+    """Return the image files of each split, sorted."""
+    by_split: dict[str, list[Path]] = {}
     if description is not None:
         for split in ("train", "val", "test"):
-            wanted = description.content.get(split)
-            for entry in wanted if isinstance(wanted, list) else [wanted]:
+            entries = description.content.get(split)
+            for entry in entries if isinstance(entries, list) else [entries]:
                 if isinstance(entry, str) and entry:
                     files = _named_images(root, description, split, entry)
-                    found.setdefault(split, []).extend(files)
+                    by_split.setdefault(split, []).extend(files)
     for split, folders in USUAL.items():
-        if not found.get(split) and (description is None or not description.content.get(split)):
+        if not by_split.get(split) and (description is None or not description.content.get(split)):
             usual = (root / f for f in folders if (root / f).is_dir())
-            found[split] = next((files for f in usual if (files := _images_in(f))), [])
-    if not found.get("train"):
+            by_split[split] = next((files for f in usual if (files := _images_in(f))), [])
+    if not by_split.get("train"):
         undivided = (_images_in(root / f) for f in UNDIVIDED if (root / f).is_dir())
-        taken = {path for files in found.values() for path in files}
-        found["train"] = next((f for f in undivided if f and not taken.intersection(f)), [])
-    if not found["train"]:
+        assigned = {path for files in by_split.values() for path in files}
+        by_split["train"] = next((f for f in undivided if f and not assigned.intersection(f)), [])
+    if not by_split["train"]:
         raise DataError(f"{root}: no images to train on in any of the usual folders")
-    return {split: sorted(set(files)) for split, files in found.items() if files}
+    return {split: sorted(set(files)) for split, files in by_split.items() if files}
 
 
 def _named_images(root: Path, description: _Description, split: str, entry: str) -> list[Path]:
-    """The images of a folder or list that data.yaml names; it must be below the dataset folder,
-    wherever it was when the file was written. Only the training images are required."""
+    """Return the images of a folder or list that data.yaml names.
+
+    It is searched for below the dataset folder, which may have another path than when the file was
+    written. Only the training images are required.
+    """
     tail = _tail(entry)
     base = description.content.get("path", "")
     base = _tail(base if isinstance(base, str) else "")
@@ -176,7 +179,7 @@ def _named_images(root: Path, description: _Description, split: str, entry: str)
 
 
 def _tail(text: str) -> PurePosixPath:
-    """A path without what would leave the dataset folder."""
+    """Return a path without the parts that would leave the dataset folder."""
     return PurePosixPath(
         *(p for p in text.replace("\\", "/").split("/") if p not in ("", ".", ".."))
     )
@@ -240,7 +243,7 @@ def _read_split(
 
 
 def _label_file(root: Path, image: Path) -> Path:
-    """`labels` in place of the last `images` of the path, or in the image's folder."""
+    """Return `labels` in place of the last `images` of the path, or in the image's folder."""
     parts = list(image.relative_to(root).parts)
     for i in reversed(range(len(parts) - 1)):
         if parts[i] == "images":
@@ -254,7 +257,7 @@ def _label_file(root: Path, image: Path) -> Path:
 def _boxes(
     path: Path, names: list[str], keypoints: bool, width: int, height: int
 ) -> list[LabeledBox]:
-    """The boxes of a label file; the same line twice counts once."""
+    """Return the boxes of a label file; the same line twice counts once."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:

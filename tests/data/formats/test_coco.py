@@ -139,7 +139,7 @@ NUMBERS = st.one_of(
 def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
     tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
 ) -> None:
-    """Kept boxes have a size and lie inside; each other one is listed; the plain rule agrees."""
+    """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [
         {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
         for i, bbox in enumerate(bboxes)

@@ -1,4 +1,4 @@
-"""Exports of labelling tools are recognised, prepared, trained on and scored as they come."""
+"""Exports of labelling tools are recognised, prepared, trained on and scored unchanged."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class TestDropped:
         [
             (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
             (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"]], "outside"),
-            (lambda c: c["images"][0].update(width=50), "annotation says"),
+            (lambda c: c["images"][0].update(width=50), "annotation has"),
             (lambda c: c["annotations"].clear(), "nothing is left"),
         ],
     )
