@@ -167,7 +167,7 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
 
 
 def _pictures(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
-    """Yield the encoded pictures of the validation split that the checkpoint remembers."""
+    """Yield the encoded pictures of the validation split that the checkpoint names."""
     if not checkpoint.is_of_run:
         return
     try:
