@@ -23,12 +23,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
+# What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
 
 

@@ -283,10 +283,15 @@ def _check_class_heads(checkpoint: Checkpoint) -> None:
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Load weights, all or nothing, or raise IntegrityError with what differs."""
+    check_shapes(module, state, path)
+    module.load_state_dict(state)
+
+
+def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     refuse_differences(shape_differences(expected, shapes), path)
-    module.load_state_dict(state)
 
 
 def load_backbone(model: SSD300, path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import MAX_COUNT, Payload
+from ssdctl.checkpoint.pickled_storages import check_storages
 from ssdctl.errors import IntegrityError
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -70,7 +71,8 @@ def is_plain_tensor(value: object) -> bool:
 
 
 def check_zip(path: Path) -> None:
-    """Check that a file is a complete zip of stored entries with correct CRCs.
+    """Check that a file is a complete zip of stored entries with correct CRCs, and that its
+    tensors are as large as they are described.
 
     Raises:
         IntegrityError: It is not; or its entries are larger than the file.
@@ -84,6 +86,8 @@ def check_zip(path: Path) -> None:
             if total > path.stat().st_size:
                 raise zipfile.BadZipFile("its entries are larger than the file")
             damaged = archive.testzip()
+            if damaged is None:
+                check_storages(archive)
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
         raise IntegrityError(
             f"{path}: not a checkpoint, or a damaged one: {error}",

@@ -126,6 +126,15 @@ class Console:
             with disk_errors(STDOUT, "writing"):
                 rich_console(sys.stdout).print(human())
 
+    def copy(self, text: str) -> None:
+        """Copy output of another program to stdout (with --json: to stderr), printable.
+
+        Args:
+            text: Any part of it; newlines stay as they are, those of Windows become plain ones.
+        """
+        stream = sys.stderr if self.as_json else sys.stdout
+        self._write(printable(text.replace("\r\n", "\n")), stream, end="")
+
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
     ) -> Iterator[T]:
@@ -155,11 +164,11 @@ class Console:
         text = printable(text) if text.startswith("\n") else printable_message(text)
         self._write(label + text, sys.stderr)
 
-    def _write(self, text: str, stream: IO[str]) -> None:
+    def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
         try:
             with disk_errors(STDOUT, "writing"):
-                print(_encodable(text, stream), file=stream, flush=True)
-        except DiskError:
+                print(_encodable(text, stream), file=stream, end=end, flush=True)
+        except (DiskError, BrokenPipeError):
             if stream is sys.stdout:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
 

@@ -71,6 +71,7 @@ def export(
         raise UsageError(f"--out {out} is the checkpoint itself", hint="give another file")
     from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
     from ssdctl.export.formats import export as write
+    from ssdctl.export.nvidia import NUM_CLASSES as NVIDIA_CLASSES
 
     content = read_checkpoint(source)
     result: dict[str, Any] = {"file": out, "format": kind}
@@ -78,6 +79,11 @@ def export(
         result |= _export_onnx(call, content, Path(out), raw)
     else:
         write(content, kind, Path(out))
+        if kind == "nvidia" and content.architecture.num_classes != NVIDIA_CLASSES:
+            call.console.warning(
+                f"NVIDIA's program builds a network of {NVIDIA_CLASSES} outputs (COCO's), this "
+                f"file has {content.architecture.num_classes}: only ssdctl reads it"
+            )
     call.console.result(result, f"{source} -> {out} ({kind})")
 
 

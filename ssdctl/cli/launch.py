@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,7 +114,8 @@ def launch(
 
     request = make_request(call, *devices[0], rest or [])
     if write is not None:  # the script may run on other machines
-        request = dataclasses.replace(request, local_address=None, is_written=True)
+        request = dataclasses.replace(request, local_address=None)
+    request = dataclasses.replace(request, is_planned=dry_run or write is not None)
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)
@@ -225,14 +225,8 @@ def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool)
         call.console.result(result, job)
         return
     call.console.info(f"submitted {job}; to cancel it: {cancel}")
-    stream = sys.stderr if call.console.as_json else sys.stdout
-
-    def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
     try:
-        code = submit.follow(job, plan, write)
+        code = submit.follow(job, plan, call.console.copy)
     except KeyboardInterrupt:
         call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise

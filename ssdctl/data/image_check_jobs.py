@@ -29,7 +29,7 @@ from ssdctl.data.image_check import (
     check_image,
 )
 from ssdctl.data.store import METADATA_KEY, Shard
-from ssdctl.files import atomic_write
+from ssdctl.files import DECODE_ERRORS, atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
 from ssdctl.runtime.progress import Progress
 
@@ -137,7 +137,7 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
             columns = table.to_pydict()
         if msgspec.json.decode(raw, type=_PartMetadata) != _PartMetadata(job.key, start):
             return None
-    except (OSError, KeyError, pa.ArrowInvalid, msgspec.DecodeError):
+    except (OSError, KeyError, pa.ArrowException, *DECODE_ERRORS):
         return None
     triples = zip(columns["bytes"], columns["modified_ns"], columns["sketch"], strict=True)
     fingerprints = [FileFingerprint(*triple) for triple in triples]

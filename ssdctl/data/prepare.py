@@ -51,6 +51,7 @@ from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
+    DECODE_ERRORS,
     atomic_write,
     disk_errors,
     free_bytes,
@@ -177,7 +178,7 @@ def _unchanged_outcome(
     """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split, files in splits.items():

@@ -193,7 +193,7 @@ class Part:
                 return None
             self.piece_bytes = max(int(header["piece_bytes"]), 1)
             pairs = list(RECORD.iter_unpack(content[HEADER_BYTES:]))
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
             return None
         if header["source"] == _digest(self.source):
             self.validator = str(header["validator"])

@@ -24,6 +24,7 @@ from ssdctl.evaluate.ground_truth import (
     dense_ids,
     engine_columns,
 )
+from ssdctl.files import DECODE_ERRORS
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 FIGURES: dict[str, tuple[str, float | None, int, int]] = {
@@ -112,7 +113,7 @@ def read_detections(path: Path) -> Detections:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not in COCO's results format: {error}".replace("`", ""),
             hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import write_bytes
+from ssdctl.files import DECODE_ERRORS, write_bytes
 
 SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
@@ -141,7 +141,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
         return msgspec.json.decode(path.read_bytes(), type=Evaluation)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
             f"{path}: not an evaluation that this version reads: {error}".replace("`", ""),
             hint="write it again: ssdctl evaluate CKPT --report DIR",

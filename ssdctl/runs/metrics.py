@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import disk_errors, no_follow, write_text
+from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, write_text
 from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
 def _record(line: bytes) -> Record | None:
     try:
         value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         return None

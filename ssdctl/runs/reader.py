@@ -16,6 +16,7 @@ import msgspec
 from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
 from ssdctl.config.resolve import read_toml
 from ssdctl.errors import DataError, UsageError
+from ssdctl.files import DECODE_ERRORS
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.layout import RunDir, find_runs
 from ssdctl.runs.metrics import Record, is_number, read_metrics
@@ -135,7 +136,7 @@ def _environment(path: Path) -> dict[str, Any] | None:
     """Read environment.json; None if it is absent or anything but an object."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     if not isinstance(value, dict):
         return None

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -133,6 +134,9 @@ class _Trainer:
         self.batches: Iterator[Batch] = iter(())
         self.saved_at = time.monotonic()
         self.guard = NonFiniteGuard(config.on_nonfinite)
+        self.memory_hints = functools.partial(
+            out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
+        )
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.out).profile, setup.device, setup.ranks
         )
@@ -160,7 +164,10 @@ class _Trainer:
             lr = self.plan.lr(self.step)
             result = self._train_step(train_step, lr)
             if self.step % log_every == 0 or self.step == total_steps:
-                with torch.profiler.record_function("wait: device, at a log point"):
+                with (
+                    torch.profiler.record_function("wait: device, at a log point"),
+                    self.memory_hints(),
+                ):
                     losses = result.read(setup.ranks)
                 self.progress_log.step(self.step, losses, lr)
                 self.progress_log.bad_images(self.step)
@@ -176,12 +183,12 @@ class _Trainer:
 
     def _train_step(self, train_step: TrainStep, lr: float) -> StepResult:
         """Take the next optimizer step. Does not wait for the device."""
-        setup, config = self.setup, self.setup.config.train
+        config = self.setup.config.train
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
             batches = list(itertools.islice(self.batches, config.accumulate))
-        self.progress_log.watch(batches)
-        with out_of_memory_hints(setup.architecture, config, setup.device, setup.precision):
+        self.progress_log.before_step(self.step, batches)
+        with self.memory_hints():
             result = train_step(batches, lr)
         self.step += 1
         self.throughput.step_done()
@@ -365,6 +372,7 @@ class _Trainer:
 
     def _finish(self, *, ended_early: bool) -> Summary:
         was_finished = self.throughput.images == 0 and self.evaluated_step == self.step
+        self.progress_log.training_ended()
         if self.setup.val is None:
             log.info("no validation split: nothing to evaluate")
         if reason := self.early_stopping.reason_to_end():

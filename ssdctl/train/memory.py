@@ -196,17 +196,33 @@ def out_of_memory_hints(
         memory = device.memory_bytes()
         raise UsageError(
             f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_proposal(estimate(architecture, config, precision), memory, config),
+            hint=_proposal(estimate(architecture, config, precision), memory, config, device),
         ) from error
 
 
-def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
+def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig, device: Device) -> str:
+    """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
+
+    If the batch that failed fits by the count, the software of the device or another process needs
+    the rest of the memory.
+    """
     tried = config.batch_size
     assert isinstance(tried, int)
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
-    fits = min(need.fits(memory) if memory else tried // 2, tried - 1)
-    # The free memory of a shared device can be too little for the estimate.
+    fits = need.fits(memory) if memory else tried
+    is_counted = fits < tried
+    if not is_counted:
+        fits = tried // 2
+        fits -= fits % 8 if fits > 8 else 0
     fits = max(fits, 1)
     more = -(-tried * config.accumulate // fits)
-    return f"--bs {fits} would fit; with --accumulate {more} the global batch stays about the same"
+    same = f"with --accumulate {more} the global batch stays about the same"
+    if is_counted:
+        return f"--bs {fits} would fit; {same}"
+    counted = (need.fixed + tried * need.per_image) / 1e9
+    remedy = "" if device.is_host else " (--bs auto measures it)"
+    return (
+        f"--bs {fits}, half of it: network and activations need {counted:.1f} GB, what else the "
+        f"device needs is not known{remedy}; {same}"
+    )

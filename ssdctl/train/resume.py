@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
+from ssdctl.checkpoint.reader import (
+    Checkpoint,
+    check_shapes,
+    load_state,
+    read_checkpoint,
+    same_classes,
+)
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.data.class_match import class_differences
@@ -157,9 +163,15 @@ def restore(
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
 ) -> dict[str, Tensor] | None:
-    """Load a checkpoint into network and optimizer; return the EMA's weights, if any."""
+    """Load a checkpoint into network and optimizer; return the EMA's weights, if any.
+
+    Raises:
+        IntegrityError: They do not fit; the message lists what differs.
+    """
     trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
     load_state(model, trained, checkpoint.path)
+    if checkpoint.trained is not None:
+        check_shapes(model, checkpoint.model, checkpoint.path)
     _load_optimizer(optimizer, checkpoint)
     return None if checkpoint.trained is None else checkpoint.model
 
@@ -172,7 +184,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) ->
     if kind != checkpoint.config.get("train.optimizer") or sizes != saved_sizes:
         log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
         return
-    load_optimizer(optimizer, checkpoint.optimizer)
+    load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
 
 
 def _plain(value: object) -> object:

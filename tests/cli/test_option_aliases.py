@@ -40,7 +40,6 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--weight_decay 0.1", "--weight-decay=0.1"),
         ("--log-interval 5", "--log-every=5"),
         ("--log_every 5", "--log-every=5"),
-        ("--save_summary_steps 10", "--log-every=10"),
         ("--output-dir x", "--out=x"),
         ("--model_dir x", "--out=x"),
         ("--data_dir d", "--data=d"),
@@ -57,6 +56,10 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
 )
 def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
     assert ranks_options(cli, *alias.split()) == {ours}
+
+
+def test_summaries_of_tensorflow_are_tensorboard_events(cli: Cli) -> None:
+    assert ranks_options(cli, "--save_summary_steps", "10") == {"--log-every=10", "--tensorboard"}
 
 
 def test_the_voyager_command_line_works_unchanged(cli: Cli) -> None:

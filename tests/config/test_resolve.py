@@ -250,3 +250,29 @@ def test_recipes_are_those_of_their_sources() -> None:
     assert (dali.model.backbone, dali.model.extra_norm) == ("resnet34", "none")
     assert (dali.train.seed, dali.train.precision) == (1, "fp32")
     assert dali.train.decay_epochs == (42, 53)
+
+
+def test_presets_evaluate_and_save_as_their_sources() -> None:
+    nvidia = resolved(("train.preset", "nvidia-r50")).config.train
+    counted_from_zero = [21, 31, 37, 42, 48, 53, 59, 64]
+    assert list(nvidia.eval_at) == [epoch + 1 for epoch in counted_from_zero]
+    assert (nvidia.save_every, nvidia.keep) == ("1ep", nvidia.epochs)
+    dali = resolved(("train.preset", "dali-r34")).config.train
+    assert list(dali.eval_at) == [epoch + 1 for epoch in [3, *counted_from_zero]]
+    habana = resolved(("train.preset", "mlperf-r34")).config.train
+    assert (habana.eval_every, habana.save_every, habana.keep) == ("5ep", "5ep", 12)
+    habana_tf = resolved(("train.preset", "habana-tf-r34")).config.train
+    assert (habana_tf.save_every, habana_tf.keep) == ("5ep", 20)
+
+
+def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:
+    every = resolved(("train.preset", "nvidia-r50"), ("train.eval_every", "10")).config.train
+    assert (every.eval_every, every.eval_at) == ("10", ())
+    epochs = resolved(("train.preset", "nvidia-r50"), ("train.eval_at", "5,6")).config.train
+    assert epochs.eval_at == (5, 6)
+    both = resolved(
+        ("train.preset", "nvidia-r50"), ("train.eval_every", "10"), ("train.eval_at", "5")
+    )
+    assert (both.config.train.eval_every, both.config.train.eval_at) == ("10", (5,))
+    kept = resolved(("train.preset", "nvidia-r50"), ("train.keep", "3")).config.train
+    assert (kept.keep, kept.save_every) == (3, "1ep")

@@ -148,7 +148,7 @@ def test_an_optimizers_state_continues_on_another_device(optimizer: str, onto_gp
     result = losses(step, steps=2)
     other, after, step = build_training(second, optimizer=optimizer)
     other.load_state_dict(model.state_dict())
-    load_optimizer(after, before.state_dict())
+    load_optimizer(after, before.state_dict(), Path("x.pt"))
     result += losses(step, first=2, steps=2)
     assert result == pytest.approx(complete, rel=1e-4)
 

@@ -83,7 +83,7 @@ def test_an_optimizers_state_continues_on_another_device(
     other, after, step = build_training(open_device(second), optimizer=optimizer)
     other.load_state_dict(model.state_dict())
     settings = {k: v for k, v in after.param_groups[0].items() if k != "params"}
-    load_optimizer(after, copy.deepcopy(before.state_dict()))
+    load_optimizer(after, copy.deepcopy(before.state_dict()), Path("x.pt"))
     result += losses(step, first=2, steps=2)
     assert result == pytest.approx(complete, rel=1e-5)
     assert is_adamw(after) == (optimizer == "adamw")

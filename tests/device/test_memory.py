@@ -193,6 +193,20 @@ def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool
         assert f"--accumulate {-(-512 // fits)}" in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("memory", [40_000_000_000, None])
+def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
+    """As on a card whose software needs more than network and activations."""
+    with (
+        pytest.raises(UsageError) as caught,
+        out_of_memory_hints(R18, config(batch_size=100, accumulate=2), Card(memory), "fp32"),
+    ):
+        raise RuntimeError("could not create a memory object")
+    hint = caught.value.hint or ""
+    assert "--bs 48" in hint
+    assert "--accumulate 5" in hint
+    assert "--bs auto" in hint
+
+
 @pytest.mark.slow
 def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) -> None:
     """A run under a limit on its addresses, with a batch far beyond it."""

@@ -304,15 +304,18 @@ class TestFaults:
             reply.pause_s = 0.05
             reply.slice_bytes = 1
 
-        self._ends_by_deadline(server, tmp_path, changed(file(CONTENT), dripping))
+        few = CONTENT[:200]  # without a deadline they arrive in ten seconds
+        self._ends_by_deadline(server, tmp_path, changed(file(few), dripping), few)
 
     def test_8_no_head(self, server: Server, tmp_path: Path) -> None:
         silent = changed(file(CONTENT), lambda _, reply: setattr(reply, "head_pause_s", 30))
         self._ends_by_deadline(server, tmp_path, silent)
 
     @staticmethod
-    def _ends_by_deadline(server: Server, tmp_path: Path, route: object) -> None:
-        pin = pinned(server.route("/a.bin", route))  # type: ignore[arg-type]
+    def _ends_by_deadline(
+        server: Server, tmp_path: Path, route: object, content: bytes = CONTENT
+    ) -> None:
+        pin = pinned(server.route("/a.bin", route), content)  # type: ignore[arg-type]
         begun = time.monotonic()
         with pytest.raises(NetworkError):
             fetch_quickly(pin, tmp_path)
@@ -357,8 +360,9 @@ class TestFaults:
             return file(CONTENT)(request)
 
         pin = pinned(server.route("/a.bin", busy))
-        path = fetch(pin, tmp_path, retry_policy=QUICK._replace(longest_wait_s=0.1))
-        assert path.read_bytes() == CONTENT
+        policy = QUICK._replace(longest_wait_s=0.1)
+        assert policy.wait_s(1, 86400) == 0.1  # otherwise the download takes a day
+        assert fetch(pin, tmp_path, retry_policy=policy).read_bytes() == CONTENT
 
     def test_9_busy_for_ever_ends(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", lambda _: Reply(503)))

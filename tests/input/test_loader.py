@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -123,23 +124,47 @@ def test_without_augmentation_pictures_are_resized_as_pillow_does(
         assert np.array_equal(batch.images[i].numpy(), expected)
 
 
-def test_flipped_pictures_and_boxes_belong_together(splits: dict[str, Split]) -> None:
-    """The mean colour inside each box is the same in the batch and in the picture it came from."""
-    split = splits["train"]
-    batches = read_batches(split, PLAN, range(30))
-    flipped = 0
-    for batch in batches:
-        for i, row in enumerate(batch.rows):
-            kept = int((batch.labels[i] > 0).sum())
-            truth = split.boxes[split.starts[row] : split.starts[row + 1]]
-            if kept != len(truth):
+def white_boxes(folder: Path) -> Path:
+    """Create a dataset of black pictures, each with one annotated white box on its left."""
+    images, annotations = [], []
+    (folder / "train2017").mkdir(parents=True)
+    for number in range(1, 7):
+        picture = np.zeros((90, 120, 3), np.uint8)
+        left, top, width, height = 5 + number, 10 * number, 30, 25
+        picture[top : top + height, left : left + width] = 255
+        name = f"{number}.jpg"
+        Image.fromarray(picture).save(folder / "train2017" / name, quality=95)
+        images.append({"id": number, "file_name": name, "width": 120, "height": 90})
+        box = [left, top, width, min(height, 90 - top)]
+        annotations.append({"id": number, "image_id": number, "category_id": 1, "bbox": box})
+    document = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "white"}],
+    }
+    (folder / "annotations").mkdir()
+    (folder / "annotations/instances_train2017.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_flipped_pictures_and_boxes_belong_together(tmp_path: Path) -> None:
+    """A white box stays where its annotation is, whatever the crop and the flip."""
+    data = white_boxes(tmp_path / "data")
+    split = open_dataset(data, tmp_path / "store")["train"]
+    sides = []
+    for batch in read_batches(split, PLAN, range(20)):
+        for picture, boxes, labels in zip(batch.images, batch.boxes, batch.labels, strict=True):
+            left, top, right, bottom = (300 * boxes[0]).round().int().tolist()
+            if not labels[0] or min(right - left, bottom - top) < 30:
                 continue
-            centres = (batch.boxes[i, :kept, 0] + batch.boxes[i, :kept, 2]) / 2
-            order = np.argsort(centres.numpy())
-            reference = np.argsort((truth[:, 0] + truth[:, 2]) / 2)
-            if kept > 2 and order.tolist() == reference[::-1].tolist():
-                flipped += 1
-    assert flipped > 5
+            white = picture.numpy().mean(axis=2) > 127
+            area = (right - left) * (bottom - top)
+            inside = white[top:bottom, left:right].sum()
+            assert inside > 0.8 * area
+            assert white.sum() - inside < 0.2 * area
+            sides.append(left + right > 300)
+    assert len(sides) > 50
+    assert 5 < sum(sides) < len(sides) - 5
 
 
 def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> None:

@@ -6,6 +6,7 @@ golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, withou
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -337,6 +338,68 @@ def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> 
             assert PLAIN.fullmatch(token.value)
 
 
+NAMES = {  # a value that is accepted, and the settings' other form: a list
+    "name": ("job", False),
+    "namespace": ("me", False),
+    "image": ("host:5000/image:1", False),
+    "service_account": ("trainer", False),
+    "pull_secret": ("secret", False),
+    "node_selector": ("kind=gpu", True),
+    "resources": ("memory=8Gi", True),
+    "env": ("A=b", True),
+    "volumes": ("claim:/data:ro", True),
+    "install": ("/runs/x.whl", False),
+    "python": ("python3", False),
+}
+HOSTILE = st.sampled_from(
+    ["\n", "\n- ", ": ", " #", "'", '"', "{", "&a ", "*a", "!!", "%", "`", "$(A)", "\t", "\x85",
+     "\u2028", "\u202e", "\x1b[2J", "\ufeff", "---\n", "...", "yes", "null", "1e3", "0x1f", "~"]
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(NAMES)), st.lists(HOSTILE, min_size=1, max_size=3), st.integers(0, 20)
+)
+def test_hostile_names_are_refused_or_survive_yaml(name: str, parts: list[str], at: int) -> None:
+    """Nothing but the value of that setting changes, whatever is in it."""
+    good, is_list = NAMES[name]
+    hostile = good[:at] + "".join(parts) + good[at:]
+    volumes = ("runs:/runs",)
+
+    def plan(value: str) -> LaunchPlan:
+        settings: dict[str, Any] = {name: (value,) if is_list else value, "volumes": volumes}
+        if name == "volumes":
+            settings["volumes"] = (*volumes, value)
+        return plan_for("cpu", 1, **{"install": "image", **settings})
+
+    made: LaunchPlan | None = None
+    with contextlib.suppress(UsageError):
+        made = plan(hostile)
+    if made is None:
+        return
+    assert made.text is not None
+    assert made.text.isascii()
+    read = yaml.safe_load(made.text)
+    assert read == made.manifest
+    assert list(yaml.safe_load_all(made.text)) == [read]
+    assert _shape(read) == _shape(plan(good).manifest)
+
+
+def _shape(value: Any) -> Any:
+    """Return the keys and list lengths of a manifest; those of env, resources and labels differ."""
+    if isinstance(value, dict):
+        free = ("limits", "requests", "nodeSelector")
+        return {k: len(v) if k in free else _shape(v) for k, v in value.items()}
+    return [_shape(v) for v in value] if isinstance(value, list) else type(value)
+
+
+def test_a_name_that_is_not_utf8(cli: Cli) -> None:
+    """As a shell passes it: by surrogates, which YAML does not have."""
+    result = cli("launch", *IN_A_POD, "--data", "/runs/a\udcff", "--dry-run")
+    assert result.code == 2
+    assert "UTF-8" in result.err
+
+
 KUBECTL = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -379,6 +442,24 @@ def test_submit_and_follow(
     assert result.out == "step 1 of pod-1\n"
     asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
     assert ["logs", "-n", "me", "--follow", "pod-1"] in asked
+
+
+def test_what_a_pod_prints_cannot_control_the_terminal(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = KUBECTL.format(python=sys.executable, folder=str(tmp_path), code=0)
+    foreign = "loss 1.5\\tok\\r\\n\\x1b]0;title\\x07\\x1b[2J \u202e\\x9b2J"
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(text.replace("step 1 of ", foreign), encoding="utf-8")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent))
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    shown = "loss 1.5\tok\n\\x1b]0;title\\x07\\x1b[2J \\u202e\\x9b2Jpod-1\n"
+    assert cli("launch", *IN_A_POD, "--wait").out == shown
+    result = cli("launch", *IN_A_POD, "--wait", "--json")
+    assert json.loads(result.out)["exit_code"] == 0  # nothing else is on stdout
+    assert shown in result.err
 
 
 def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

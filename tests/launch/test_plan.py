@@ -37,7 +37,7 @@ def plan_for(
     open_mpi: int | None = 4,
     local_address: str | None = None,
     torch_version: tuple[int, int] = (2, 6),
-    is_written: bool = False,
+    is_planned: bool = False,
     **settings: Any,
 ) -> LaunchPlan:
     request = LaunchRequest(
@@ -53,7 +53,7 @@ def plan_for(
         open_mpi=open_mpi,
         local_address=local_address,
         torch_version=torch_version,
-        is_written=is_written,
+        is_planned=is_planned,
     )
     return make_plan(request, node)
 
@@ -210,13 +210,13 @@ def test_ranks_are_bound_next_to_their_gpu(
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [
-        ({"is_written": True}, True),
+        ({"is_planned": True}, True),
         ({"open_mpi": None}, True),
         ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2}, True),
         ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2, "own_names": ("a",)}, False),
         ({}, False),
-        ({"is_written": True, "cores_per_node": 48}, False),
-        ({"is_written": True, "bind_to": "none"}, False),
+        ({"is_planned": True, "cores_per_node": 48}, False),
+        ({"is_planned": True, "bind_to": "none"}, False),
     ],
 )
 def test_the_cores_of_other_machines_are_requested(

@@ -12,6 +12,7 @@ from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records
 
 from ssdctl.train.early_stopping import EarlyStopping
+from ssdctl.train.ema import EMA
 from ssdctl.train.throughput import ThroughputMeter
 
 Cli = Callable[..., Result]
@@ -31,7 +32,11 @@ def test_evaluates_at_the_given_epochs_and_ends_without_gain(
     steps = [r["step"] for r in records(run, "eval")]
     assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
     assert "--patience" in result.err
-    assert last(run).step < 30  # a score is recorded some steps after its detections
+    stopped = last(run).step
+    assert stopped < 30  # a score is recorded some steps after its detections
+    # The next start counts the evaluations of this one.
+    assert cli("train", "--data", shapes, "--out", run, *OPTIONS, *options).code == 0
+    assert last(run).step == stopped
 
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -70,6 +75,17 @@ def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     straight = tmp_path / "straight"
     assert cli(*command, "--out", straight, "--steps", 4, "--ema", 0.5).code == 0
     assert_same_state(actual, last(straight))
+
+
+def test_average_keeps_the_share_of_its_decay() -> None:
+    model = torch.nn.Linear(2, 1)
+    start = model.weight.detach().clone()
+    ema = EMA(model, 0.75)
+    for _ in range(2):
+        model.weight.data += 1
+        ema.update()
+    # 0.75 x 0.25 of the first step, 0.25 x 2 of the second
+    assert torch.allclose(ema.state()["weight"], start + 0.6875)
 
 
 def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:

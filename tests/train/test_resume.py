@@ -14,6 +14,7 @@ from conftest import TINY_RUN, Result
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
+from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -195,6 +196,17 @@ def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
         "best.pt", "last.pt", "step-00000001.pt",
     ]  # fmt: skip
+
+
+def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, shapes: Path, cli: Cli) -> None:
+    (run / "metrics.jsonl").unlink()
+    newest = run / "checkpoints/step-00000003.pt"
+    payload = torch.load(newest, weights_only=True)
+    write_checkpoint(newest, {**payload, "best_ap": 0.9})
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
+    assert result.code == 0, result.err
+    assert read_checkpoint(run / "checkpoints/last.pt").best_ap == 0.9
+    assert read_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
 
 
 def test_splits_of_other_classes_are_refused_before_training(

@@ -175,6 +175,16 @@ def test_any_damage_is_a_data_error(
         assert str(path) in str(error)  # noqa: PT017
 
 
+def test_json_that_breaks_after_a_number_of_another_type(tmp_path: Path) -> None:
+    """The second reading, of numbers as text, sees what the first did not reach."""
+    path = tmp_path / "a.json"
+    content = json.dumps(document(annotations=[])).replace('"id": 7,', '"id": 7.0,')
+    assert '"id": 7.0' in content
+    path.write_text(content[:-1] + "!")
+    with pytest.raises(DataError, match=f"{path}: broken JSON"):
+        read(path)
+
+
 def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:
     """As they are in train2017."""
     images = [
