@@ -1,7 +1,8 @@
 """Read checkpoints and backbone weights, which are untrusted files.
 
 A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read, loaded with
-`weights_only=True`, so a pickle that would run code is refused, never run.
+`weights_only=True`, so a pickle that would run code is refused, never run. A `.safetensors`
+file has only the weights and the classes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
+from ssdctl.checkpoint.safetensors_file import SUFFIX as SAFETENSORS
+from ssdctl.checkpoint.safetensors_file import read_safetensors
 from ssdctl.checkpoint.validation import (
     check_zip,
     is_state,
@@ -28,7 +31,7 @@ from ssdctl.checkpoint.validation import (
 )
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
@@ -40,7 +43,7 @@ class Checkpoint(NamedTuple):
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # the run's values by setting; empty for a third-party one
+    config: dict[str, Any]  # the run's values by setting; empty without `is_of_run`
     step: int
     epoch: float
     samples_seen: int
@@ -50,6 +53,12 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any]
     third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
+    weights_only: bool = False  # a `.safetensors` file
+
+    @property
+    def is_of_run(self) -> bool:
+        """Return whether it has the state and the settings of a run of ssdctl."""
+        return self.third_party is None and not self.weights_only
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -59,7 +68,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
         UsageError: There is no such file.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if path.suffix == SAFETENSORS:
+        return _read_weights_file(path)
     payload = read_payload(path)
+    try:
+        return _read_any(path, payload)
+    except SsdctlError:
+        raise
+    except Exception as error:  # a tensor in place of another value can raise anything
+        raise IntegrityError(
+            f"{path}: a checkpoint with values of other types: {error!r:.300}"
+        ) from error
+
+
+def _read_any(path: Path, payload: Any) -> Checkpoint:
+    """Return the checkpoint in a payload of any system."""
     if (system := third_party.source_of(payload)) is not None:
         return _read_third_party(path, payload, system)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
@@ -94,6 +117,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
+def _read_weights_file(path: Path) -> Checkpoint:
+    """Read a `.safetensors` file; nothing in it names the run, so it cannot be resumed."""
+    state, config = read_safetensors(path)
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(*msgspec.structs.astuple(config.architecture)),
+        classes=config.classes,
+        config={},
+        step=config.step,
+        epoch=config.epoch,
+        samples_seen=0,
+        images=0,
+        global_batch=0,
+        best_ap=None,
+        optimizer={},
+        weights_only=True,
+    )
+
+
 def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
     """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
@@ -110,7 +153,9 @@ def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Check
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
-    if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
+    if not isinstance(names, dict):
+        raise IntegrityError(f"{path}: its label_map is not a table of names")
+    if names and set(names) != set(range(num_classes)):
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )

@@ -211,7 +211,7 @@ def _trained_on(checkpoint: Checkpoint) -> DataConfig:
 
 def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.third_party is not None:
+    if "data.root" in given or not checkpoint.is_of_run:
         return data
     if "data.store" in given:
         return msgspec.structs.replace(_trained_on(checkpoint), store=data.store)

@@ -87,6 +87,9 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "20,000 classes with narrow heads": lambda p: wide(p, 20_000, 1),
     "a billion classes": lambda p: p["architecture"].update(num_classes=10**9),
     "10^400 classes": lambda p: p["architecture"].update(num_classes=10**400),
+    "a tensor as classes": lambda p: p.update(classes=torch.zeros(3)),
+    "a tensor as settings": lambda p: p.update(config=torch.zeros(2, 2)),
+    "a parameter as the optimizer": lambda p: p.update(optimizer=torch.nn.Parameter(torch.ones(2))),
     "fewer names than classes": lambda p: p["classes"].pop(),
     "10^400 samples": lambda p: p.update(samples_seen=10**400),
     "10^400 steps": lambda p: p.update(step=10**400),
@@ -131,6 +134,13 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
     read = read_checkpoint(save(content, tmp_path))
     with pytest.raises(IntegrityError, match=r"class_heads\.0\.bias is \(7,\)"):
         with_classes(read, SSD300("resnet18", 2, "none"), [ClassName(1, "class 1")])
+
+
+@pytest.mark.parametrize("value", [1.5, [1], torch.zeros(3), {1: torch.zeros(2)}], ids=repr)
+def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
+    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    with pytest.raises(IntegrityError, match="label_map"):
+        read_checkpoint(save({"model": state, "label_map": value}, tmp_path))
 
 
 @pytest.mark.parametrize("numbers", [{"iteration": 10**400}, {"epoch": float("nan")}])
@@ -273,6 +283,32 @@ def test_tensors_of_each_type_are_read(tensor: torch.Tensor, tmp_path: Path) -> 
     read = read_payload(path)
     assert torch.equal(read["a"], tensor)
     assert torch.equal(read["b"][0], tensor)
+
+
+HEADER = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+OTHER_FORMATS = {  # torch.load reads safetensors, too; nothing reads ONNX
+    "safetensors": len(HEADER).to_bytes(8, "little") + HEADER + bytes(16),
+    "safetensors, a header of 2^63 bytes": (2**63 - 1).to_bytes(8, "little") + HEADER,
+    "safetensors, 4 TB": HEADER.replace(b"4]", b"%d]" % 10**12).replace(
+        b"16]", b"%d]" % (4 * 10**12)
+    ),
+    "safetensors, deep": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "ONNX": b"\x08\x0a\x12\x07pytorch\x3a\x80\x80\x80\x80\x08" + bytes(100),
+    "ONNX, a graph of 2^63 bytes": b"\x3a" + b"\xff" * 9 + b"\x7f",
+    "empty": b"",
+    "a long string in a pickle": b"\x80\x02X\xff\xff\xff\x7f" + b"x" * 100,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
+    content = OTHER_FORMATS[name]
+    if name == "safetensors, 4 TB":
+        content = len(content).to_bytes(8, "little") + content
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=str(path)):
+        read_checkpoint(path)
 
 
 def test_overlapping_entries_are_refused(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def fuzz(
 
 
 def report_bugs(bugs: dict[str, Any]) -> str:
-    return "\n".join(f"{place}\n  input: {content!r:.3000}" for place, content in bugs.items())
+    return "\n".join(f"{place}\n  input: {content!r:.1000}" for place, content in bugs.items())
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "report"])
@@ -102,6 +102,8 @@ def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     codes = ", ".join(f"{n} x exit {int(code)}" for code, n in sorted(outcome.codes.items()))
     with capsys.disabled():
         sys.stdout.write(f"\n{name}: {outcome.codes.total():,} inputs: {codes}\n")
+        sys.stdout.write(report_bugs(outcome.bugs))
+        sys.stdout.flush()
     assert not outcome.bugs, report_bugs(outcome.bugs)
     assert len(outcome.codes) > 1, "every input had the same end"
     assert growth < MAX_GROWTH_BYTES
