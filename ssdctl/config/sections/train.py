@@ -236,9 +236,8 @@ class TrainConfig(Section, frozen=True):
     init: Annotated[
         str | None,
         setting(
-            "Start a new run from the weights of this checkpoint, or of a published detector "
-            "(ssdctl models)",
-            metavar="FILE",
+            "Start a new run from the weights of this checkpoint, detector, or hf://org/name",
+            metavar="CKPT|NAME",
             panel="Run",
         ),
     ] = None
