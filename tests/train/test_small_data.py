@@ -82,7 +82,7 @@ def test_values_of_the_user_win() -> None:
     assert {k: getattr(adapted.resolved.config.train, k) for k in chosen} == chosen
     assert adapted.resolved.config.train.decay_epochs[-1] == 3
     assert adapted.rule is not None
-    assert not any(f"{name} " in adapted.rule for name in chosen)
+    assert not any(f" {name} " in adapted.rule for name in chosen)
     assert "adamw" in adapted.rule
 
 
