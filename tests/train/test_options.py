@@ -93,12 +93,6 @@ def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cl
     assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
 
 
-def test_batch_norm_over_ranks_is_refused_where_there_is_none(shapes: Path, cli: Cli) -> None:
-    result = cli("train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, "--sync-bn")
-    assert result.code == 2
-    assert "--sync-bn" in result.err
-
-
 def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
