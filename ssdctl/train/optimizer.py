@@ -61,14 +61,13 @@ def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The learning rate of the next step."""
+    """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
-        # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
-        rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            # A warm-up starts at 0, which lazy devices would compile as a constant.
+            group["lr"].fill_(max(lr, SMALLEST_LR))
         else:
-            group["lr"] = rate
+            group["lr"] = lr
 
 
 def update(optimizer: torch.optim.Optimizer, is_skipped: Tensor, scale: Tensor | None) -> None:
