@@ -21,7 +21,7 @@ from pathlib import Path
 POLYGONS = 1000
 POINTS = (9, 44)  # of a polygon; on average they give COCO's 458 MB
 
-OURS = """
+SSDCTL = """
 from pathlib import Path
 from ssdctl.data.formats import coco, coco_check
 begun = time.perf_counter()
@@ -98,14 +98,14 @@ def main() -> None:
         print(f"{options.images:,} images, {options.boxes:,} boxes, {path.stat().st_size:,} bytes")
         path.read_bytes()  # in the page cache for both
         other = measure(PYCOCOTOOLS, path)
-        runs = [measure(OURS, path) for _ in range(options.repeat)]
+        runs = [measure(SSDCTL, path) for _ in range(options.repeat)]
     assert {run["count"] for run in runs} == {other["count"]} == {options.boxes}
-    ours = statistics.median(run["seconds"] for run in runs)
+    ssdctl_s = statistics.median(run["seconds"] for run in runs)
     read = statistics.median(run["read"] for run in runs)
     peak = max(run["peak"] for run in runs)
     print(f"  pycocotools  {other['seconds']:6.2f} s  {other['peak'] / 1e9:.2f} GB peak")
-    print(f"  ssdctl       {ours:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)")
-    print(f"  {other['seconds'] / ours:.1f} times as fast")
+    print(f"  ssdctl       {ssdctl_s:6.2f} s  {peak / 1e9:.2f} GB peak  ({read:.2f} s to read)")
+    print(f"  {other['seconds'] / ssdctl_s:.1f} times as fast")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def trace(
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ssdctl.checkpoint.reader import Architecture
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.cpu import Cpu
     from ssdctl.train.objective import Objective
 

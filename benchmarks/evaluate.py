@@ -66,16 +66,16 @@ def score_both(folder: Path, *, skip: bool) -> None:
     print(f"ssdctl: scoring {min(times):.2f} s, best of 5 ({len(detections.scores)} detections)")
 
     command = [sys.executable, "-m", "ssdctl", "evaluate", str(results), "--data", str(folder)]
-    ours, words = timed([*command, "--json", "--quiet"])
-    print(f"ssdctl: whole process {ours:.2f} s, error analysis included")
+    ssdctl_s, words = timed([*command, "--json", "--quiet"])
+    print(f"ssdctl: whole process {ssdctl_s:.2f} s, error analysis included")
     if skip:
         return
-    theirs, answer = timed([sys.executable, "-c", PYCOCOTOOLS, str(annotations), str(results)])
+    other_s, answer = timed([sys.executable, "-c", PYCOCOTOOLS, str(annotations), str(results)])
     load_s, score_s, stats = json.loads(answer)
     print(
-        f"pycocotools: load {load_s:.2f} s, scoring {score_s:.2f} s, whole process {theirs:.2f} s"
+        f"pycocotools: load {load_s:.2f} s, scoring {score_s:.2f} s, whole process {other_s:.2f} s"
     )
-    print(f"ratio of the processes {theirs / ours:.1f}, of the scoring {score_s / min(times):.0f}")
+    print(f"ratio of the processes {other_s / ssdctl_s:.1f}, scoring {score_s / min(times):.0f}")
     figures = json.loads(words)
     names = ("AP", "AP50", "AP75", "APs", "APm", "APl",
              "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")  # fmt: skip

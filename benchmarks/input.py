@@ -229,23 +229,23 @@ def dali(root: Path, threads: int, is_full: bool) -> Count:
         yield len(pipeline.run()[0])
 
 
-def our_plan(split: Split, threads: int) -> LoaderConfig:
+def loader_config(split: Split, threads: int) -> LoaderConfig:
     """Return the config of an augmented input for a single rank."""
     return LoaderConfig(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
 
 
-def ours(
+def ssdctl_batches(
     root: Path,
-    store: Path,
     threads: int,
+    store: Path,
     is_full: bool,
     pipeline: str = "native",
     execution: str = "eager",
 ) -> Count:
     if pipeline == "native":
         keep_freed_memory()
-    split = open_dataset(root, store, say=print)["train"]
-    batches = open_input(pipeline, split, our_plan(split, threads)).batches(0, 1 << 40)
+    split = open_dataset(root, store)["train"]
+    batches = open_input(pipeline, split, loader_config(split, threads)).batches(0, 1 << 40)
     if is_full:
         return full_chain(batches, threads, open_device("cpu", execution=execution))
     return (len(batch.rows) for batch in batches)
@@ -316,15 +316,14 @@ def main() -> None:
         prepare(root, stores["packed"], pack=True)
         prepare(root, stores["shrunk"], pack=True, shrink=300)
         threads = options.threads
+        ssdctl = partial(partial, ssdctl_batches, root, threads)
         makers = {
-            "ours, host, files": partial(ours, root, stores["files"], threads, False),
-            "ours, host, packed": partial(ours, root, stores["packed"], threads, False),
-            "ours, host, shrunk to 300": partial(ours, root, stores["shrunk"], threads, False),
-            "ours, full, packed": partial(ours, root, stores["packed"], threads, True),
-            "ours, full, compiled": partial(
-                ours, root, stores["packed"], threads, True, execution="compile"
-            ),
-            "ours by --pipeline dali": partial(ours, root, stores["files"], threads, False, "dali"),
+            "ours, host, files": ssdctl(stores["files"], False),
+            "ours, host, packed": ssdctl(stores["packed"], False),
+            "ours, host, shrunk to 300": ssdctl(stores["shrunk"], False),
+            "ours, full, packed": ssdctl(stores["packed"], True),
+            "ours, full, compiled": ssdctl(stores["packed"], True, execution="compile"),
+            "ours by --pipeline dali": ssdctl(stores["files"], False, "dali"),
             "DALI, host": partial(dali, root, threads, False),
             "DALI, full": partial(dali, root, threads, True),
             "third-party, host": partial(third_party, root, threads, False),
@@ -365,8 +364,8 @@ def main() -> None:
             print(line)
         torch.set_num_threads(1)
         keep_freed_memory()
-        split = open_dataset(root, stores["files"], say=print)["train"]
-        times = stage_times(split, our_plan(split, 1), num_images=320)
+        split = open_dataset(root, stores["files"])["train"]
+        times = stage_times(split, loader_config(split, 1), num_images=320)
         print("one thread, ms per image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
 
 

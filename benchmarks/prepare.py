@@ -40,7 +40,7 @@ from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
 times = {"imports": time.perf_counter() - begun}
 root = Path(sys.argv[1])
-split = open_dataset(root, root / "prepared", say=print)["train"]
+split = open_dataset(root, root / "prepared")["train"]
 times["open, every file checked"] = time.perf_counter() - begun - sum(times.values())
 config = LoaderConfig(0, 0, 32, 0, 1, 1, True, 18.0, 2, split.most_boxes)
 for step in (0, 1_000_000):

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.reader import Architecture
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.base import Device
 
 COLUMNS = (
@@ -154,7 +154,7 @@ def measure_other(
 ) -> dict[str, Any]:
     """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
-    from ssdctl.checkpoint.reader import Architecture
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device import open_device
     from ssdctl.input.fake import COCO_IMAGES
 

@@ -13,20 +13,26 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.runtime.redact import redact_url
 
+log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
 COPY_BYTES = 1024 * 1024
+# What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
 
 
@@ -157,7 +163,7 @@ def read_text(path: Path) -> str:
 
 
 def refuse_utf16(content: bytes) -> None:
-    """Raise a UnicodeDecodeError that says so if a text is UTF-16, as some editors write it."""
+    """Raise a UnicodeDecodeError with the encoding's name if a text is UTF-16."""
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         reason = "the file is UTF-16: save it as UTF-8"
         raise UnicodeDecodeError("utf-8", content[:2], 0, 2, reason)
@@ -248,21 +254,19 @@ def try_lock(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def lock(
-    path: Path, on_wait: Callable[[], None] | None = None, *, is_temporary: bool = False
-) -> Iterator[None]:
-    """Hold an exclusive lock on `path`, waiting for its owner; call `on_wait` before a wait.
+def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterator[None]:
+    """Hold an exclusive lock on `path`; wait for its owner.
 
     Args:
         path: The lock file; created if missing, as are its parents.
-        on_wait: Called once if another process has the lock.
+        message: Logged once if another process has the lock.
         is_temporary: Delete the file at the end.
     """
     with disk_errors(path, "locking"):
         path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = try_lock(path)
-    if descriptor is None and on_wait is not None:
-        on_wait()
+    if descriptor is None and message:
+        log.info(message)
     while descriptor is None:
         time.sleep(LOCK_POLL_S)
         descriptor = try_lock(path)

@@ -3,11 +3,14 @@ server. Markers: see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import signal
+import sys
+import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,12 @@ from ssdctl.data.shapes import generate
 # If the suite runs in the background, its shell ignores SIGINT, and child processes inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# torch 2.6's triton imports setuptools, which cannot be loaded after Python's own distutils.
+if sys.version_info < (3, 12):
+    with warnings.catch_warnings(), suppress(ImportError):
+        warnings.simplefilter("ignore")
+        importlib.import_module("setuptools")
 
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -104,9 +113,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Keep config files and variables of the machine out of every test."""
+    """Isolate every test from the machine's config files and variables."""
     for name in list(os.environ):
-        # SLURM_CONF is where the fixture of the Slurm tests says which daemons it started.
+        # The fixture of the Slurm tests sets SLURM_CONF to the daemons that it started.
         is_machines = name.startswith(MACHINE_PREFIXES) and name != "SLURM_CONF"
         if is_machines or name in MACHINE_VARIABLES:
             monkeypatch.delenv(name)

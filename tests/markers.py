@@ -1,4 +1,4 @@
-"""Find the tests that start processes, from what their code names."""
+"""Find the tests that start processes or train, from what their code names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+RUN_OPTION = "--backbone-weights"  # part of conftest.TINY_RUN
+
 
 def starts_processes(item: pytest.Function) -> bool:
-    """Return whether a test, a fixture of it or a test helper that they call names `subprocess`."""
+    """Return whether a test, a fixture of it or a test helper that they call names `subprocess`,
+    or the options of a run (`TINY_RUN`): its evaluations start processes."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()
     functions = [item.function, *(d.func for definitions in fixtures for d in definitions)]
     seen: set[FunctionType] = set()
@@ -29,6 +32,8 @@ def _names_subprocess(function: Any, seen: set[FunctionType]) -> bool:
         return False
     values = [function.__globals__.get(name) for name in _names(function.__code__)]
     if any(value is subprocess or value is multiprocessing for value in values):
+        return True
+    if any(isinstance(value, str | list) and RUN_OPTION in value for value in values):
         return True
     return any(_names_subprocess(value, seen) for value in values)
 

@@ -24,13 +24,13 @@ def _installations() -> dict[int, Path]:
     """Return the folder of `mpirun` of each major version."""
     homes = [Path(home, "bin") for home in os.environ.get("OPEN_MPI_HOMES", "").split(":") if home]
     on_path = shutil.which("mpirun")
-    found: dict[int, Path] = {}
+    by_version: dict[int, Path] = {}
     for folder in [*([Path(on_path).parent] if on_path else []), *homes]:
         argv = [str(folder / "mpirun"), "--version"]
         output = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
         if match := re.search(r"Open MPI\) v?(\d+)\.", output):
-            found.setdefault(int(match[1]), folder)
-    return found
+            by_version.setdefault(int(match[1]), folder)
+    return by_version
 
 
 INSTALLED = _installations()

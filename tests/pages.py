@@ -64,7 +64,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """Yield the rows of the tables in `docs/migrating.md`: theirs, ours, notice."""
+    """Yield the rows of the tables in `docs/migrating.md`: their flag, ssdctl's, notice."""
     inside = False
     for line in prose(page).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

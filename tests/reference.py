@@ -1,10 +1,10 @@
 """The mathematics a second time: plain loops in float64, written from the paper and the replaced
-systems alone. Nothing of ssdctl is imported here, so an error would have to be made twice.
+systems only. Nothing of ssdctl is imported here, so that errors cannot be shared.
 
-    python tests/reference.py    # writes tests/golden/*.json anew; they should never change
+    python tests/reference.py    # writes tests/golden/*.json again; they should never change
 
 Boxes are (left, top, right, bottom) tuples in fractions of the picture, or (cx, cy, w, h) where
-the name says so. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
+the name shows it. Arrays keep ssdctl's layouts: offsets (B, 4, N), logits (B, C, N).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def default_boxes() -> list[tuple[float, float, float, float]]:
     steps = [8, 16, 32, 64, 100, 300]
     scales = [21, 45, 99, 153, 207, 261, 315]
     ratios = [[2], [2, 3], [2, 3], [2, 3], [2], [2]]
-    found = []
+    result = []
     for k in range(6):
         small, large = scales[k] / 300, scales[k + 1] / 300
         shapes = [(small, small), (math.sqrt(small * large), math.sqrt(small * large))]
@@ -45,8 +45,8 @@ def default_boxes() -> list[tuple[float, float, float, float]]:
             for row in range(maps[k]):
                 for column in range(maps[k]):
                     box = ((column + 0.5) * steps[k] / 300, (row + 0.5) * steps[k] / 300, w, h)
-                    found.append(tuple(min(max(v, 0.0), 1.0) for v in box))
-    return found
+                    result.append(tuple(min(max(v, 0.0), 1.0) for v in box))
+    return result
 
 
 def ltrb(box_cxcywh: Box) -> tuple[float, float, float, float]:
@@ -177,7 +177,7 @@ def multibox_loss(
     defaults_cxcywh: Sequence[Box],
     flavour: str,
 ) -> Loss:
-    """The whole loss of a batch: each image's ground truth as lists, without padding."""
+    """The loss of a batch: each image's ground truth as lists, without padding."""
     defaults = [ltrb(d) for d in defaults_cxcywh]
     targets = np.zeros(offsets.shape)
     labels = np.zeros((len(truths), len(defaults)), np.int64)
@@ -210,7 +210,7 @@ def detect(
     """The detections of one picture, best first: (4, N) offsets, (C, N) logits."""
     exponential = np.exp(logits - logits.max(axis=0))
     scores = exponential / exponential.sum(axis=0)
-    found = []
+    detections = []
     for label in range(1, len(scores)):
         candidates = [n for n in range(len(defaults_cxcywh)) if scores[label, n] > score_threshold]
         candidates.sort(key=lambda n: -scores[label, n])
@@ -219,8 +219,8 @@ def detect(
             box = ltrb(decode([float(v) for v in offsets[:, n]], defaults_cxcywh[n]))
             if all(iou(box, better.box) <= nms_iou for better in kept):
                 kept.append(Detection(float(scores[label, n]), label, box))
-        found += kept
-    return sorted(found, key=lambda d: -d.score)[:200]
+        detections += kept
+    return sorted(detections, key=lambda d: -d.score)[:200]
 
 
 # --- crops -----------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ BACKBONE_NAMES = {
 
 
 class Network:
-    """SSD300 as functions of a peer's state dict; the backbone follows from its keys.
+    """SSD300 as functions of a third-party state dict; the backbone follows from its keys.
 
     Args:
         state: A state dict in MLPerf's (`mlperf`) or NVIDIA's (`nvidia`) layout.
         layout: Which.
-        training: Batch norm takes the batch's statistics (and remembers none).
+        training: Batch norm takes the batch's statistics (and records none).
     """
 
     def __init__(self, state: Mapping[str, Tensor], layout: str, training: bool = False) -> None:
@@ -354,11 +354,11 @@ class Network:
             while f"{self.names[layer]}.{block}.conv1.weight" in self.state:
                 x = self.residual(x, f"{self.names[layer]}.{block}", stride if block == 0 else 1)
                 block += 1
-        found = [x]
+        features = [x]
         for i in range(5):
             stride, padding = (2, 1) if i < 3 else (1, 0)
-            found.append(self.extra(found[-1], f"additional_blocks.{i}", stride, padding))
-        return found
+            features.append(self.extra(features[-1], f"additional_blocks.{i}", stride, padding))
+        return features
 
     def residual(self, x: Tensor, name: str, stride: int) -> Tensor:
         if f"{name}.conv3.weight" in self.state:
@@ -433,7 +433,7 @@ def loss_inputs(num_classes: int = 81) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_golden(folder: Path = GOLDEN) -> None:
-    """Compute the golden files from this module alone."""
+    """Compute the golden files with this module only."""
     folder.mkdir(exist_ok=True)
     defaults = default_boxes()
     some = {str(n): defaults[n] for n in range(0, len(defaults), 97)}

@@ -26,14 +26,14 @@ def last(run: Path) -> Checkpoint:
     return read_checkpoint(run / "checkpoints" / "last.pt")
 
 
-def assert_same_state(ours: Checkpoint, theirs: Checkpoint) -> None:
-    assert ours.step == theirs.step
-    for name, tensor in ours.model.items():
-        assert torch.equal(tensor, theirs.model[name]), name
-    for key, state in ours.optimizer["state"].items():
+def assert_same_state(actual: Checkpoint, expected: Checkpoint) -> None:
+    assert actual.step == expected.step
+    for name, tensor in actual.model.items():
+        assert torch.equal(tensor, expected.model[name]), name
+    for key, state in actual.optimizer["state"].items():
         for name, value in state.items():
             assert torch.equal(
-                torch.as_tensor(value), torch.as_tensor(theirs.optimizer["state"][key][name])
+                torch.as_tensor(value), torch.as_tensor(expected.optimizer["state"][key][name])
             )
 
 

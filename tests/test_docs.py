@@ -1,7 +1,7 @@
-"""What the pages say is so: commands are read by the real command line, marked blocks are run,
+"""The pages are correct: commands are parsed by the real command line, marked blocks are run,
 links, files, options and the tables of `docs/migrating.md` are compared with the tree.
 
-In a page, `<!-- run -->` before a fenced block says that it is run here, and `<!-- file: NAME -->`
+In a page, `<!-- run -->` before a fenced block means that it is run here, and `<!-- file: NAME -->`
 that it is written to that file first; all blocks of a page in order, in one folder.
 """
 
@@ -31,7 +31,7 @@ from ssdctl.errors import UsageError
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
-# Other programs' options that the pages speak of.
+# Options of other programs that the pages mention.
 FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
@@ -50,8 +50,8 @@ def root_command() -> Any:
 def complaint(
     root_command: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], str]:
-    """Has the real command line read a command and stop before it does anything: what it says
-    against it, or nothing."""
+    """Parse a command by the real command line without running it; return what it prints
+    as an error, or an empty text."""
 
     def stop(**given: Any) -> None:
         if given.get("file") is not None and not Path(str(given["file"])).is_file():
@@ -61,8 +61,8 @@ def complaint(
 
     def read(words: list[str]) -> str:
         rest = words[words.index("--") + 1 :] if "--" in words else []
-        if rest and (found := read(rest)):
-            return found
+        if rest and (result := read(rest)):
+            return result
         try:
             root_command.main(args=words, prog_name="ssdctl", standalone_mode=False)
         except Read:
@@ -82,16 +82,16 @@ def test_commands_are_what_the_command_line_takes(
     page: Path, complaint: Callable[[list[str]], str]
 ) -> None:
     for text in whole_commands(page):
-        assert not (found := complaint(words_of(text))), f"{page.name}: {text}: {found}"
+        assert not (problem := complaint(words_of(text))), f"{page.name}: {text}: {problem}"
     for text in spans(prose(page)):
         words = words_of(text) if text.startswith("ssdctl ") else []
         if not words or words[0] in ("COMMAND", "--help", "--install-completion"):
             continue
-        found = complaint([word for word in words if word != "--help"])
+        problem = complaint([word for word in words if word != "--help"])
         # Named in a sentence, not to be typed as it is: arguments may be missing.
-        is_short = found.startswith(("MissingParameter", "NoArgsIsHelp"))
-        is_short = is_short or "requires an argument" in found
-        assert not found or is_short, f"{page.name}: {text}: {found}"
+        is_short = problem.startswith(("MissingParameter", "NoArgsIsHelp"))
+        is_short = is_short or "requires an argument" in problem
+        assert not problem or is_short, f"{page.name}: {text}: {problem}"
 
 
 def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) -> None:
@@ -187,7 +187,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
             "categories that the file does not list: 1 (category 0)",
         ),
         ("annotations", {"category_id": "7"}, "not in COCO's format: Expected int, got str - at"),
-        ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation says 120 x 160"),
+        ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation has 120 x 160"),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),
         ("annotations", {"bbox": [10, 10, 5, -1]}, "no training image has a box to learn from"),
     ],
@@ -204,11 +204,11 @@ def test_mistakes_with_data_get_the_message_of_the_page(
     (root / "labels.json").write_text(json.dumps(content))
     old, new = changes if place == "toml" else ("", "")
     (root / "dataset.toml").write_text(DATASET.replace(old, new, 1))
-    said = cli("prepare", "--data", root)
+    result = cli("prepare", "--data", root)
     if "learn from" in message:
-        said = cli("train", "--data", root, "--dry-run")
-    assert said.code in (0, 3)
-    assert message in " ".join((said.out + said.err).replace("\u2502", " ").split())
+        result = cli("train", "--data", root, "--dry-run")
+    assert result.code in (0, 3)
+    assert message in " ".join((result.out + result.err).replace("\u2502", " ").split())
     page = (ROOT / "docs/custom-dataset.md").read_text(encoding="utf-8")
     assert any(span and span in message for span in spans(page)) or message in page, message
 
@@ -283,35 +283,35 @@ def test_options_that_are_named_exist(page: Path, root_command: Any) -> None:
     text = prose(page)
     if page == MIGRATING:
         text = "\n".join(" | ".join(row[1:]) for row in rows(page))
-    known = {*options(root_command), "--help", "--install-completion"} | FOREIGN
+    names = {*options(root_command), "--help", "--install-completion"} | FOREIGN
     for span in spans(text):
         if span.startswith("--"):
             flags = [word.partition("=")[0] for word in span.split() if word.startswith("--")]
-            assert set(flags) <= known, (page.name, span)
+            assert set(flags) <= names, (page.name, span)
         if span.startswith(PREFIX) and "*" not in span:
             assert resolve(environment={span.partition("=")[0]: span.partition("=")[2]})
 
 
-def test_migration_tables_say_what_the_command_line_says(root_command: Any) -> None:
+def test_migration_tables_agree_with_the_command_line(root_command: Any) -> None:
     train = set(options(root_command.commands["train"]))
     entries = list(rows(MIGRATING))
     assert len(entries) > 100
-    for theirs, ours, _ in entries:
-        named = spans(ours)
-        assert bool(named) is not (ours == "none"), (theirs, ours)
-        for flag in spans(theirs):
+    for foreign, own, _ in entries:
+        named = spans(own)
+        assert bool(named) is not (own == "none"), (foreign, own)
+        for flag in spans(foreign):
             if flag in train:  # the same name and meaning
-                assert flag in named, (flag, ours)
+                assert flag in named, (flag, own)
                 continue
             value = "bf16" if "--bf16" in named else "1"  # -d: a folder, or Habana-TF's type
             answer = answer_to(root_command.commands["train"], flag, value)
             assert answer, flag
             if named:
-                assert named[0] in answer, (flag, ours, answer)
+                assert named[0] in answer, (flag, own, answer)
 
 
 def answer_to(command: AliasCommand, flag: str, value: str) -> str:
-    """The options that stand for a flag of a replaced system, or why it is refused."""
+    """The options that replace a flag of a replaced system, or why it is refused."""
     for words in ([flag, value], [flag]):
         try:
             rewritten = command.without_aliases(words)

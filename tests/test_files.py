@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -54,7 +55,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "new" * 10000])
-def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_goes(
+def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
     tmp_path: Path, content: str
 ) -> None:
     path = tmp_path / "file"
@@ -195,12 +196,15 @@ def test_bad_names_are_refused(name: str) -> None:
         safe_join(Path("/root"), name)
 
 
-def hold(path: Path, on_wait: Callable[[], None]) -> None:
-    with lock(path, on_wait):
+def hold(path: Path) -> None:
+    with lock(path, "waiting"):
         pass
 
 
-def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -> None:
+def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
     path = tmp_path / "lock"
     code = (
         "import time; from pathlib import Path; from ssdctl.files import lock\n"
@@ -220,13 +224,12 @@ def test_lock_waits_for_a_running_owner_but_not_for_a_dead_one(tmp_path: Path) -
     holder.kill()
     holder.communicate()
     assert waiter.communicate(timeout=10)[0] == "held\n"
-    with lock(path, on_wait=lambda: pytest.fail("the lock is free")):
-        waits: list[str] = []
-        other = threading.Thread(target=hold, args=(path, lambda: waits.append("waiting")))
+    with lock(path, "the lock is free"):
+        other = threading.Thread(target=hold, args=(path,))
         other.start()
-        while not waits and time.monotonic() - start < 30:
+        while not caplog.messages and time.monotonic() - start < 30:
             time.sleep(0.01)
-        assert waits == ["waiting"]
+        assert caplog.messages == ["waiting"]
     other.join(30)
     assert not other.is_alive()
     assert time.monotonic() - start < 30
@@ -245,7 +248,7 @@ def test_an_error_names_the_target_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Path:
-    """A file that another user wants to have destroyed."""
+    """A file that another user tries to get overwritten."""
     path = tmp_path / "victim"
     path.write_text("precious")
     return path
@@ -257,7 +260,7 @@ def hold_run(path: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "folder/lock": lambda path: hold(path, lambda: None),
+    "folder/lock": hold,
     "run/.lock": hold_run,
     "run/mllog": lambda path: MLLog(path).point("key", 1),
     "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),
@@ -309,7 +312,7 @@ def test_a_download_does_not_write_through_links(victim: Path, tmp_path: Path) -
 def test_a_pipe_is_refused_without_waiting_for_a_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(UsageError, match="not a regular file"):
-        hold(tmp_path / "lock", lambda: None)
+        hold(tmp_path / "lock")
 
 
 def test_names_of_temporaries_cannot_be_planted(victim: Path, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ class Tiny(nn.Module):
         self.heads = nn.Conv2d(8, (4 + NUM_CLASSES) * 7, 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        found = self.heads(self.norm(self.stem(images)).relu()).flatten(1)
-        found = found.unflatten(1, (4 + NUM_CLASSES, -1))[..., :NUM_BOXES]
-        return found[:, :4], found[:, 4:]
+        outputs = self.heads(self.norm(self.stem(images)).relu()).flatten(1)
+        outputs = outputs.unflatten(1, (4 + NUM_CLASSES, -1))[..., :NUM_BOXES]
+        return outputs[:, :4], outputs[:, 4:]
 
 
 def config(**changes: object) -> TrainConfig:
@@ -53,7 +53,7 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
     return Batch(images, boxes, labels, colours, rows=None)  # type: ignore[arg-type]
 
 
-def made(
+def build_training(
     device: Device, precision: str = "fp32", **changes: Any
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
@@ -67,10 +67,10 @@ def made(
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return all that a step changes, on the host."""
-    found = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
+    state = {n: t.cpu() for n, t in model.state_dict().items() if "num_batches" not in n}
     for key, entry in optimizer.state_dict()["state"].items():
-        found |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
-    return found
+        state |= {f"{key}.{n}": v.cpu() for n, v in entry.items()}
+    return state
 
 
 def losses(step: TrainStep, steps: int = 4, lr: float = 1e-3, *, first: int = 0) -> list[float]:

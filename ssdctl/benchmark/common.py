@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ssdctl.config import Config
 from ssdctl.data import shapes
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.prepare import open_dataset, prepare
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.input.loader import Batch
@@ -20,7 +20,8 @@ Figures = dict[str, float | int | str]
 def make_shapes(folder: Path) -> dict[str, Split]:
     """Generate a dataset, for measurements without --data."""
     shapes.generate(folder, num_train=256, num_val=64)
-    return open_dataset(folder, folder / "prepared", say=lambda _: None)
+    prepare(folder, folder / "prepared", pack=False)
+    return open_dataset(folder, folder / "prepared")
 
 
 def single_process_config(

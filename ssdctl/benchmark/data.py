@@ -8,17 +8,18 @@ colours, normalisation and targets, which the device computes in training.
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import endless_batches, single_process_config
+from ssdctl.benchmark.common import Figures, endless_batches, single_process_config
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.image_decode import decode
@@ -32,27 +33,24 @@ from ssdctl.input.samples import LoaderConfig, draw_samples
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import Targets
 
-Figures = dict[str, float | int | str]
+log = logging.getLogger(__name__)
 BATCH_SIZE = 32
 WARMUP_BATCHES = 4
 TIMED_IMAGES = 200
 CHUNK = 8  # images per task of the full chain's last stages
 
 
-def benchmark_data(
-    split: Split, config: Config, seconds: float, say: Callable[[str], None]
-) -> Figures:
+def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     """Return images per second of the host stage and the full chain, and ms of each stage.
 
     Args:
         split: The training images.
         config: Of `ssdctl train`.
         seconds: Length of each measurement.
-        say: Called with the device's notices.
     """
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
-        say(notice)
+        log.info(notice)
     threads = config.train.workers or len(os.sched_getaffinity(0))
     plan = single_process_config(split, config, batch_size=BATCH_SIZE, threads=threads)
 

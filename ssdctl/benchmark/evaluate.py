@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ssdctl.benchmark.common import Figures
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, default_boxes_cxcywh
 from ssdctl.config import Config
 from ssdctl.data.store import Split
@@ -29,7 +30,6 @@ from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
 
-Figures = dict[str, float | int | str]
 DETECT_BATCH = 8
 ROUNDS = 5
 MIN_BATCHES = 3  # per round

@@ -7,6 +7,7 @@ measures only the device; with real data the input runs in parallel, which shows
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.common import Figures, endless_batches
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
@@ -32,6 +33,7 @@ from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.setup import choose_precision
 from ssdctl.train.step import TrainStep, copy_ahead
 
+log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1
 MATMUL_SIZE = {"cpu": 2048}
 ACCELERATOR_MATMUL_SIZE = 8192
@@ -47,16 +49,13 @@ class Rate(NamedTuple):
     step_s: float
 
 
-def benchmark_train(
-    split: Split | None, config: Config, seconds: float, say: Callable[[str], None]
-) -> Figures | None:
+def benchmark_train(split: Split | None, config: Config, seconds: float) -> Figures | None:
     """Measure optimizer steps: rate, FLOP/s and fraction of the peak, memory, hours of a run.
 
     Args:
         split: Real images; None measures only with fake data.
         config: Of `ssdctl train`.
         seconds: Length of each measurement.
-        say: Called with the device's notices.
 
     Returns:
         The figures on the first rank, None on the others.
@@ -67,7 +66,7 @@ def benchmark_train(
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     for notice in device.notices:
-        say(notice)
+        log.info(notice)
     with process_group(ranks, device):
         precision = choose_precision(config.train.precision, device)
         architecture = Architecture(config.model.backbone, config.model.extra_norm, COCO_OUTPUTS)

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
+from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
 from ssdctl.checkpoint.validation import (
-    MAX_CLASSES,
-    MAX_COUNT,
     check_zip,
     is_state,
     read_fields,
@@ -33,22 +32,9 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
-FORMAT = 1
-
-
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
-
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
-
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
-
 
 class Checkpoint(NamedTuple):
-    """A checkpoint in memory: ours, or a third-party one under our names."""
+    """A checkpoint in memory; a third-party one has ssdctl's parameter names."""
 
     path: Path
     model: dict[str, Tensor]
@@ -62,7 +48,7 @@ class Checkpoint(NamedTuple):
     global_batch: int
     best_ap: float | None
     optimizer: dict[str, Any]
-    peer: str | None = None  # the third-party system that wrote it; None if it is ours
+    third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
 
 
@@ -74,8 +60,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
     payload = read_payload(path)
-    if (peer := third_party.source_of(payload)) is not None:
-        return _read_third_party(path, payload, peer)
+    if (system := third_party.source_of(payload)) is not None:
+        return _read_third_party(path, payload, system)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise IntegrityError(
             f"{path}: not a checkpoint that this version of ssdctl reads",
@@ -108,17 +94,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpoint:
+def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Checkpoint:
     """Read a third-party checkpoint: the network by its shapes, the classes by `label_map`."""
     weights = third_party.state_of(payload)
     if not is_state(weights):
-        raise IntegrityError(f"{path}: looks like {peer}'s, but its weights are not tensors")
-    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), peer)
+        raise IntegrityError(f"{path}: looks like {system}'s, but its weights are not tensors")
+    state = third_party.from_third_party(cast(Mapping[str, Tensor], weights), system)
     backbone = third_party.backbone_of(state)
     head = state.get("class_heads.0.weight")
     if backbone is None or head is None or head.dim() != 4 or head.shape[0] % BOXES_PER_CELL[0]:
         raise IntegrityError(
-            f"{path}: looks like {peer}'s, but is not an SSD300 on a ResNet or VGG16"
+            f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
     names = payload.get("label_map", {})
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
@@ -149,7 +135,7 @@ def _read_third_party(path: Path, payload: dict[str, Any], peer: str) -> Checkpo
         global_batch=0,
         best_ap=None,
         optimizer={},
-        peer=peer,
+        third_party=system,
     )
 
 
@@ -182,11 +168,11 @@ def with_classes(
         if state[name].shape[1:] != tensor.shape[1:]:  # another backbone's: load_state refuses it
             continue
         # Channels are class-major: (classes, box shapes).
-        ours = tensor.clone().unflatten(0, (len(classes) + 1, -1))
-        theirs = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
+        target = tensor.clone().unflatten(0, (len(classes) + 1, -1))
+        source = state[name].unflatten(0, (checkpoint.architecture.num_classes, -1))
         for kept_name in kept:
-            ours[new[kept_name]] = theirs[old[kept_name]]
-        state[name] = ours.flatten(0, 1)
+            target[new[kept_name]] = source[old[kept_name]]
+        state[name] = target.flatten(0, 1)
     return state, kept[1:]
 
 
@@ -266,10 +252,15 @@ def _check_class_heads(checkpoint: Checkpoint) -> None:
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Load weights, all or nothing, or raise IntegrityError with what differs."""
+    check_shapes(module, state, path)
+    module.load_state_dict(state)
+
+
+def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    """Check that weights have the names and shapes of a module's, or raise IntegrityError."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     refuse_differences(shape_differences(expected, shapes), path)
-    module.load_state_dict(state)
 
 
 def load_backbone(model: SSD300, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Convert checkpoints of third-party systems from and to ours. Only the keys differ; heads and
+"""Convert checkpoints of third-party systems from and to ssdctl's. Only the keys differ; heads and
 blocks have the same order.
 
 MLPerf and Habana: `{"model", "label_map"}`; NVIDIA and its TPU fork add epoch, iteration,
@@ -18,7 +18,7 @@ from ssdctl.data.coco_classes import COCO_CLASSES, UNUSED
 from ssdctl.data.formats.coco import ClassName
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
-PREFIXES: dict[str, dict[str, str]] = {  # their prefix -> ours
+PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
     "mlperf": {
         "model.layer1.0.": "backbone.conv1.",
         "model.layer1.1.": "backbone.bn1.",
@@ -79,19 +79,19 @@ def state_of(payload: Any) -> Mapping[Any, Any] | None:
 
 
 def from_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:
-    """Return third-party weights under our names; unknown names are kept and refused later."""
+    """Return third-party weights under ssdctl's names; unknown names are kept and refused later."""
     named = {_renamed(WRAPPERS.sub("", k), PREFIXES[system]): v for k, v in state.items()}
     return _with_class_major_heads(named) if system == "torchvision" else named
 
 
 def to_third_party(state: Mapping[str, Tensor], system: str) -> dict[str, Tensor]:
-    """Return our weights under the names of a third-party system."""
-    backwards = {ours: theirs for theirs, ours in PREFIXES[system].items()}
-    return {_renamed(k, backwards): v for k, v in state.items()}
+    """Return ssdctl's weights under the names of a third-party system."""
+    reverse = {own: other for other, own in PREFIXES[system].items()}
+    return {_renamed(k, reverse): v for k, v in state.items()}
 
 
 def _with_class_major_heads(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Reorder head channels from torchvision's (box shape, value) to ours (value, box shape)."""
+    """Reorder head channels of torchvision, (box shape, value), to (value, box shape)."""
     for name, tensor in state.items():
         if name.startswith(("box_heads.", "class_heads.")):
             level = int(name.split(".")[1])

@@ -9,53 +9,18 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.checkpoint.format import MAX_COUNT, Payload
+from ssdctl.checkpoint.pickled_storages import check_storages
 from ssdctl.errors import IntegrityError
 
-MAX_CLASSES = 100_000
-MAX_COUNT = 2**53  # exact as a float
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SHOWN = 6  # differences named in a message
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
-Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-Scalar = bool | Integer | float | str | None
-
-
-class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):
-    backbone: str
-    extra_norm: Literal["none", "batch"]
-    num_classes: Annotated[int, msgspec.Meta(ge=1, le=MAX_CLASSES)]
-
-
-class ParameterGroup(msgspec.Struct):
-    params: list[Count]
-
-
-class OptimizerFields(msgspec.Struct):
-    state: dict[Count, dict[str, Any]]
-    param_groups: list[ParameterGroup]
-
-
-class Payload(msgspec.Struct):
-    """The contents of a checkpoint other than its weights, by type."""
-
-    architecture: ArchitectureFields
-    classes: list[ClassName]
-    config: dict[str, Scalar | list[Scalar]]
-    step: Count
-    samples_seen: Count
-    images: AtLeastOne
-    global_batch: AtLeastOne
-    best_ap: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None
-    optimizer: OptimizerFields
 
 
 def read_fields(payload: Any) -> Payload:
@@ -106,7 +71,8 @@ def is_plain_tensor(value: object) -> bool:
 
 
 def check_zip(path: Path) -> None:
-    """Check that a file is a complete zip of stored entries with correct CRCs.
+    """Check that a file is a complete zip of stored entries with correct CRCs, and that its
+    tensors are as large as they are described.
 
     Raises:
         IntegrityError: It is not; or its entries are larger than the file.
@@ -120,6 +86,8 @@ def check_zip(path: Path) -> None:
             if total > path.stat().st_size:
                 raise zipfile.BadZipFile("its entries are larger than the file")
             damaged = archive.testzip()
+            if damaged is None:
+                check_storages(archive)
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
         raise IntegrityError(
             f"{path}: not a checkpoint, or a damaged one: {error}",

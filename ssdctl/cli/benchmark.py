@@ -55,9 +55,7 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     from ssdctl.benchmark.data import benchmark_data
 
     with _splits(call) as splits:
-        _print_figures(
-            call, benchmark_data(splits["train"], call.config, seconds, call.console.say)
-        )
+        _print_figures(call, benchmark_data(splits["train"], call.config, seconds))
 
 
 @command(
@@ -98,7 +96,7 @@ def train(
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
-        figures = benchmark_train(split, call.config, seconds, call.console.say)
+        figures = benchmark_train(split, call.config, seconds)
     if figures is not None:
         _print_figures(call, figures)
 
@@ -146,10 +144,10 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
 
     if call.config.data.root is not None:
         root, folder = dataset_folders(call.config.data)
-        yield open_dataset(root, folder, say=call.console.say, progress=call.console.progress)
+        yield open_dataset(root, folder, progress=call.console.progress)
         return
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as temporary:
-        call.console.say("no --data: measuring on generated shapes")
+        call.console.info("no --data: measuring on generated shapes")
         yield make_shapes(Path(temporary))
 
 

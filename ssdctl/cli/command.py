@@ -26,7 +26,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, select
-from ssdctl.errors import Interrupted, SsdctlError, UsageError
+from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
 from ssdctl.runtime.printable import printable
 from ssdctl.runtime.redact import redact_urls
 
@@ -146,6 +146,13 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
         problem = _encoding_problem(error)
         console.error(problem)
         raise SystemExit(problem.exit_code) from None
+    except OSError as error:
+        if error.filename is None:  # not a file that the user or an input named
+            raise
+        if console.verbose:
+            _print_traceback()
+        console.error(DiskError(f"{error.filename}: {error.strerror}", hint="check the path"))
+        raise SystemExit(DiskError.exit_code) from None
     except KeyboardInterrupt:
         console.error(Interrupted("interrupted"))
         raise SystemExit(Interrupted.exit_code) from None

@@ -31,7 +31,7 @@ class MessageHandler(logging.Handler):
     """Passes the messages of the `ssdctl` loggers to the console, or to a display.
 
     Args:
-        sink: Shows information by `say` and warnings by `warn`.
+        sink: Shows information by `info` and warnings by `warning`.
     """
 
     def __init__(self, sink: MessageSink) -> None:
@@ -40,15 +40,15 @@ class MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_warning = record.levelno >= logging.WARNING
-        (self.sink.warn if is_warning else self.sink.say)(record.getMessage())
+        (self.sink.warning if is_warning else self.sink.info)(record.getMessage())
 
 
 class MessageSink(Protocol):
     """Shows messages to the user."""
 
-    def say(self, text: str) -> None: ...
+    def info(self, text: str) -> None: ...
 
-    def warn(self, text: str) -> None: ...
+    def warning(self, text: str) -> None: ...
 
 
 class Console:
@@ -89,12 +89,12 @@ class Console:
         """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Write a line of information to stderr, unless quiet."""
         if not self.quiet:
             self._message(text)
 
-    def warn(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 
@@ -126,6 +126,15 @@ class Console:
             with disk_errors(STDOUT, "writing"):
                 rich_console(sys.stdout).print(human())
 
+    def copy(self, text: str) -> None:
+        """Copy output of another program to stdout (with --json: to stderr), printable.
+
+        Args:
+            text: Any part of it; newlines stay as they are, those of Windows become plain ones.
+        """
+        stream = sys.stderr if self.as_json else sys.stdout
+        self._write(printable(text.replace("\r\n", "\n")), stream, end="")
+
     def progress(
         self, items: Iterable[T], *, total: int | None, label: str, unit: str = "it"
     ) -> Iterator[T]:
@@ -147,7 +156,7 @@ class Console:
         return f"\033[{STYLES[style]}m{text}\033[0m"
 
     def _message(self, text: str, label: str = "", style: str = "") -> None:
-        """Print a message, which may contain foreign text and URLs with secrets."""
+        """Print a message, which may contain untrusted text and URLs with secrets."""
         if label:
             label = self.painted(f"{label}:", style, sys.stderr) + " "
         text = redact_urls(text)
@@ -155,11 +164,11 @@ class Console:
         text = printable(text) if text.startswith("\n") else printable_message(text)
         self._write(label + text, sys.stderr)
 
-    def _write(self, text: str, stream: IO[str]) -> None:
+    def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
         try:
             with disk_errors(STDOUT, "writing"):
-                print(_encodable(text, stream), file=stream, flush=True)
-        except DiskError:
+                print(_encodable(text, stream), file=stream, end=end, flush=True)
+        except (DiskError, BrokenPipeError):
             if stream is sys.stdout:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
 

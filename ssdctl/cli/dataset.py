@@ -64,7 +64,7 @@ def export(
     data = msgspec.structs.replace(call.config.data, root=root)
     folder, store = dataset_folders(data)
     with stoppable("nothing was exported"):
-        splits = open_dataset(folder, store, say=call.console.say, progress=call.console.progress)
+        splits = open_dataset(folder, store, progress=call.console.progress)
         counts = export_dataset(splits, store, out, to.value, call.console.progress)
     result: dict[str, Any] = {"out": str(out), "to": to.value, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())

@@ -60,7 +60,7 @@ def demo(
 
     def run_step(*arguments: str) -> None:
         line = shlex.join(["ssdctl", *arguments])
-        call.console.say(f"\n$ {line}")
+        call.console.info(f"\n$ {line}")
         run_command([*arguments, *common], stdout_to_stderr=call.console.as_json)
         commands.append(line)
 
@@ -71,7 +71,7 @@ def demo(
     if steps is None:
         step_s = seconds_per_step(call.config.train)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
-        call.console.say(f"\n{_training_length(steps, step_s)}")
+        call.console.info(f"\n{_training_length(steps, step_s)}")
     run_step("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
              *RECIPE.split(), "--steps", str(steps))  # fmt: skip
     run_step("evaluate", str(RunDir(run).best))
@@ -83,7 +83,7 @@ def seconds_per_step(config: TrainConfig) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
-    from ssdctl.checkpoint.reader import Architecture
+    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.train.memory import random_batch

@@ -50,7 +50,7 @@ def doctor(
     from ssdctl.doctor.run_checks import examine
 
     with stoppable("nothing was changed"):
-        checks = examine(call.config, network=network, self_test=self_test, say=call.console.say)
+        checks = examine(call.config, network=network, self_test=self_test)
     width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
     text = to_text(checks, width, call.console.painted)
     call.console.result([check._asdict() for check in checks], text, is_painted=True)

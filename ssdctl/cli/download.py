@@ -9,7 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.download_progress import fetching, patience
+from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import refuse_url
 
@@ -107,7 +107,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
             mirror=config.mirror,
             connections=config.connections,
             keep_archives=config.keep_archives,
-            patience=patience(config.timeout),
+            retry_policy=retry_policy(config.timeout),
             report=progress,
         )
     lines = [
@@ -116,7 +116,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
     if not config.manifest:
-        call.console.say(f"{dest} is ready; next: ssdctl prepare --data {dest}")
+        call.console.info(f"{dest} is ready; next: ssdctl prepare --data {dest}")
 
 
 def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:

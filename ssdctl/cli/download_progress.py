@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ssdctl.cli.console import Console
-    from ssdctl.download.transfer import Patience
+    from ssdctl.download.retry import RetryPolicy
 
 READING = ("checking ", "verifying ", "unpacking ")  # how labels of work on local files begin
 LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
@@ -90,7 +90,7 @@ class ByteProgress:
         self._first = self._last_line = (time.monotonic(), done)
         is_resumed = not label.startswith(READING) and 0 < done < total
         resumed = f", {done / 1e6:,.1f} MB already downloaded" if is_resumed else ""
-        self._console.say(f"{label}: {total / 1e6:,.1f} MB{resumed}")
+        self._console.info(f"{label}: {total / 1e6:,.1f} MB{resumed}")
 
     def _print_line(self, label: str, done: int, total: int) -> None:
         start, done_at_start = self._first
@@ -103,7 +103,7 @@ class ByteProgress:
             text += f"; all files: {100 * received / max(total_bytes, 1):.0f}%"
             if rate > 0 and label in self._expected:
                 text += f", {_minutes(total_bytes - received, rate)} left"
-        self._console.say(text)
+        self._console.info(text)
         self._last_line = (time.monotonic(), done)
 
 
@@ -151,11 +151,11 @@ def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Ite
             progress.close()
 
 
-def patience(timeout_s: float) -> Patience:
+def retry_policy(timeout_s: float) -> RetryPolicy:
     """Return timeouts for a limit of `timeout_s` that allows an idle connection one retry."""
-    from ssdctl.download.transfer import Patience
+    from ssdctl.download.retry import RetryPolicy
 
-    default = Patience()
+    default = RetryPolicy()
     return default._replace(
         stall_s=timeout_s,
         read_s=min(default.read_s, timeout_s / 2),

@@ -158,7 +158,7 @@ def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
     run = RunDir(make_dir(folder))
     write_evaluation(run.evaluation, evaluation)
     write_report([read_run(folder)], run.report)
-    call.console.say(f"report: {run.report}")
+    call.console.info(f"report: {run.report}")
 
 
 def tables(evaluation: Evaluation) -> Group:

@@ -64,19 +64,26 @@ def export(
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
     if raw and kind != "onnx":
         raise UsageError(f"--raw applies to --format onnx, not to {kind}")
-    from ssdctl.checkpoint.reader import read_checkpoint
-    from ssdctl.export.formats import export as write
     from ssdctl.inference.model_source import locate_checkpoint
 
     source = locate_checkpoint(checkpoint, mirror=call.config.download.mirror)
     if Path(out).exists() and Path(out).samefile(source):
         raise UsageError(f"--out {out} is the checkpoint itself", hint="give another file")
+    from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
+    from ssdctl.export.formats import export as write
+    from ssdctl.export.nvidia import NUM_CLASSES as NVIDIA_CLASSES
+
     content = read_checkpoint(source)
     result: dict[str, Any] = {"file": out, "format": kind}
     if kind == "onnx":
         result |= _export_onnx(call, content, Path(out), raw)
     else:
         write(content, kind, Path(out))
+        if kind == "nvidia" and content.architecture.num_classes != NVIDIA_CLASSES:
+            call.console.warning(
+                f"NVIDIA's program builds a network of {NVIDIA_CLASSES} outputs (COCO's), this "
+                f"file has {content.architecture.num_classes}: only ssdctl reads it"
+            )
     call.console.result(result, f"{source} -> {out} ({kind})")
 
 
@@ -96,7 +103,7 @@ def _export_onnx(call: Call, checkpoint: Checkpoint, out: Path, raw: bool) -> di
         score_threshold=settings.score_threshold,
         nms_iou=settings.nms_iou,
     )
-    call.console.say(
+    call.console.info(
         f"onnxruntime agrees with PyTorch on {comparison.pictures} images ({pictures}): largest "
         f"difference of boxes {comparison.box_difference:.1g} of the image size, of scores "
         f"{comparison.score_difference:.1g}"

@@ -9,7 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.download_progress import fetching, patience
+from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def fetch_weights(
             weights_name,
             dest,
             mirror=config.mirror,
-            patience=patience(config.timeout),
+            retry_policy=retry_policy(config.timeout),
             report=progress,
         )
     data = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -115,10 +114,11 @@ def launch(
 
     request = make_request(call, *devices[0], rest or [])
     if write is not None:  # the script may run on other machines
-        request = dataclasses.replace(request, local_address=None, is_written=True)
+        request = dataclasses.replace(request, local_address=None)
+    request = dataclasses.replace(request, is_planned=dry_run or write is not None)
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
-        call.console.warn(warning)
+        call.console.warning(warning)
 
     result: dict[str, object] = {
         "argv": list(plan.argv),
@@ -136,14 +136,14 @@ def launch(
     if plan.missing and write is not None:
         raise UsageError(plan.missing)
     if plan.missing:
-        call.console.warn(f"{plan.missing}: replace HOST by it")
+        call.console.warning(f"{plan.missing}: replace HOST by it")
     if write is not None:
         if Path(write).exists():
-            call.console.say(f"{write} exists and is replaced")
+            call.console.info(f"{write} exists and is replaced")
         _write_script(Path(write), plan)
         result["written"] = write
         submit = SUBMIT.get(plan.launcher)
-        call.console.say(
+        call.console.info(
             f"wrote {write}" + (f"; submit it with {submit} {write}" if submit else "")
         )
     human = plan.to_line() if plan.text is None else plan.text.rstrip("\n")
@@ -155,7 +155,7 @@ def _write_script(path: Path, plan: LaunchPlan) -> None:
     if plan.manifest is None:
         mode = path.stat().st_mode
         with files.disk_errors(path, "writing"):
-            path.chmod(mode | (mode & 0o444) >> 2)  # executable for everyone who may read it
+            path.chmod(mode | (mode & 0o444) >> 2)  # executable for all who can read it
 
 
 def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str, object]) -> None:
@@ -169,16 +169,16 @@ def _run(call: Call, request: LaunchRequest, plan: LaunchPlan, result: dict[str,
         raise UsageError(plan.missing)
     require_launcher(plan)
     if plan.launcher == "torchrun" and plan.nodes > 1:
-        call.console.say("this starts only the ranks of this node: run it on every node")
+        call.console.info("this starts only the ranks of this node: run it on every node")
     restarts_left = request.config.restarts
     while True:
-        call.console.say(plan.to_log_line())
+        call.console.info(plan.to_log_line())
         outcome = run(plan, stdout_to_stderr=call.console.as_json)
         _show_failure(call, request, plan, outcome)
         if outcome.code not in CRASHES or not restarts_left:
             break
         restarts_left -= 1
-        call.console.warn(
+        call.console.warning(
             f"restarting after exit code {outcome.code}; {restarts_left} restarts left"
         )
         request = resumed(request)
@@ -209,32 +209,26 @@ def _show_failure(
             continue  # the output of rank 0 is already on the terminal
         path = RunDir(Path(request.run_folder)).rank_log(rank)
         if lines := last_lines(path):
-            call.console.warn("\n  | ".join([f"the end of {path}:", *lines]))
+            call.console.warning("\n  | ".join([f"the end of {path}:", *lines]))
 
 
 def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool) -> None:
     """Submit the job to its batch engine; with `wait` follow it until it ends."""
-    from ssdctl.launch import batch
+    from ssdctl.launch import submit
 
-    batch.require_engine(plan)
-    job = batch.submit(plan)
+    submit.require_engine(plan)
+    job = submit.submit(plan)
     result["id"] = job
-    cancel = batch.end_command(job, plan)
+    cancel = submit.end_command(job, plan)
     if not wait:
-        call.console.say(f"submitted; to cancel it: {cancel}")
+        call.console.info(f"submitted; to cancel it: {cancel}")
         call.console.result(result, job)
         return
-    call.console.say(f"submitted {job}; to cancel it: {cancel}")
-    stream = sys.stderr if call.console.as_json else sys.stdout
-
-    def write(text: str) -> None:
-        stream.write(text)
-        stream.flush()
-
+    call.console.info(f"submitted {job}; to cancel it: {cancel}")
     try:
-        code = batch.follow(job, plan, write, call.console.say)
+        code = submit.follow(job, plan, call.console.copy)
     except KeyboardInterrupt:
-        call.console.warn(f"{job} continues to run; to cancel it: {cancel}")
+        call.console.warning(f"{job} continues to run; to cancel it: {cancel}")
         raise
     if call.console.as_json:
         call.console.result({**result, "exit_code": code})
@@ -244,5 +238,5 @@ def _submit(call: Call, plan: LaunchPlan, result: dict[str, object], wait: bool)
 def _exit_with(call: Call, code: int) -> None:
     """Exit with the code of a failed job; return if it is 0."""
     if code:
-        call.console.say(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
+        call.console.info(f"the job ended with exit code {code}: {OUTCOMES.get(code, 'see above')}")
         raise SystemExit(code)

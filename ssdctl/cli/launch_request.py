@@ -68,7 +68,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
     if not rest:
         source = call.resolved.sources["train.precision"]
         for notice in check_train(request, call.config, source):
-            call.console.warn(notice)
+            call.console.warning(notice)
     if in_pods:
         check_volumes(request, call.config)
     if request.launcher == "mpirun":

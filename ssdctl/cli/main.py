@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,8 @@ from ssdctl.cli import (
 )
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_as_bug
-from ssdctl.errors import Interrupted
+from ssdctl.cli.console import STDOUT, Console
+from ssdctl.errors import DiskError, ExitCode, Interrupted
 
 # In the order of `ssdctl --help`. Importing a module registers its command with `app`.
 MODULES = (
@@ -60,14 +62,23 @@ app.registered_groups.sort(key=_position)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with one of the documented codes.
 
-    If the reader of stdout is closed, as with `| head`, typer exits silently.
+    If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
+    cannot be written, without a message.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         click_root(_module_of(arguments)).main(args=arguments, prog_name="ssdctl")
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1
+            raise SystemExit(ExitCode.DISK) from None
+        raise
     except KeyboardInterrupt:  # before a command runs
         raise SystemExit(Interrupted.exit_code) from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            # typer itself writes --help and --version
+            Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
+            raise SystemExit(DiskError.exit_code) from None
         exit_as_bug()
 
 

@@ -20,6 +20,8 @@ from ssdctl.errors import UsageError
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
 COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, "--dest": OUTPUT}
+# Options that an alias sets in addition to its own: TensorFlow's summaries are TensorBoard events.
+IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="
 PRECISIONS = ("bf16", "fp16", "fp32")
 CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept --checkpoint CKPT
@@ -136,6 +138,8 @@ class AliasCommand(typer.core.TyperCommand):
                     checkpoints.append(value)
                 else:
                     rewritten.append(template + value)
+                if IMPLIED.get(flag) in own:
+                    rewritten.append(IMPLIED[flag])
         return [*checkpoints, *rewritten]
 
     def _templates(self, own: Mapping[str, Any]) -> dict[str, str]:

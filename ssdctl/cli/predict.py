@@ -109,7 +109,7 @@ def _predict(
     records, failures, stems = [], list[UnreadablePicture](), set[str]()
     for result in console.progress(results, total=len(sources), label="predicting", unit="img"):
         if isinstance(result, UnreadablePicture):
-            console.warn(str(result.error))
+            console.warning(str(result.error))
             failures.append(result)
             continue
         if console.as_json:
@@ -121,7 +121,7 @@ def _predict(
         if writer is not None:
             writer.add(result)
     if writer is not None:
-        console.say(writer.close())
+        console.info(writer.close())
     if console.as_json:
         console.result(records)
     return failures

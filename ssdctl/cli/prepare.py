@@ -75,17 +75,16 @@ def prepare(
             jobs=options.jobs,
             force=force,
             allow_dropped=options.allow_dropped,
-            say=call.console.say,
             progress=call.console.progress,
         )
-    call.console.say(f"{outcome.root} -> {outcome.store}")
+    call.console.info(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
-        call.console.say("nothing changed since it was written (--force writes it again)")
+        call.console.info("nothing changed since it was written (--force writes it again)")
     for report in outcome.splits:
         for note in report.notes:
-            call.console.say(f"{report.split}: {note}")
+            call.console.info(f"{report.split}: {note}")
         for warning in report.warnings:
-            call.console.warn(f"{report.split}: {warning}; --preview FILE shows the boxes")
+            call.console.warning(f"{report.split}: {warning}; --preview FILE shows the boxes")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if preview is not None:
         _preview(call, root, folder, preview)
@@ -94,24 +93,24 @@ def prepare(
 
 
 def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert layouts other than COCO's: to the dataset folder if options ask for it, or a store.
+    """Convert other layouts than COCO's: with options to the dataset folder, else to the store.
 
     A conversion that an earlier call wrote is only reported.
     """
-    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_made
+    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_conversion
     from ssdctl.data.dataset import CONVERTED
 
     options = call.config.prepare
     source = None if options.source == AUTO else options.source
     conversion = Conversion(source, options.split, options.classes)
     if conversion and root.is_file():
-        convert(root, conversion, call.console.say, folder / CONVERTED)
+        convert(root, conversion, folder / CONVERTED)
     elif conversion:
-        convert(root, conversion, call.console.say)
-    elif description := describe_made(root):
-        call.console.say(description)
+        convert(root, conversion)
+    elif description := describe_conversion(root):
+        call.console.info(description)
     else:
-        convert_again(root, folder, call.console.say)
+        convert_again(root, folder)
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
@@ -122,7 +121,7 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     splits = find_splits(root, folder)
     split = "train" if "train" in splits else "val"
     num_images = preview(open_split(folder, split, splits[split]), call.config, path)
-    call.console.say(f"{path}: {num_images} images of {split} with their boxes")
+    call.console.info(f"{path}: {num_images} images of {split} with their boxes")
 
 
 def _tables(outcome: Outcome) -> Group:

@@ -39,19 +39,19 @@ class TrainingDisplay:
             self._live.stop()
         self._console.handler.sink = self._console
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a permanent line."""
         if self._live is not None:
             self._live.console.print(printable_message(text))
         else:
-            self._console.say(text)
+            self._console.info(text)
 
-    def warn(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """Print a warning as a permanent line, even if the console is quiet."""
         if self._live is not None:
             self._live.console.print(f"warning: {printable_message(text)}", style="yellow")
         else:
-            self._console.warn(text)
+            self._console.warning(text)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show one record of the run."""
@@ -60,9 +60,9 @@ class TrainingDisplay:
                 self._live.update(self._block(record))
             else:
                 left = self._time_left(record)
-                self._console.say(describe(record) + (f"  {left} left" if left else ""))
+                self._console.info(describe(record) + (f"  {left} left" if left else ""))
         elif record["kind"] in ("eval", "epoch"):
-            self.say(describe(record))
+            self.info(describe(record))
         elif record.get("event") == "started":
             self._plan = record
 

@@ -66,7 +66,7 @@ def train(
         resolved = call.resolved.with_value("data.root", str(root.absolute()))
         if (store := call.config.data.store) is not None:
             resolved = resolved.with_value("data.store", str(Path(store).absolute()))
-        call.console.say(f"dataset {root}, run folder {run}")
+        call.console.info(f"dataset {root}, run folder {run}")
         with TrainingDisplay(call.console) as display:
             summary = run_training(resolved, emit=display.show, progress=call.console.progress)
     except Stopped as stop:
@@ -98,7 +98,7 @@ def _show_plan(call: Call) -> None:
     if not root.exists():
         images, classes = COCO_NUM_IMAGES, COCO_NUM_CLASSES
         if not call.config.train.fake_data:
-            call.console.warn(
+            call.console.warning(
                 f"{root}: no such dataset folder; the plan assumes COCO's {COCO_NUM_IMAGES:,} "
                 "training images with boxes"
             )

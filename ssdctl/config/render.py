@@ -25,11 +25,6 @@ def values(config: Config) -> dict[str, Any]:
     return {f"{section}.{k}": v for section, table in sections.items() for k, v in table.items()}
 
 
-def to_toml(resolved: Resolved) -> str:
-    """Return the config as a file for `--config`, with the sources. Unset values are comments."""
-    return _tables(resolved, _with_source, values(resolved.config))
-
-
 def snapshot(config: Config) -> dict[str, Any]:
     """Return the settings that explain a result, for files that are shared, without secrets."""
     return {

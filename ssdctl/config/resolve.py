@@ -99,7 +99,7 @@ def resolve(
         if not setting.is_recipe:
             values[setting.path] = setting.default
             sources[setting.path] = "default"
-    for path, value, source in [*preset_overrides(preset), *cluster, *checked]:
+    for path, value, source in [*_used_of_preset(preset, checked), *cluster, *checked]:
         values[path] = value
         sources[path] = source
 
@@ -111,6 +111,12 @@ def resolve(
     for path, problem in conflicts(config):
         raise UsageError(f"{sources[path]}: {path}: {problem}")
     return Resolved(config, sources)
+
+
+def _used_of_preset(name: str, explicit: Iterable[Override]) -> list[Override]:
+    """Return the values of a preset; its evaluation epochs only if no interval was given."""
+    unused = {"train.eval_at"} if any(o.path == "train.eval_every" for o in explicit) else set()
+    return [o for o in preset_overrides(name) if o.path not in unused]
 
 
 def preset_overrides(name: str) -> list[Override]:

@@ -73,7 +73,9 @@ def plain_type(annotation: Any) -> Any:
 
 
 def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
-    meta = typing.get_args(field.type)[-1]  # nested Annotated types are flattened: ours is last
+    meta = typing.get_args(field.type)[
+        -1
+    ]  # nested Annotated types are flattened: the setting is last
     extra = meta.extra
     kind = plain_type(field.type)
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
@@ -103,8 +105,8 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
 def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[str, ...]:
     """Return the declared aliases and `--FIELD-NAME`, unless that is the flag or was removed."""
     own = f"--{name.replace('_', '-')}"
-    taken = (*flags, *extra["aliases"], *extra["removed_flags"])
-    return extra["aliases"] if own in taken else (own, *extra["aliases"])
+    flags_in_use = (*flags, *extra["aliases"], *extra["removed_flags"])
+    return extra["aliases"] if own in flags_in_use else (own, *extra["aliases"])
 
 
 @functools.cache

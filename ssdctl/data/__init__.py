@@ -1,1 +1,1 @@
-"""From the world to a store that training reads: fetch, check, pack. Torch-free."""
+"""Read, convert and check datasets; write the store that training reads. Torch-free."""

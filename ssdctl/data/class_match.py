@@ -10,24 +10,27 @@ from ssdctl.data.formats.coco import ClassName
 MAX_NAMED = 8  # names listed in a message
 
 
-def match_classes(known: Sequence[ClassName], listed: Sequence[ClassName]) -> list[int] | None:
-    """Return the position in `listed` of each class of `known`, or None if their names differ.
+def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:
+    """Return the position in `actual` of each class of `expected`, or None if their names differ.
 
     Category ids and the order do not matter: a labelling tool may renumber them at each export.
     Classes with equal names are matched in the order in which they come.
     """
     places: dict[str, list[int]] = {}
-    for place, entry in enumerate(listed):
+    for place, entry in enumerate(actual):
         places.setdefault(entry.name, []).append(place)
-    if Counter(c.name for c in known) != {name: len(p) for name, p in places.items()}:
+    if Counter(c.name for c in expected) != {name: len(p) for name, p in places.items()}:
         return None
-    return [places[entry.name].pop(0) for entry in known]
+    return [places[entry.name].pop(0) for entry in expected]
 
 
-def class_differences(known: Sequence[ClassName], listed: Sequence[ClassName]) -> str:
+def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> str:
     """Return which names only one of the two has, for messages; empty if there are none."""
-    ours, theirs = Counter(c.name for c in known), Counter(c.name for c in listed)
-    parts = [("missing", ours - theirs), ("not in the checkpoint", theirs - ours)]
+    missing, extra = (
+        Counter(c.name for c in a) - Counter(c.name for c in b)
+        for a, b in ((expected, actual), (actual, expected))
+    )
+    parts = [("missing", missing), ("not in the checkpoint", extra)]
     return "; ".join(f"{what}: {_named(list(names))}" for what, names in parts if names)
 
 

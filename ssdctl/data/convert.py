@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from ssdctl.data.formats.coco_writer import (
     with_classes,
 )
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
-from ssdctl.data.formats.detect import Layout, find_layout
+from ssdctl.data.formats.find_layout import Layout, find_layout
 from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
@@ -45,7 +45,7 @@ from ssdctl.files import lock, make_dir, write_bytes, write_text
 
 ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
 AUTO = "auto"
-Report = Callable[[str], None]
+log = logging.getLogger(__name__)
 
 
 class Conversion(NamedTuple):
@@ -68,15 +68,12 @@ class _Part(NamedTuple):
     is_original: bool = False  # the content is that of `origin`, a COCO file
 
 
-def convert(
-    root: Path, options: Conversion, report: Report, folder: Path | None = None
-) -> dict[str, SplitFiles]:
-    """Write the annotation files and the dataset.toml that `options` ask for.
+def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict[str, SplitFiles]:
+    """Write the annotation files and the dataset.toml of a conversion.
 
     Args:
         root: The dataset folder, or its file.
         options: What to do.
-        report: Called with messages for the user.
         folder: Where to write; None is the dataset folder itself.
 
     Raises:
@@ -86,7 +83,7 @@ def convert(
     """
     require_root(root)
     source = _source(root, options.source)
-    parts = _parts(root, source, report)
+    parts = _parts(root, source)
     if options.classes:
         parts = {
             split: part._replace(
@@ -104,13 +101,13 @@ def convert(
             "val": parts["train"]._replace(content=val, is_original=False),
         }
     target = folder or root
-    splits = _write(root, target, source, options, parts, report)
+    splits = _write(root, target, source, options, parts)
     counts = ", ".join(f"{s} {num_images(p.content, p.origin):,}" for s, p in parts.items())
-    report(f"{target / TOML} names the splits: {counts} images (made from {source})")
+    log.info("%s names the splits: %s images (made from %s)", target / TOML, counts, source)
     return splits
 
 
-def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
+def convert_if_needed(root: Path, folder: Path) -> None:
     """Convert a dataset of a layout other than COCO's into its store, if that was not done yet.
 
     Raises:
@@ -118,7 +115,7 @@ def convert_if_needed(root: Path, folder: Path, report: Report) -> None:
         DiskError: The store cannot be written.
     """
     if not (root / TOML).is_file() and not (folder / CONVERTED / TOML).is_file():
-        convert_again(root, folder, report)
+        convert_again(root, folder)
 
 
 def is_converted(root: Path, folder: Path) -> bool:
@@ -128,7 +125,7 @@ def is_converted(root: Path, folder: Path) -> bool:
     return find_layout(root).source == "coco"
 
 
-def convert_again(root: Path, folder: Path, report: Report) -> None:
+def convert_again(root: Path, folder: Path) -> None:
     """Convert a dataset of a layout other than COCO's into its store from the originals.
 
     Raises:
@@ -138,17 +135,17 @@ def convert_again(root: Path, folder: Path, report: Report) -> None:
     if (root / TOML).is_file():
         return
     record = folder / CONVERTED / TOML
-    made = _made(record) or {}
-    if "split" in made or "classes" in made:
-        report(str(_describe(record)))
+    conversion = _read_conversion(record) or {}
+    if "split" in conversion or "classes" in conversion:
+        log.info("%s", _describe(record))
         return
     layout = find_layout(root)
     if layout.source == "coco":
         if record.is_file():
             record.unlink()  # the folder had another layout before
         return
-    report(f"{root}: recognised as {layout.describe()}")
-    convert(root, Conversion(), report, folder / CONVERTED)
+    log.info("%s: recognised as %s", root, layout.describe())
+    convert(root, Conversion(), folder / CONVERTED)
 
 
 def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
@@ -157,41 +154,42 @@ def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:
     Raises:
         DataError: No dataset, or several; the originals cannot be read.
     """
-    parts = _parts(root, find_layout(root).source, lambda _: None)
+    parts = _parts(root, find_layout(root).source)
     return {s: (SplitFiles(part.images, part.origin), part.content) for s, part in parts.items()}
 
 
-def describe_made(root: Path) -> str | None:
+def describe_conversion(root: Path) -> str | None:
     """Describe how the dataset.toml of `root` was made; None if it is the user's own, or absent."""
     return _describe(root / TOML)
 
 
 def _describe(path: Path) -> str | None:
-    made = _made(path)
-    if made is None:
+    conversion = _read_conversion(path)
+    if conversion is None:
         return None
-    options = ", ".join(f"{key} {value}" for key, value in made.items())
+    options = ", ".join(f"{key} {value}" for key, value in conversion.items())
     return (
         f"{path} was made by ssdctl prepare ({options}): if the originals change, "
         "give the same options again"
     )
 
 
-def _made(path: Path) -> dict[str, object] | None:
+def _read_conversion(path: Path) -> dict[str, object] | None:
     if not path.is_file():
         return None
     try:
         values = read_toml(path)
     except UsageError as error:
         raise DataError(str(error)) from None
-    made = {key.partition(".")[2]: value for key, value, _ in values if key.startswith(MADE + ".")}
-    return made or None
+    prefix = f"{MADE}."
+    table = {key.removeprefix(prefix): v for key, v, _ in values if key.startswith(prefix)}
+    return table or None
 
 
 def _source(root: Path, given: str | None) -> str:
     """Return the source to read: a format, `auto`, or the name of the user's own dataset.toml."""
-    made = _made(root / TOML)
-    is_own = made is None and (root / TOML).is_file()
+    conversion = _read_conversion(root / TOML)
+    is_own = conversion is None and (root / TOML).is_file()
     if given is not None:
         if is_own:
             raise UsageError(
@@ -199,12 +197,12 @@ def _source(root: Path, given: str | None) -> str:
                 hint="omit --from to prepare what it names, or move it away",
             )
         return given
-    if made is not None:
-        return str(made.get("source", ""))
+    if conversion is not None:
+        return str(conversion.get("source", ""))
     return ORIGINAL if is_own else find_layout(root).source
 
 
-def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
+def _parts(root: Path, source: str) -> dict[str, _Part]:
     """Return the splits of the originals."""
     if source == ORIGINAL:
         own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
@@ -214,7 +212,7 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     layout = find_layout(root, source)
     if layout.splits:
         return _coco_parts(root, layout.splits)
-    splits, classes = _read_labels(layout, root.is_file(), report)
+    splits, classes = _read_labels(layout, root.is_file())
     if not classes:
         raise DataError(f"{root}: no object is labelled in it")
     if "train" not in splits:
@@ -225,18 +223,16 @@ def _parts(root: Path, source: str, report: Report) -> dict[str, _Part]:
     }
 
 
-def _read_labels(
-    layout: Layout, is_file: bool, report: Report
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+def _read_labels(layout: Layout, is_file: bool) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     file = layout.file if layout.file.is_file() else None
     if layout.source == "yolo":
         is_yaml = file is not None and file.suffix in (".yaml", ".yml")
-        return read_yolo(layout.root, report, file if is_yaml else None)
+        return read_yolo(layout.root, file if is_yaml else None)
     if layout.source == "cvat-xml":
-        return read_cvat_xml(layout.file, layout.root, report)
+        return read_cvat_xml(layout.file, layout.root)
     if layout.source == "openimages":
-        return read_open_images(layout.root, report, [layout.file] if is_file else None)
-    splits = read_voc(layout.root, report)
+        return read_open_images(layout.root, [layout.file] if is_file else None)
+    splits = read_voc(layout.root)
     names = {box.name for images in splits.values() for image in images for box in image.boxes}
     return splits, sorted(names)
 
@@ -248,7 +244,7 @@ def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:
             hint="for another layout give its name, as in --from voc",
         )
     return {
-        split: _Part(files.images, coco.read_bytes(files.annotations), files.annotations, True)
+        split: _Part(files.images, coco.read_content(files.annotations)[:], files.annotations, True)
         for split, files in splits.items()
     }
 
@@ -259,14 +255,17 @@ def _write(
     source: str,
     options: Conversion,
     parts: dict[str, _Part],
-    report: Report,
 ) -> dict[str, SplitFiles]:
     """Write only what differs, so that an unchanged conversion changes no file."""
     folder = target / "annotations"
     make_dir(folder)
-    made = {"source": source, "split": options.split, "classes": list(options.classes) or None}
+    table = {
+        "source": source,
+        "split": options.split,
+        "classes": list(options.classes) or None,
+    }
     lines = ["# Written by `ssdctl prepare`; the originals are unchanged.", f"[{MADE}]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in made.items() if value is not None]
+    lines += [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
     paths = {
         split: part.origin if part.is_original else folder / _file_name(split, part.content)
         for split, part in parts.items()
@@ -276,7 +275,7 @@ def _write(
         lines += ["", f"[{split}]", f"images = {_toml(images)}"]
         lines += [f"annotations = {_toml(_relative(path, target))}"]
     text = "\n".join(lines) + "\n"
-    with lock(folder / ".ssdctl.lock", lambda: report(f"waiting for another ssdctl in {target}")):
+    with lock(folder / ".ssdctl.lock", f"waiting for another ssdctl in {target}"):
         for split, path in paths.items():
             if not path.is_file():
                 write_bytes(path, parts[split].content)

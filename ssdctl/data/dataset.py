@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data.formats.detect import Layout, find_layout
+from ssdctl.data.formats.find_layout import Layout, find_layout
 from ssdctl.data.split_files import SPLITS
 from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
 from ssdctl.errors import DataError, IntegrityError, UsageError

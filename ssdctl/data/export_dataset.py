@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
@@ -25,9 +25,9 @@ from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, document
 from ssdctl.data.store import Split, index_path
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
+from ssdctl.runtime.progress import Progress
 
 Target = Literal["coco", "yolo", "voc", "hf"]
-Progress = Callable[..., Iterable[Any]]
 SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "PNG": ".png"}
 HF_SPLITS = {"train": "train", "val": "validation", "test": "test"}
 HF_SHARD_BYTES = 400_000_000
@@ -118,7 +118,7 @@ def _images(split: Split, index: Any, rows: Iterable[int]) -> Iterator[_Exported
 
 
 def _unique_names(file_names: list[str], image_ids: list[int]) -> list[str]:
-    """The names of the images without folders and suffix; the id is added to those that recur."""
+    """Return the images' names without folders and suffix; duplicates get the image id added."""
     stems = [PurePosixPath(name).stem for name in file_names]
     counts = Counter(stems)
     return [
@@ -204,7 +204,7 @@ def _add(parent: ElementTree.Element, tag: str, value: object) -> None:
 
 
 def _hf_features(classes: list[str]) -> dict[str, Any]:
-    """The features of the `datasets` library, in the form of its metadata."""
+    """Return the features of the `datasets` library, in the form of its metadata."""
 
     def value(dtype: str) -> dict[str, Any]:
         return {"dtype": dtype, "_type": "Value"}
@@ -276,7 +276,7 @@ def _write_hf(out: Path, split: str, images: Iterator[_Exported], classes: list[
 
 
 def _hf_card(splits: Iterable[str], classes: list[str]) -> str:
-    """A dataset card whose header names the files of each split."""
+    """Return a dataset card whose header names the files of each split."""
     import yaml
 
     files = [

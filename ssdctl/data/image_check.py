@@ -2,10 +2,10 @@
 
     checked = check_image(path, (640, 480), PackOptions(pack=True))
     checked.problem     # None, or why it cannot be used
-    checked.note        # None, or what a user should know although it is used
+    checked.note        # None, or a remark on an image that is used
 
-The header is checked first, so a pixel bomb is never decoded. Pixels are decoded if the user asks
-for it, if the end of the file looks cut, if the format has no end marker, and to re-encode them.
+The header is checked first, so a pixel bomb is never decoded. Pixels are decoded on request, if the
+end of the file looks cut, if the format has no end marker, and to re-encode them.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pyarrow as pa
 
-from ssdctl.data.formats.coco import ImageEntry
+from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
@@ -29,8 +29,9 @@ from ssdctl.data.image_check import (
     check_image,
 )
 from ssdctl.data.store import METADATA_KEY, Shard
-from ssdctl.files import atomic_write
+from ssdctl.files import DECODE_ERRORS, atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.runtime.progress import Progress
 
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
@@ -43,8 +44,6 @@ COLUMNS = {
     "modified_ns": pa.int64(),
     "sketch": pa.int64(),
 }
-
-Progress = Callable[..., Iterable[Any]]
 
 
 class Job(NamedTuple):
@@ -128,7 +127,7 @@ def _extend(report: Report, more: Report) -> None:
 
 
 def _reusable_part(job: Job, before: Report) -> Report | None:
-    """The next part, if an earlier run has written it and its images are the same."""
+    """Return the next part, if an earlier run has written it and its images are the same."""
     name, start = job.part_name(len(before.parts)), len(before.fingerprints)
     try:
         with pa.memory_map(str(job.target / name)) as source:
@@ -138,7 +137,7 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
             columns = table.to_pydict()
         if msgspec.json.decode(raw, type=_PartMetadata) != _PartMetadata(job.key, start):
             return None
-    except (OSError, KeyError, pa.ArrowInvalid, msgspec.DecodeError):
+    except (OSError, KeyError, pa.ArrowException, *DECODE_ERRORS):
         return None
     triples = zip(columns["bytes"], columns["modified_ns"], columns["sketch"], strict=True)
     fingerprints = [FileFingerprint(*triple) for triple in triples]

@@ -80,15 +80,15 @@ class Header(NamedTuple):
 
     @property
     def is_deep(self) -> bool:
-        """Whether it has more than 8 bits per channel in a mode that tells so."""
+        """Whether it has more than 8 bits per channel in a mode that shows it."""
         return self.mode.startswith("I") or self.mode == "F"
 
     def fits_both(self, size: tuple[int, int]) -> bool:
-        """Whether `size` does not tell stored pixels from upright ones."""
+        """Return whether `size` fits the stored pixels and the upright ones."""
         return self.orientation != 1 and self.stored_size == self.upright_size == tuple(size)
 
     def orientation_for(self, size: tuple[int, int] | None) -> int:
-        """The orientation to apply to get the annotated `size`, or upright pixels; 1 = none.
+        """Return the orientation to apply to get the annotated `size`, or upright pixels; 1 = none.
 
         Raises:
             ImageError: Neither the stored nor the upright pixels have that size.
@@ -101,7 +101,7 @@ class Header(NamedTuple):
             return self.orientation
         (width, height), (declared_width, declared_height) = self.stored_size, size
         raise ImageError(
-            f"is {width} x {height}, its annotation says {declared_width} x {declared_height}"
+            f"is {width} x {height}, its annotation has {declared_width} x {declared_height}"
         )
 
 
@@ -333,7 +333,7 @@ def plain_jpeg_size(content: Any) -> tuple[int, int] | None:
 
 
 def _plain_frame(content: Any) -> _Frame | None:
-    """The frame header of a complete JPEG with 8 bits and gray or three colours; None otherwise."""
+    """Return the frame header of a complete 8-bit JPEG, gray or of three colours; else None."""
     if bytes(content[:2]) != b"\xff\xd8" or bytes(content[-2:]) != END_OF_IMAGE:
         return None
     head = bytes(content[: 1 << 16])

@@ -11,11 +11,11 @@ A second `prepare` of the same folder waits for the first.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from ssdctl.data.dataset import (
     require_split,
 )
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import MAX_NAMED, Annotations, ImageEntry
+from ssdctl.data.formats.coco import MAX_NAMED, Annotations
 from ssdctl.data.formats.coco_check import (
     DROPPED_BOXES,
     Boxes,
@@ -42,13 +42,16 @@ from ssdctl.data.formats.coco_check import (
     check,
     format_warnings,
 )
+from ssdctl.data.formats.coco_json import ImageEntry
+from ssdctl.data.formats.coco_slices import sha256
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, Progress, Report, check_images
+from ssdctl.data.image_check_jobs import Job, Report, check_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import is_cached_store
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
+    DECODE_ERRORS,
     atomic_write,
     disk_errors,
     free_bytes,
@@ -59,8 +62,9 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.progress import Progress
 
-Say = Callable[[str], None]
+log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
 NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
 DROPPED_IMAGE = "image dropped"
@@ -101,7 +105,6 @@ class _RunOptions(NamedTuple):
     jobs: int
     force: bool
     allow_dropped: bool
-    say: Say
     progress: Progress | None
 
 
@@ -115,7 +118,6 @@ def prepare(
     jobs: int = 0,
     force: bool = False,
     allow_dropped: bool = False,
-    say: Say = lambda _: None,
     progress: Progress | None = None,
 ) -> Outcome:
     """Write the store of the dataset in `root` to `folder`, unless it is up to date.
@@ -129,7 +131,6 @@ def prepare(
         jobs: Threads; 0 = one per core.
         force: Write it again even if nothing changed.
         allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
-        say: Called with messages, such as that another process is waited for.
         progress: Wraps the iteration over images (`total=`, `label=`, `unit=`).
 
     Raises:
@@ -137,21 +138,19 @@ def prepare(
         DiskError: The store cannot be written.
     """
     if is_cached_store(folder):
-        say(f"{root} cannot be written: its index is in {folder} (--store DIR to choose another)")
+        log.info(
+            "%s cannot be written: its index is in %s (--store DIR to choose another)", root, folder
+        )
         if pack:
-            say("only the index is written there: --store DIR packs the images as well")
+            log.info("only the index is written there: --store DIR packs the images as well")
             pack = False
     options = PackOptions(pack, shrink if pack else None, verify_images)
-    run = _RunOptions(jobs, force, allow_dropped, say, progress)
+    run = _RunOptions(jobs, force, allow_dropped, progress)
     splits = find_splits(root, folder)
     if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
         return outcome  # without the lock: the folder may be read-only
     _make_store_dir(folder)
-
-    def waits() -> None:
-        run.say(f"waiting for another ssdctl that prepares {folder}")
-
-    with lock(folder / ".lock", waits):
+    with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
@@ -179,7 +178,7 @@ def _unchanged_outcome(
     """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
         outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
     keys = {report.split: report.key for report in outcome.splits}
     for split, files in splits.items():
@@ -213,8 +212,10 @@ def _prepare_split(
     notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
     warnings = format_warnings(annotations, boxes, findings)
-    num_boxes = len(annotations.annotations)
-    annotations.annotations.clear()  # hundreds of MB that are not needed any more
+    num_boxes = len(annotations.annotations.id)
+    classes = coco.class_names(annotations)
+    images = annotations.images
+    del annotations  # hundreds of MB that are not needed any more
 
     # What a part depends on. With `force` no earlier part is valid.
     identity = [
@@ -226,25 +227,24 @@ def _prepare_split(
     ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
     threads = run.jobs or len(os.sched_getaffinity(0))
-    job = Job(split, key, annotations.images, files.images, folder, options, threads)
+    job = Job(split, key, images, files.images, folder, options, threads)
     _check_files(job, files, sizes)
     index = store.index_path(folder, split)
     metadata = store.read_metadata(folder, split)
     if metadata is not None and metadata.key == key:
         index.unlink()  # its parts are about to change
     report = check_images(job, run.progress)
-    findings.extend(_findings(annotations.images, report))
+    findings.extend(_findings(images, report))
     usable = np.array([problem is None for problem in report.problems], np.bool_)
     counts = np.diff(boxes.starts)
     for row in np.nonzero(usable & (counts == 0))[0]:
-        image = annotations.images[row]
+        image = images[row]
         kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
         findings.append(Finding(kind, image.id, None, image.file_name))
 
     trainable = int((usable & (counts > 0)).sum())
     if not run.allow_dropped:
-        _refuse_dropped(split, files, num_boxes, trainable, len(annotations.images), findings)
-    classes = coco.class_names(annotations)
+        _refuse_dropped(split, files, num_boxes, trainable, len(images), findings)
     shards = report.parts if options.pack else []
     metadata = store.Metadata(
         store.FORMAT,
@@ -256,10 +256,10 @@ def _prepare_split(
         options.shrink,
         options.verify,
     )
-    _write_index(index, annotations.images, boxes, report, metadata)
+    _write_index(index, images, boxes, report, metadata)
     return SplitReport(
         split=split,
-        images=len(annotations.images),
+        images=len(images),
         boxes=len(boxes.labels),
         classes=len(classes),
         trainable=trainable,
@@ -322,9 +322,9 @@ def _example(findings: list[Finding]) -> str:
 def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
     """Return an annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
-    content = coco.read_bytes(path)
+    content = coco.read_content(path)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        digest = pool.submit(lambda: hashlib.sha256(content).hexdigest())
+        digest = pool.submit(sha256, content)
         annotations = coco.parse(content, path)
         return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())
 
@@ -414,7 +414,6 @@ def open_dataset(
     root: Path,
     folder: Path,
     *,
-    say: Say,
     progress: Progress | None = None,
     check_images: bool = True,
 ) -> dict[str, store.Split]:
@@ -423,26 +422,25 @@ def open_dataset(
     Args:
         root: The dataset folder.
         folder: The store's.
-        say: Called with messages for the user.
         progress: See `ssdctl.data.image_check_jobs`.
         check_images: Check whether the images of a store that is not packed are unchanged.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    convert_if_needed(root, folder, say)
+    convert_if_needed(root, folder)
     splits = find_splits(root, folder)
     if not is_prepared(root, folder):
-        say(f"{root} is not prepared yet: checking it, as `ssdctl prepare --no-pack` does")
-        outcome = prepare(root, folder, pack=False, say=say, progress=progress)
+        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+        outcome = prepare(root, folder, pack=False, progress=progress)
         for report in outcome.splits:
             for kind, count in report.counts().items():
-                say(f"  {report.split}: {count} x {kind}")
+                log.info("  %s: %d x %s", report.split, count, kind)
             for warning in (*report.notes, *report.warnings):
-                say(f"  {report.split}: {warning}")
+                log.info("  %s: %s", report.split, warning)
         return {split: store.open_split(folder, split, files) for split, files in splits.items()}
     if is_cached_store(folder):
-        say(f"{root} cannot be written: its index is in {folder}")
+        log.info("%s cannot be written: its index is in %s", root, folder)
     if check_images:
         for split, files in splits.items():
             _refuse_changed(folder, split, files)
@@ -474,7 +472,7 @@ def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
         if is_prepared(root, folder):
             split = store.open_split(folder, "train", files)
             return len(split.trainable), len(split.classes)
-        content = coco.read_bytes(files.annotations)
+        content = coco.read_content(files.annotations)
     except NotConvertedError:
         files, content = require_split(read_unconverted(root), "train", root)
     annotations = coco.parse(content, files.annotations)

@@ -4,15 +4,15 @@
 
 Five classes (their category ids have gaps, as COCO's do), objects of 10 to 50% of the picture's
 shorter side at many aspect ratios and angles, overlaps, a few crowds and empty pictures. Each
-class leans to a hue of its own, but not always. Every picture is a function of (seed, split,
-index) alone.
+class leans to a hue of its own, but not always. Every picture depends only on (seed, split,
+index).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.files import disk_errors, make_dir, no_follow, write_bytes
+from ssdctl.runtime.progress import Progress
 
 Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
-Progress = Callable[..., Iterable[Any]]
 
 
 class ShapeClass(NamedTuple):

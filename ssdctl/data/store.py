@@ -24,7 +24,16 @@ from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_check import FileFingerprint
 from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.store_check import (
+    FINGERPRINT_COLUMNS,
+    IMAGE_COLUMNS,
+    INDEX_COLUMNS,
+    check_boxes,
+    check_names,
+    map_table,
+)
 from ssdctl.errors import DataError
+from ssdctl.files import DECODE_ERRORS, is_plain_name
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
@@ -123,7 +132,9 @@ class PackedImages:
     """Images packed into Arrow files, mapped into memory."""
 
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
-        tables = [_map(folder / shard.file) for shard in shards]
+        if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
+            raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
+        tables = [map_table(folder / shard.file, IMAGE_COLUMNS) for shard in shards]
         for table, shard in zip(tables, shards, strict=True):
             if table.num_rows != shard.rows:
                 raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
@@ -134,7 +145,10 @@ class PackedImages:
     def read(self, row: int) -> memoryview:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
         start = int(self._ends[chunk - 1]) if chunk else 0
-        return memoryview(self._chunks[chunk][row - start].as_buffer())
+        content = self._chunks[chunk][row - start].as_buffer()
+        if content is None:
+            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+        return memoryview(content)
 
     def place(self, row: int) -> str:
         ends = np.cumsum([rows for _, rows in self._files])
@@ -178,7 +192,7 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
         with pa.memory_map(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
-    except (pa.ArrowInvalid, OSError, msgspec.DecodeError):
+    except (pa.ArrowException, OSError, *DECODE_ERRORS):
         return None
     return metadata if metadata.format == FORMAT else None
 
@@ -206,18 +220,23 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
             f"{files.annotations} changed since {folder} was prepared",
             hint="run ssdctl prepare again",
         )
-    table = _map(index_path(folder, split))
+    path = index_path(folder, split)
+    table = map_table(path, INDEX_COLUMNS)
     sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
     labels = _array(table, "labels")
+    boxes = _array(table, "fractions")
+    check_boxes(labels, boxes, len(metadata.classes), path)
     starts = labels.offsets.to_numpy().astype(np.int64)
     counts = np.diff(starts)
-    fractions = _array(table, "fractions").flatten().flatten()
+    fractions = boxes.flatten().flatten()
     is_usable = _numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        images = ImageFiles(files.images, _array(table, "file_name"))
+        names = _array(table, "file_name")
+        check_names(names, path)
+        images = ImageFiles(files.images, names)
     return Split(
         classes=metadata.classes,
         image_ids=_numbers(table, "image_id"),
@@ -240,20 +259,10 @@ def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFin
     Raises:
         DataError: The index cannot be read.
     """
-    table = _map(index_path(folder, split))
+    table = map_table(index_path(folder, split), FINGERPRINT_COLUMNS)
     columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
     fingerprints = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
     return table.column("file_name").to_pylist(), fingerprints
-
-
-def _map(path: Path) -> Any:
-    """Return a table with its buffers in the mapped file."""
-    try:
-        return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(
-            f"{path}: not a readable part of a store: {error}", hint="run ssdctl prepare --force"
-        ) from None
 
 
 def _array(table: Any, column: str) -> Any:

@@ -68,7 +68,7 @@ def _is_prepared(root: Path, folder: Path) -> bool:
 
 
 def _cache_folder() -> Path:
-    """`ssdctl` in the user's cache folder, or a folder in /tmp if that cannot be written."""
+    """Return `ssdctl` in the user's cache folder, or a folder in /tmp if the cache is read-only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     existing = next((path for path in (base, *base.parents) if path.exists()), base)
     if _is_writable(existing):
@@ -81,7 +81,7 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _key(root: Path) -> str:
-    """Hex digits that identify a dataset by its path and its annotation files."""
+    """Return hex digits that identify a dataset by its path and its annotation files."""
     digest = hashlib.sha256(os.fsencode(root.resolve()))
     files = {path for pattern in ANNOTATION_PATTERNS for path in root.glob(pattern)}
     for path in sorted({root} if root.is_file() else files):

@@ -45,8 +45,8 @@ class Cpu:
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        wanted = choose_execution("cpu", execution, ("eager", "compile"))
-        self.execution, self.notices = inductor.resolve_execution(wanted)
+        execution_mode = choose_execution("cpu", execution, ("eager", "compile"))
+        self.execution, self.notices = inductor.resolve_execution(execution_mode)
         facts = _cpuinfo()
         self.label = facts.get("model name", platform.processor() or "CPU")
         flags = (facts.get("flags") or facts.get("Features") or "").split()

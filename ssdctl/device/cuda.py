@@ -53,8 +53,8 @@ class Cuda:
         capability = torch.cuda.get_device_capability(self.torch_device)
         self.has_native_bf16 = capability >= NATIVE_BF16
         self.auto_precision = _auto_precision(capability)
-        wanted = choose_execution("cuda", execution, ("compile", "eager"))
-        self.execution, self.notices = inductor.resolve_execution(wanted, capability)
+        execution_mode = choose_execution("cuda", execution, ("compile", "eager"))
+        self.execution, self.notices = inductor.resolve_execution(execution_mode, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
         torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10
         self.set_tf32(False)
@@ -69,7 +69,7 @@ class Cuda:
         return torch.autocast("cuda", DTYPES.get(precision), enabled=precision in DTYPES)
 
     def set_tf32(self, wanted: bool) -> None:
-        # PyTorch's own default is TF32 for convolutions, which is not what fp32 promises.
+        # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.
         with without_tf32_warnings():
             torch.set_float32_matmul_precision("high" if wanted else "highest")
             torch.backends.cudnn.allow_tf32 = wanted

@@ -138,8 +138,8 @@ def _set_recipe_cache() -> tuple[str, ...]:
     Returns:
         Warnings for the user.
     """
-    if given := os.environ.get(RECIPES):
-        folder, *fields = given.split(",")
+    if value := os.environ.get(RECIPES):
+        folder, *fields = value.split(",")
         if len(fields) < 3 and is_on_network(Path(folder)):
             return (
                 f"{RECIPES} names {folder}, which is on a network file system: the vendor requires "

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 
-SIOCGIFADDR = 0x8915  # asks for an interface's IPv4 address (Linux, netdevice(7))
+SIOCGIFADDR = 0x8915  # requests an interface's IPv4 address (Linux, netdevice(7))
 OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 

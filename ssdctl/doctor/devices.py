@@ -72,7 +72,7 @@ def _cuda(torch: ProbeOutput, driver: ProbeOutput, pci: Hardware, wanted: str) -
         return [absent("cuda", detail, CPU_REMEDY, is_wanted=is_wanted)]
     # A card that torch cannot use: `--device auto` would silently train on the CPU.
     num_gpus = pci.num_nvidia or len(driver.out.split())
-    seen = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
+    gpus_text = f"{num_gpus} GPU(s)" if num_gpus else "GPUs, if any"
     driver_text = f"driver {', '.join(versions)}" if versions else f"driver: {driver.problem}"
     remedy = "nvidia-smi must list the card: install or reload NVIDIA's driver"
     if versions:
@@ -81,7 +81,9 @@ def _cuda(torch: ProbeOutput, driver: ProbeOutput, pci: Hardware, wanted: str) -
         remedy = "install a torch that is built for CUDA: pip install --force-reinstall torch"
     state = FAIL if wanted == "cuda" else WARN
     return [
-        CheckResult("cuda", state, f"{seen}, not usable by torch: {reason}; {driver_text}", remedy)
+        CheckResult(
+            "cuda", state, f"{gpus_text}, not usable by torch: {reason}; {driver_text}", remedy
+        )
     ]
 
 
@@ -121,16 +123,16 @@ def _gpu_arithmetic(gpus: list[dict[str, Any]], facts: dict[str, Any]) -> list[C
 
 def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     """Check that torch_xla matches torch, and which devices it detects."""
-    wanted = config.train.device
+    device = config.train.device
     if importlib.util.find_spec("torch_xla") is None:
         remedy = "pip install 'ssdctl[tpu]', with the torch of the same version"
-        return [absent("tpu", "no torch_xla", remedy, is_wanted=wanted == "xla")]
+        return [absent("tpu", "no torch_xla", remedy, is_wanted=device == "xla")]
     versions = {name: _release(name) for name in ("torch", "torch_xla")}
     packages = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
     if len(set(versions.values())) > 1:
         remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
         return [
-            CheckResult("tpu", FAIL if wanted == "xla" else WARN, f"{packages}: no match", remedy)
+            CheckResult("tpu", FAIL if device == "xla" else WARN, f"{packages}: no match", remedy)
         ]
     code = (
         "import torch_xla.runtime as r; "
@@ -139,7 +141,7 @@ def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     answer = runner.run_python(code, IMPORT_S)
     if answer.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
-        state = FAIL if wanted == "xla" else WARN
+        state = FAIL if device == "xla" else WARN
         return [CheckResult("tpu", state, f"{packages}: {answer.problem}", remedy)]
     lines = answer.out.strip().splitlines() or ["?"]
     return [CheckResult("tpu", OK, f"{lines[-1]}, {packages}; fp32, bf16 native")]

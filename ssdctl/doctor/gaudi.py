@@ -42,13 +42,13 @@ def check_gaudi(config: Config, runner: ProbeRunner, pci: Hardware) -> list[Chec
 def _cards(
     config: Config, runner: ProbeRunner, num_cards: int, driver: Driver, bridge: str | None
 ) -> list[CheckResult]:
-    wanted = config.train.device
-    trouble = FAIL if wanted == "hpu" else WARN
+    device = config.train.device
+    trouble = FAIL if device == "hpu" else WARN
     if not num_cards and bridge is None:
-        return [absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=wanted == "hpu")]
+        return [absent("hpu", "no Gaudi card, no bridge", IMAGE, is_wanted=device == "hpu")]
     if not num_cards:
         detail = f"bridge {bridge}, but no card: {driver.problem}"
-        if wanted == "auto":  # chosen by the bridge
+        if device == "auto":  # chosen by the bridge
             trouble, detail = FAIL, f"{detail}; --device auto would choose it and fail"
         remedy = "hl-smi must list the cards: load the driver habanalabs; or --device cpu"
         return [CheckResult("hpu", trouble, detail, remedy)]

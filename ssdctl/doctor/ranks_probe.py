@@ -20,15 +20,15 @@ TIMEOUT_S = 60.0
 def main() -> None:
     ranks = find_ranks()
     with process_group(ranks, Cpu(), TIMEOUT_S):
-        mine = torch.full((NUMBERS,), float(ranks.rank + 1))
-        average(mine, ranks)  # the first call opens the connections
+        values = torch.full((NUMBERS,), float(ranks.rank + 1))
+        average(values, ranks)  # the first call opens the connections
         start = time.perf_counter()
-        mean = average(mine, ranks)
+        mean = average(values, ranks)
         spent_s = time.perf_counter() - start
         barrier(ranks)
-    wanted = (ranks.world_size + 1) / 2
-    if not bool((mean == wanted).all()):
-        sys.exit(f"the mean is {mean[0].item()}, not {wanted}")
+    expected = (ranks.world_size + 1) / 2
+    if not bool((mean == expected).all()):
+        sys.exit(f"the mean is {mean[0].item()}, not {expected}")
     sys.stdout.write(json.dumps({"all_reduce_s": spent_s, "bytes": 4 * NUMBERS}) + "\n")
 
 

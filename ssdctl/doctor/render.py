@@ -9,7 +9,7 @@ from itertools import groupby
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 
 STATE_WIDTH = 4
-NARROW = 60  # below this width, details go on separate lines
+NARROW = 60  # below this width, details are on separate lines
 STYLES = {OK: "green", WARN: "yellow", FAIL: "red"}
 Paint = Callable[[str, str], str]
 

@@ -29,7 +29,6 @@ def examine(
     *,
     network: bool = False,
     self_test: bool = False,
-    say: Callable[[str], None] = lambda _: None,
 ) -> list[CheckResult]:
     """Check this machine without importing torch into this process.
 
@@ -37,7 +36,6 @@ def examine(
         config: Its dataset, device, weights and launcher are checked.
         network: Also check the download hosts.
         self_test: Also write to the disk, join two ranks and train a step.
-        say: Called with a message before each slow test.
 
     Returns:
         The results in display order, grouped by heading, without secrets.
@@ -48,7 +46,7 @@ def examine(
         if self_test:
             from ssdctl.doctor.self_test import self_test as run
 
-            results += [c._replace(group="Self-test") for c in run(config, runner, say)]
+            results += [c._replace(group="Self-test") for c in run(config, runner)]
     finally:
         runner.stop()
     return redacted(results)

@@ -5,9 +5,9 @@ They run one after the other, so that they do not slow each other down.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -21,6 +21,7 @@ from ssdctl.files import free_bytes
 from ssdctl.launch.run import free_port
 from ssdctl.runtime.background import run_in_daemon_thread
 
+log = logging.getLogger(__name__)
 DISK_S, RANKS_S, STEP_S = 40.0, 120.0, 400.0  # a first step may have to be compiled
 DISK_NEEDS = 256 * 2**20
 IMAGE_BYTES = 163_000  # of COCO's, on average
@@ -29,19 +30,18 @@ JOB_PREFIXES = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 JOB_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
-def self_test(config: Config, runner: ProbeRunner, say: Callable[[str], None]) -> list[CheckResult]:
+def self_test(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     """Run the three tests.
 
     Args:
         config: Names the data folder and the device (`auto` unless the user chose).
         runner: Runs the probes.
-        say: Called with a message before each test.
     """
-    say("self-test: the disk's rate at the data folder")
+    log.info("self-test: the disk's rate at the data folder")
     results = [_disk(config, runner)]
-    say("self-test: two ranks average a tensor")
+    log.info("self-test: two ranks average a tensor")
     results.append(_ranks(runner))
-    say(f"self-test: a training step on --device {config.train.device}")
+    log.info("self-test: a training step on --device %s", config.train.device)
     return [*results, _step(config, runner)]
 
 

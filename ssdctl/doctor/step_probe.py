@@ -13,7 +13,7 @@ import time
 import msgspec
 import torch
 
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS

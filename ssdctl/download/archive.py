@@ -26,7 +26,7 @@ from ssdctl.files import atomic_write, disk_errors, safe_join
 CHUNK_BYTES = 1024 * 1024
 MAX_ENTRIES = 2_000_000
 MAX_RATIO = 100  # content to archive; JSON takes 10, JPEG 1, a bomb 1000 and more
-MAX_NAME_BYTES = 255  # of one component, on any file system of ours
+MAX_NAME_BYTES = 255  # of one component, on all supported file systems
 MAX_PATH_BYTES = 1024
 RECORDS_DIR = ".ssdctl"  # download's records in the dataset folder: no archive may write there
 
@@ -119,7 +119,7 @@ def _broken_zip(archive: Path) -> Iterator[None]:
             "out of its manifest",
         ) from error
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a seek to nowhere
+        if error.errno != errno.EINVAL:  # an invalid seek
             raise
         raise IntegrityError(f"{archive}: broken archive: {error}") from error
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, manual_download, no_report
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
-DEFAULT_CONNECTIONS = 4
+log = logging.getLogger(__name__)
+CONNECTIONS = 4
 
 
 def cache_dir() -> Path:
@@ -25,7 +27,7 @@ def cache_dir() -> Path:
 
 
 def weights_of(model: ModelConfig) -> str | None:
-    """The name or file of the weights that a config asks for; None: the backbone starts random.
+    """Return the name or file of the backbone weights of a config; None: random weights.
 
     `imagenet-v1` is the backbone's own: `resnet34-imagenet-v1`.
     """
@@ -36,10 +38,10 @@ def weights_of(model: ModelConfig) -> str | None:
 
 
 def find_weights(name: str, dest: Path | None = None) -> Path | None:
-    """Return the file of the weights called `name` if it is in `dest` (default: the cache), intact.
+    """Return the intact file of the weights called `name` in `dest` (default: the cache), or None.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
     """
     file = weights_named(name).file
     path = (dest or cache_dir()) / file.name
@@ -51,37 +53,31 @@ def fetch_weights(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    connections: int = DEFAULT_CONNECTIONS,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
-    say: Callable[[str], None] | None = None,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
-    Without network it works if the file exists already. `say` is called only if it is fetched.
+    Without network it works if the file exists already.
 
     Raises:
-        UsageError: No weights are called so.
+        UsageError: There are no weights of that name.
         NetworkError: They cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one.
         DiskError: No space or no permission.
     """
     file = weights_named(name).file
     folder = dest or cache_dir()
-    if say is not None and not (folder / file.name).is_file():
-        say(f"fetching {redact_url(file.urls(mirror)[0])} to {folder}")
+    if not (folder / file.name).is_file():
+        log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     try:
         return fetch(
             file,
             folder,
             mirror=mirror,
-            connections=connections,
-            patience=patience,
+            connections=CONNECTIONS,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:
-        raise NetworkError(
-            f"{name}: {error}",
-            hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-            f"{(folder / file.name).absolute()}; or use --mirror",
-        ) from error
+        raise manual_download(name, file, folder, error) from error

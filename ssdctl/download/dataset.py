@@ -1,7 +1,7 @@
 """Fetch a dataset's files and unpack them, for `ssdctl download`.
 
 For each archive that was unpacked, `.ssdctl/NAME.json` in the dataset folder records its hash and
-what it held (path, size, CRC). So a second run knows what is done without the archive, and
+what it contained (path, size, CRC). So a second run detects what is done without the archive, and
 `verify` can check every file.
 """
 
@@ -17,7 +17,7 @@ import msgspec
 
 from ssdctl.download.archive import RECORDS_DIR, Entry, content_bytes, unpack
 from ssdctl.download.fetch import (
-    DEFAULT_PATIENCE,
+    DEFAULT_POLICY,
     check_space,
     claim,
     fetch,
@@ -26,9 +26,10 @@ from ssdctl.download.fetch import (
     no_report,
 )
 from ssdctl.download.partial_file import remove_part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Patience, Report
-from ssdctl.files import make_dir, safe_join, write_bytes
+from ssdctl.download.transfer import Report
+from ssdctl.files import DECODE_ERRORS, make_dir, safe_join, write_bytes
 from ssdctl.runtime.redact import redact_url
 
 READ_BYTES = 1024 * 1024
@@ -49,12 +50,12 @@ def download(
     mirror: str | None = None,
     connections: int = 8,
     keep_archives: bool = False,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> list[dict[str, Any]]:
     """Fetch `files` into `dest`, unpack the archives there, remove them.
 
-    What is there already is not fetched again. Run again after any end, it goes on.
+    What is there already is not fetched again. After an interruption, the next call continues.
 
     Returns:
         For each file: `name`, `bytes`, `sha256`, `state` (`fetched` or `present`), and for
@@ -68,7 +69,7 @@ def download(
         file.urls(mirror)  # a mirror that is no URL is seen before anything is made
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-    how = _How(mirror, connections, patience, report)
+    how = _How(mirror, connections, retry_policy, report)
     results = []
     for file in files:
         if file.unpack:
@@ -85,7 +86,7 @@ class _How(NamedTuple):
 
     mirror: str | None
     connections: int
-    patience: Patience
+    retry_policy: RetryPolicy
     report: Report
 
 
@@ -97,10 +98,10 @@ def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
 
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     """Return the record of an archive that was unpacked here, if it is the pinned one."""
     try:
         record = msgspec.json.decode(_record_path(dest, file).read_bytes(), type=Record)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, *DECODE_ERRORS):
         return None
     return record if record.sha256 == file.sha256 else None
 
@@ -223,10 +224,10 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
 
 
 def _differing(dest: Path, record: Record, report: Report) -> list[str]:
-    """The paths of files whose size or CRC is not the recorded one."""
+    """Return the paths of files whose size or CRC is not the recorded one."""
     total = sum(entry.size for entry in record.entries)
     done = 0
-    found = []
+    differing = []
     for entry in record.entries:
         crc = size = 0
         try:
@@ -237,7 +238,7 @@ def _differing(dest: Path, record: Record, report: Report) -> list[str]:
         except OSError:
             size = -1
         if (size, crc) != (entry.size, entry.crc):
-            found.append(entry.path)
+            differing.append(entry.path)
         done += entry.size
         report(f"checking what {record.name} held", done, total)
-    return found
+    return differing

@@ -12,10 +12,18 @@ import difflib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ssdctl.download.backbone_weights import DEFAULT_CONNECTIONS, cache_dir
-from ssdctl.download.fetch import DEFAULT_PATIENCE, fetch, is_whole, no_report, sha256_of
+from ssdctl.download.backbone_weights import CONNECTIONS, cache_dir
+from ssdctl.download.fetch import (
+    DEFAULT_POLICY,
+    fetch,
+    is_whole,
+    manual_download,
+    no_report,
+    sha256_of,
+)
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
-from ssdctl.download.transfer import Patience, Report
+from ssdctl.download.transfer import Report
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.files import write_text
 
@@ -109,8 +117,7 @@ def fetch_detector(
     dest: Path | None = None,
     *,
     mirror: str | None = None,
-    connections: int = DEFAULT_CONNECTIONS,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
@@ -119,7 +126,7 @@ def fetch_detector(
 
     Raises:
         UsageError: No detector has that name.
-        NetworkError: It cannot be fetched; the hint says which file to put where.
+        NetworkError: It cannot be fetched; the hint names the file and its folder.
         IntegrityError: The server's file is another one, or a file changed since its first use.
         DiskError: No space or no permission.
     """
@@ -138,16 +145,12 @@ def fetch_detector(
             detector.file,
             folder,
             mirror=mirror,
-            connections=connections,
-            patience=patience,
+            connections=CONNECTIONS,
+            retry_policy=retry_policy,
             report=report,
         )
     except NetworkError as error:
-        raise NetworkError(
-            f"{name}: {error}",
-            hint=f"without network: fetch {detector.file.url} on another machine and put it at "
-            f"{(folder / detector.file.name).absolute()}; or use --mirror",
-        ) from error
+        raise manual_download(name, detector.file, folder, error) from error
 
 
 def remember_checksum(path: Path) -> str:
@@ -165,11 +168,13 @@ def remember_checksum(path: Path) -> str:
 
 
 def _check_first_use(path: Path) -> str:
-    known = _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
+    recorded = (
+        _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
+    )
     digest = sha256_of(path, f"checking {path.name}")
-    if digest != known:
+    if digest != recorded:
         raise IntegrityError(
-            f"{path}: changed since its first use: SHA-256 was {known}, is {digest}",
+            f"{path}: changed since its first use: SHA-256 was {recorded}, is {digest}",
             hint=f"if you trust the new file, delete {_checksum_path(path)}; else delete both",
         )
     return digest

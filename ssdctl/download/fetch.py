@@ -20,16 +20,17 @@ from requests.adapters import HTTPAdapter
 
 from ssdctl.download.http_response import NotFound
 from ssdctl.download.partial_file import Part, part_paths, remove_part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Order, Patience, Report, length_of, transfer
-from ssdctl.errors import DiskError, IntegrityError
+from ssdctl.download.transfer import Order, Report, length_of, transfer
+from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
 MAX_REDIRECTS = 10
 HASH_BYTES = 1024 * 1024
 SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
-DEFAULT_PATIENCE = Patience()
+DEFAULT_POLICY = RetryPolicy()
 
 
 def no_report(label: str, done: int, total: int) -> None:
@@ -42,7 +43,7 @@ def fetch(
     *,
     mirror: str | None = None,
     connections: int = 8,
-    patience: Patience = DEFAULT_PATIENCE,
+    retry_policy: RetryPolicy = DEFAULT_POLICY,
     report: Report = no_report,
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
@@ -52,7 +53,7 @@ def fetch(
         folder: Created if it does not exist.
         mirror: Base URL to fetch from instead.
         connections: How many at once, if the server supports ranges.
-        patience: Timeouts and retries.
+        retry_policy: Timeouts and retries.
         report: Called with (label, bytes done, bytes in total) a few times a second.
 
     Raises:
@@ -71,13 +72,22 @@ def fetch(
         with open_session(connections) as session:
             for url in urls:
                 try:
-                    order = Order(session, url, file.name, connections, patience, report)
+                    order = Order(session, url, file.name, connections, retry_policy, report)
                     _fetch_from(order, file, target)
                     break
                 except NotFound:
                     if url == urls[-1]:
                         raise
     return target
+
+
+def manual_download(name: str, file: PinnedFile, folder: Path, error: NetworkError) -> NetworkError:
+    """Return an error of `fetch` with the hint to put the file into the folder by hand."""
+    return NetworkError(
+        f"{name}: {error}",
+        hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
+        f"{(folder / file.name).absolute()}; or use --mirror",
+    )
 
 
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:
@@ -90,13 +100,13 @@ def _lock_path(target: Path) -> Path:
 
 
 def _has_leftovers(target: Path) -> bool:
-    """Whether an interrupted or a running download has files here that we may remove."""
+    """Return whether an interrupted or a running download has left files that may be removed."""
     leftovers = [*part_paths(target), _lock_path(target)]
     return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
 
 
 def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
-    """Whether `path` is `file`, by size and hash."""
+    """Return whether `path` is `file`, by size and hash."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -107,7 +117,7 @@ def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
 
 
 def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
-    """The SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     total = path.stat().st_size
     done = 0
@@ -170,7 +180,7 @@ def open_session(connections: int) -> requests.Session:
 
 def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
     """Fetch from one URL into the part, check the hash, publish."""
-    num_bytes = file.bytes or length_of(order.session, order.url, order.patience)
+    num_bytes = file.bytes or length_of(order.session, order.url, order.retry_policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
     part = Part(target, num_bytes, order.connections, order.url)
     try:

@@ -9,20 +9,13 @@ import re
 import requests
 
 from ssdctl._version import __version__
+from ssdctl.download.retry import RetryableError
 from ssdctl.errors import IntegrityError, NetworkError
 from ssdctl.runtime.redact import redact_url, redact_urls
 
 BUSY = (429, 503)
 TEMPORARY = (408, 500, 502, 504)
 ABSENT = (403, 404, 410)  # S3 answers 403 for a missing file
-
-
-class RetryableError(Exception):
-    """The server cannot answer now. `wait_s` is the delay that it requests, if any."""
-
-    def __init__(self, message: str, wait_s: float | None = None) -> None:
-        super().__init__(message)
-        self.wait_s = wait_s
 
 
 class RestartDownload(Exception):  # noqa: N818 - not an error for the user

@@ -1,6 +1,6 @@
 """A file that is received in pieces, over several connections; it survives kill -9.
 
-`NAME.part` has the final length from the start (sparse). `NAME.part.state` says how much of each
+`NAME.part` has the final length from the start (sparse). `NAME.part.state` records how much of each
 piece has arrived: a header of 1 KiB (JSON), then one record of 16 bytes a piece, (arrived, synced).
 A record is written after its bytes, is inside one page and is never moved, so the state never
 claims bytes that were not written, whenever the process dies. A machine that dies may keep the
@@ -31,8 +31,8 @@ LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
 
 def piece_size(num_bytes: int, connections: int) -> int:
     """Return the bytes per piece: about four pieces per connection, to end at the same time."""
-    wanted = -(-num_bytes // (4 * connections))
-    return min(max(wanted, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    size = -(-num_bytes // (4 * connections))
+    return min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
 
 def boot_id() -> str:
@@ -193,14 +193,14 @@ class Part:
                 return None
             self.piece_bytes = max(int(header["piece_bytes"]), 1)
             pairs = list(RECORD.iter_unpack(content[HEADER_BYTES:]))
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
             return None
         if header["source"] == _digest(self.source):
             self.validator = str(header["validator"])
         same_boot = bool(boot_id()) and header["boot"] == boot_id()
         arrived = [pair[0] if same_boot else pair[1] for pair in pairs]
-        whole = len(arrived) == self._count()
-        if whole and all(n <= len(self.span(i)) for i, n in enumerate(arrived)):
+        is_complete = len(arrived) == self._count()
+        if is_complete and all(n <= len(self.span(i)) for i, n in enumerate(arrived)):
             return arrived
         return [0] * self._count()
 

@@ -18,6 +18,7 @@ import urllib3
 
 from ssdctl.download import http_response
 from ssdctl.download.partial_file import Part
+from ssdctl.download.retry import RetryableError, RetryPolicy
 from ssdctl.errors import IntegrityError, NetworkError
 from ssdctl.runtime.redact import redact_url
 
@@ -27,37 +28,6 @@ SYNC_S = 10.0
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
 Report = Callable[[str, int, int], None]
-
-
-class Patience(NamedTuple):
-    """Timeouts and retries.
-
-    Attributes:
-        connect_s: For a connection.
-        read_s: For the next byte on one connection; then it is opened again.
-        stall_s: The deadline: less than `min_rate` bytes/s on average over this time is a failure.
-        min_rate: Bytes per second, all connections together.
-        retries: Failures in a row, without a byte in between, before one connection gives up.
-        first_retries: The same before the first answer of the server (no network, wrong name).
-        backoff_s: Delay after the first failure; doubles with each.
-        longest_wait_s: The longest delay, also for Retry-After.
-        restarts: How often a file may start from zero (it changed, or there are no ranges).
-    """
-
-    connect_s: float = 10.0
-    read_s: float = 15.0
-    stall_s: float = 30.0
-    min_rate: float = 1024.0
-    retries: int = 5
-    first_retries: int = 2
-    backoff_s: float = 0.5
-    longest_wait_s: float = 60.0
-    restarts: int = 3
-
-    def wait_s(self, failures: int, requested_s: float | None) -> float:
-        """Return the delay after so many failures; `requested_s` is the server's request."""
-        delay_s = self.backoff_s * 2 ** (failures - 1) if requested_s is None else requested_s
-        return min(delay_s, self.longest_wait_s)
 
 
 HTTP_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
@@ -75,7 +45,7 @@ class Order(NamedTuple):
         url: The file's address.
         label: Its name in progress reports.
         connections: How many at once, if the server supports ranges.
-        patience: Timeouts and retries.
+        retry_policy: Timeouts and retries.
         report: Called with the progress.
     """
 
@@ -83,7 +53,7 @@ class Order(NamedTuple):
     url: str
     label: str
     connections: int
-    patience: Patience
+    retry_policy: RetryPolicy
     report: Report
 
 
@@ -96,7 +66,7 @@ def transfer(order: Order, part: Part) -> None:
         DiskError: The part cannot be written.
     """
     ranges = True
-    restarts = order.patience.restarts
+    restarts = order.retry_policy.restarts
     for restart in range(restarts + 1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
@@ -119,7 +89,7 @@ class _Attempt:
 
     def __init__(self, order: Order, part: Part, ranges: bool, watch_version: bool) -> None:
         self.order, self.part = order, part
-        self.url, self.patience = order.url, order.patience
+        self.url, self.retry_policy = order.url, order.retry_policy
         self.ranges, self.watch_version = ranges, watch_version
         self.lock = threading.Condition()  # guards all below, and the part
         self.taken: set[int] = set()
@@ -179,13 +149,13 @@ class _Attempt:
         if now - self.synced > SYNC_S:
             self.part.sync()
             self.synced = now = time.monotonic()
-        enough = self.patience.min_rate * self.patience.stall_s
+        enough = self.retry_policy.min_rate * self.retry_policy.stall_s
         if waiting or received - self.mark_bytes >= enough:
             self.mark, self.mark_bytes = now, received
-        elif now - self.mark > self.patience.stall_s:
+        elif now - self.mark > self.retry_policy.stall_s:
             raise NetworkError(
                 f"{redact_url(self.url)}: {received - self.mark_bytes} bytes in the last "
-                f"{self.patience.stall_s:g} s: stalled",
+                f"{self.retry_policy.stall_s:g} s: stalled",
                 hint="received bytes are kept: run it again to continue, or try --mirror",
             )
 
@@ -234,7 +204,7 @@ class _Attempt:
             problem, requested_s = "the server closed the connection without a byte", None
             try:
                 self._request(wanted)
-            except http_response.RetryableError as error:
+            except RetryableError as error:
                 problem, requested_s = str(error), error.wait_s
             except HTTP_ERRORS as error:
                 problem = http_response.describe_error(error, self.url)
@@ -243,14 +213,14 @@ class _Attempt:
                 failures = 0
                 continue
             failures += 1
-            limit = self.patience.retries if self.contacted else self.patience.first_retries
+            limit = self.retry_policy.retries if self.contacted else self.retry_policy.first_retries
             if failures > limit:
                 raise NetworkError(
                     f"{redact_url(self.url)}: {problem} (tried {failures} times)",
                     hint="received bytes are kept: run it again to continue. Proxies are those of "
                     "HTTPS_PROXY and HTTP_PROXY; --mirror fetches from elsewhere",
                 )
-            self._pause(self.patience.wait_s(failures, requested_s))
+            self._pause(self.retry_policy.wait_s(failures, requested_s))
 
     def _missing(self, piece: int) -> range:
         with self.lock:
@@ -268,7 +238,7 @@ class _Attempt:
         """Send one request for `wanted` and write what is received."""
         known = self.part.validator if self.watch_version else ""
         headers = http_response.request_headers(wanted if self.ranges else None, known)
-        with _get(self.order.session, self.url, headers, self.patience) as reply:
+        with _get(self.order.session, self.url, headers, self.retry_policy) as reply:
             with self.lock:
                 self.contacted = True
                 self.open_replies.add(reply)
@@ -318,10 +288,10 @@ class _Attempt:
 
 
 def _get(
-    session: requests.Session, url: str, headers: dict[str, str], patience: Patience
+    session: requests.Session, url: str, headers: dict[str, str], retry_policy: RetryPolicy
 ) -> requests.Response:
     """Send one GET request; the response's body is not read yet."""
-    timeout = (patience.connect_s, patience.read_s)
+    timeout = (retry_policy.connect_s, retry_policy.read_s)
     try:
         return session.get(url, headers=headers, stream=True, timeout=timeout)
     except HTTP_ERRORS:
@@ -332,7 +302,7 @@ def _get(
         ) from error
 
 
-def length_of(session: requests.Session, url: str, patience: Patience) -> int:
+def length_of(session: requests.Session, url: str, retry_policy: RetryPolicy) -> int:
     """Request the size of the file in bytes.
 
     Raises:
@@ -344,22 +314,22 @@ def length_of(session: requests.Session, url: str, patience: Patience) -> int:
 
     def request() -> int:
         nonlocal contacted
-        with _get(session, url, http_response.request_headers(range(1), ""), patience) as reply:
+        with _get(session, url, http_response.request_headers(range(1), ""), retry_policy) as reply:
             contacted = True
             return http_response.total_bytes(reply, url)
 
     while True:
         try:
-            return _in_time(request, patience.stall_s, url)
-        except http_response.RetryableError as error:
+            return _in_time(request, retry_policy.stall_s, url)
+        except RetryableError as error:
             problem, requested_s = str(error), error.wait_s
         except HTTP_ERRORS as error:
             problem, requested_s = http_response.describe_error(error, url), None
         failures += 1
-        if failures > (patience.retries if contacted else patience.first_retries):
+        if failures > (retry_policy.retries if contacted else retry_policy.first_retries):
             tried = f" (tried {failures} times)" if failures > 1 else ""
             raise NetworkError(f"{redact_url(url)}: {problem}{tried}")
-        time.sleep(patience.wait_s(failures, requested_s))
+        time.sleep(retry_policy.wait_s(failures, requested_s))
 
 
 def _in_time(work: Callable[[], int], seconds: float, url: str) -> int:

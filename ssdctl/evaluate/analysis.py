@@ -142,7 +142,7 @@ def _samples(scoring: Scoring, detections: Detections) -> list[SampleImage]:
 
 def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> SampleImage:
     is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
-    found = [
+    detected = [
         DetectedBox(c, _box(b), round(s, 4))
         for c, b, s in zip(
             detections.category_ids[is_shown].tolist(),
@@ -156,8 +156,8 @@ def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> Sample
         GroundTruthBox(int(truth.boxes.category_ids[m]), _box(truth.boxes.bbox[m]))
         for m in np.flatnonzero(truth.boxes.image_ids == image_id)
     ]
-    found.sort(key=lambda f: -f.score)
-    return SampleImage(image_id, truth.file_names[row], objects, found)
+    detected.sort(key=lambda f: -f.score)
+    return SampleImage(image_id, truth.file_names[row], objects, detected)
 
 
 def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:

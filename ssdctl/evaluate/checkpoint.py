@@ -1,9 +1,8 @@
-"""Score a checkpoint: find its data, detect, score, ask what went wrong."""
+"""Score a checkpoint: find its data, detect, score, analyse the errors."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-Progress = Callable[..., Iterable[Any]]
 
 
 def evaluate_checkpoint(
@@ -52,9 +51,9 @@ def evaluate_checkpoint(
 
     Args:
         path: The checkpoint.
-        config: The call's config; its data gives way to the checkpoint's unless `given`.
+        config: The call's config; the checkpoint's dataset replaces its own unless `given`.
         device: To detect on.
-        given: The settings that the call itself names, by options or variables.
+        given: The settings that the call names by options or variables.
         progress: Shows the progress of an iteration on the first rank.
         ranks: This process and the others.
         detections_file: Where to write the detections in COCO's results format.
@@ -102,18 +101,18 @@ def evaluate_checkpoint(
     )
     if not ranks.is_main:
         return None
-    found = merge(parts)
-    if not len(found.scores):
+    detections = merge(parts)
+    if not len(detections.scores):
         limit = model.conventions.score_threshold
         if settings.score_threshold is not None:
             limit = settings.score_threshold
         log.warning("no detection scores over %g: AP is 0", limit)
     if detections_file is not None:
-        write_bytes(detections_file, msgspec.json.encode(found.to_coco()))
-        log.info("%d detections written to %s", len(found.scores), detections_file)
+        write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
+        log.info("%d detections written to %s", len(detections.scores), detections_file)
     ids = split.image_ids[rows]
     truth = read_ground_truth(split.annotations)
-    scoring = run_scoring(truth, found, image_ids=ids, verify=settings.verify)
+    scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
     about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,
@@ -122,9 +121,9 @@ def evaluate_checkpoint(
         store=str(folder),
         split=settings.split,
         images=len(rows),
-        detections=len(found.scores),
+        detections=len(detections.scores),
     )
-    return analyse(scoring, found, about)
+    return analyse(scoring, detections, about)
 
 
 def _open_on_all_ranks(
@@ -132,11 +131,11 @@ def _open_on_all_ranks(
 ) -> dict[str, Split]:
     """Return the splits; the first rank prepares them if necessary."""
     if ranks.is_main:
-        splits = open_dataset(root, folder, say=log.info, progress=progress)
+        splits = open_dataset(root, folder, progress=progress)
         barrier(ranks)
         return splits
     barrier(ranks)
-    return open_dataset(root, folder, say=lambda _: None)
+    return open_dataset(root, folder)
 
 
 def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:
@@ -150,15 +149,17 @@ def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:
 
 
 def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:
-    """How many images, and what the peers would have scored."""
+    """Describe the number of images, and how many third-party tools would score."""
     empty = int((np.diff(split.starts)[rows] == 0).sum())
     if settings.annotated_only:
         left_out = int((np.diff(split.starts) == 0).sum())
-        return f"{len(rows)} images ({left_out} without annotations left out, as the peers do)"
+        return (
+            f"{len(rows)} images ({left_out} without annotations left out, as third-party tools do)"
+        )
     if empty:
         return (
             f"{len(rows)} images ({empty} have no annotations; --annotated-only leaves them out, "
-            "as the peers do)"
+            "as third-party tools do)"
         )
     return f"{len(rows)} images"
 
@@ -198,26 +199,26 @@ def dataset_category_ids(
 
 
 def data_of(checkpoint: Checkpoint) -> tuple[Path, Path]:
-    """The dataset and store folders that a checkpoint remembers."""
-    return dataset_folders(_remembered(checkpoint))
+    """Return the dataset and store folders that a checkpoint was trained on."""
+    return dataset_folders(_trained_on(checkpoint))
 
 
-def _remembered(checkpoint: Checkpoint) -> DataConfig:
+def _trained_on(checkpoint: Checkpoint) -> DataConfig:
     return DataConfig(
         root=checkpoint.config.get("data.root"), store=checkpoint.config.get("data.store")
     )
 
 
 def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:
-    """The dataset to score on: the one the user names, else the one the checkpoint remembers."""
-    if "data.root" in given or checkpoint.peer is not None:
+    """Return the dataset to score on: the user's choice, else the one it was trained on."""
+    if "data.root" in given or checkpoint.third_party is not None:
         return data
     if "data.store" in given:
-        return msgspec.structs.replace(_remembered(checkpoint), store=data.store)
+        return msgspec.structs.replace(_trained_on(checkpoint), store=data.store)
     root, folder = data_of(checkpoint)
     fallback, own_folder = dataset_folders(data)
     if root.exists():
-        # A checkpoint is a foreign file: only the user chooses folders that are written to.
+        # A checkpoint is an untrusted file: only the user chooses folders that are written to.
         if (root, folder) != (fallback, own_folder) and not (
             is_converted(root, folder) and is_prepared(root, folder)
         ):
@@ -225,7 +226,7 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
                 f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
                 hint=f"--data {root} prepares it again",
             )
-        return _remembered(checkpoint)
+        return _trained_on(checkpoint)
     log.info(
         "the dataset of %s (%s) does not exist any more: using %s", checkpoint.path, root, fallback
     )

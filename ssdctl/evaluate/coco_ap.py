@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco_json import Int64
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -24,6 +24,7 @@ from ssdctl.evaluate.ground_truth import (
     dense_ids,
     engine_columns,
 )
+from ssdctl.files import DECODE_ERRORS
 
 # name: (from precision or recall, IoU threshold, area range, maxDets index) as pycocotools has them
 FIGURES: dict[str, tuple[str, float | None, int, int]] = {
@@ -96,8 +97,8 @@ class Scoring(NamedTuple):
 
 
 class _Result(msgspec.Struct, gc=False):
-    image_id: coco.Int64
-    category_id: coco.Int64
+    image_id: Int64
+    category_id: Int64
     bbox: tuple[float, float, float, float]
     score: float
 
@@ -112,7 +113,7 @@ def read_detections(path: Path) -> Detections:
         rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not in COCO's results format: {error}".replace("`", ""),
             hint='expected [{"image_id", "category_id", "bbox", "score"}, ...]',
@@ -247,9 +248,11 @@ def _verify(
         reference.evaluate()
         reference.accumulate()
         reference.summarize()
-    for (name, ours), theirs in zip(scores.figures.items(), reference.stats.tolist(), strict=True):
-        if abs(ours - theirs) > VERIFY_TOLERANCE:
+    for (name, figure), expected in zip(
+        scores.figures.items(), reference.stats.tolist(), strict=True
+    ):
+        if abs(figure - expected) > VERIFY_TOLERANCE:
             raise IntegrityError(
-                f"{name} is {ours!r} by hotcoco and {theirs!r} by pycocotools",
+                f"{name} is {figure!r} by hotcoco and {expected!r} by pycocotools",
                 hint="please report it with the two files; pycocotools' figure is the reference",
             )

@@ -8,9 +8,9 @@ the network runs on the next; on few cores the thread would only compete with th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ from ssdctl.inference.detector import Detector, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.runtime.progress import Progress
 
-Progress = Callable[..., Iterable[Any]]
 MAX_PENDING = 2  # outputs that wait to be decoded
 FEW_CORES = 4  # on 2, the thread cost 3 to 5% of the rate (benchmarks/RESULTS.md)
 # A single picture uses other convolution kernels than a batch, and their last digits differ: the
@@ -76,7 +76,7 @@ def detect_split(
         nms_iou=options.nms_iou,
     )
     rows = rows[split.usable[rows]]
-    # Accelerators want one shape for all batches; see also MIN_BATCH.
+    # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"
     min_batch = MIN_BATCH if is_cpu else options.batch_size
     max_pending = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else MAX_PENDING
@@ -157,7 +157,7 @@ def _finish(
 
 
 def _in_pixels(
-    found: postprocess.ImageDetections,
+    detections: postprocess.ImageDetections,
     image_id: int,
     size: NDArray[np.int32],
     category_ids: NDArray[np.int64],
@@ -166,13 +166,13 @@ def _in_pixels(
 
     Detections of classes without a category id (-1) are left out.
     """
-    ids = category_ids[found.labels.numpy() - 1]
+    ids = category_ids[detections.labels.numpy() - 1]
     used = ids >= 0
-    ltrb = found.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
+    ltrb = detections.boxes.numpy()[used].astype(np.float64) * np.tile(size, 2)
     return Detections(
         np.full(len(ltrb), image_id, np.int64),
         np.concatenate([ltrb[:, :2], ltrb[:, 2:] - ltrb[:, :2]], axis=1),
-        found.scores.numpy()[used].astype(np.float64),
+        detections.scores.numpy()[used].astype(np.float64),
         ids[used],
     )
 

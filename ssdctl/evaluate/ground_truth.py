@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import BoxColumns, ClassName
+from ssdctl.data.formats.coco_json import column
 
 
 class GroundTruth(NamedTuple):
@@ -50,7 +51,7 @@ def read_ground_truth(path: Path) -> GroundTruth:
     coco.link(parsed, path)
     return GroundTruth(
         path=path,
-        image_ids=coco.column(parsed.images, "id"),
+        image_ids=column(parsed.images, "id"),
         file_names=[image.file_name for image in parsed.images],
         sizes=np.array([(i.width or 0, i.height or 0) for i in parsed.images], np.int64),
         classes=coco.class_names(parsed),
@@ -69,11 +70,11 @@ class DenseIds(NamedTuple):
     category_ids: NDArray[np.int64]  # C, ascending: the id of class c + 1
 
     def images(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers of image ids, which all have to be listed."""
+        """Return the numbers of image ids, which all have to be listed."""
         return np.searchsorted(self.image_ids, ids)
 
     def classes(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers of category ids; 0 for an id that is not listed."""
+        """Return the numbers of category ids; 0 for an id that is not listed."""
         if not len(self.category_ids):
             return np.zeros(len(ids), np.int64)
         place = np.searchsorted(self.category_ids, ids).clip(max=len(self.category_ids) - 1)
@@ -87,7 +88,7 @@ def dense_ids(truth: GroundTruth) -> DenseIds:
 
 
 def engine_columns(truth: GroundTruth, ids: DenseIds) -> dict[str, Any]:
-    """The arguments of `hotcoco.COCO.from_arrays`, with dense ids."""
+    """Return the arguments of `hotcoco.COCO.from_arrays`, with dense ids."""
     order = np.argsort(truth.image_ids)
     return {
         "images": [
@@ -111,7 +112,7 @@ def engine_columns(truth: GroundTruth, ids: DenseIds) -> dict[str, Any]:
 
 
 def coco_document(columns: dict[str, Any]) -> dict[str, Any]:
-    """The same columns as a COCO document, as pycocotools takes it; annotation ids from 1."""
+    """Return the columns as a COCO document for pycocotools; annotation ids start at 1."""
     rows = zip(
         *(columns[k].tolist() for k in ("image_ids", "category_ids", "boxes", "area", "iscrowd")),
         strict=True,

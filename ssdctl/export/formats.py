@@ -21,6 +21,7 @@ from ssdctl.data import shapes
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, UsageError
+from ssdctl.export import nvidia
 from ssdctl.export.onnx import OnnxComparison, onnx_model
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.predict import open_picture, resized
@@ -39,11 +40,14 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
 
     Raises:
         UsageError: The third-party program has no such network, or a package is absent.
+        IntegrityError: The optimizer state does not fit the network.
         DiskError: The file cannot be written.
     """
     if kind == "safetensors":
         _write_safetensors(checkpoint, target)
         return
+    if checkpoint.architecture.backbone == "vgg16":
+        raise UsageError(f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16")
     if checkpoint.architecture.extra_norm != EXTRA_NORM[kind]:
         raise UsageError(
             f"{checkpoint.path}: {kind}'s network has extra blocks with "
@@ -52,12 +56,7 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
     names = label_map(checkpoint.classes)
     payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
     if kind == "nvidia":
-        payload |= {
-            "epoch": int(checkpoint.epoch),
-            "iteration": checkpoint.step,
-            "optimizer": {},
-            "scheduler": {},
-        }
+        payload |= nvidia.training_state(checkpoint)
     with atomic_write(target) as file:
         torch.save(payload, file)
 

@@ -242,9 +242,9 @@ def _compare(
         clips_boxes=network.conventions.clips_boxes,
     )
     with torch.inference_mode():
-        theirs = outputs if is_decoded else decode(outputs[0], outputs[1])
-        ours = decode(*_outputs(network, pictures))
-    boxes, scores = (float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+        exported = outputs if is_decoded else decode(outputs[0], outputs[1])
+        expected = decode(*_outputs(network, pictures))
+    boxes, scores = (float((a - b).abs().max()) for a, b in zip(expected, exported, strict=True))
     if not (boxes <= TOLERANCE and scores <= TOLERANCE):  # NaN fails too
         raise IntegrityError(
             f"onnxruntime differs from PyTorch by {boxes:.2g} in boxes and {scores:.2g} in scores; "
@@ -263,9 +263,9 @@ def _compare_detections(
     nms_iou: float,
 ) -> None:
     """Compare the detections after NMS."""
-    theirs = _run(runtime, model, pictures)
+    exported = _run(runtime, model, pictures)
     with torch.inference_mode():
-        ours = detect(
+        expected = detect(
             *_outputs(network, pictures),
             default_boxes_cxcywh(),
             score_threshold=score_threshold,
@@ -274,12 +274,12 @@ def _compare_detections(
             clips_boxes=network.conventions.clips_boxes,
         )
     total = wrong = 0
-    for found, boxes, scores, labels, count in zip(ours, *theirs, strict=True):
+    for reference, boxes, scores, labels, count in zip(expected, *exported, strict=True):
         n = int(count)
-        other = (boxes[:n], scores[:n], labels[:n])
-        mine = (found.boxes.numpy(), found.scores.numpy(), found.labels.numpy())
-        wrong += _unmatched(mine, other) + _unmatched(other, mine)
-        total += n + len(found.scores)
+        a = (boxes[:n], scores[:n], labels[:n])
+        b = (reference.boxes.numpy(), reference.scores.numpy(), reference.labels.numpy())
+        wrong += _unmatched(a, b) + _unmatched(b, a)
+        total += n + len(reference.scores)
     if wrong > MAX_DIFFERENT * total:
         raise IntegrityError(
             f"{wrong} of {total} detections differ between onnxruntime and PyTorch; "

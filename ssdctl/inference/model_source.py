@@ -29,7 +29,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
 
     Raises:
         UsageError: There is no such file, folder or detector; the hint names the nearest one.
-        NetworkError: The detector cannot be fetched; the hint says which file to put where.
+        NetworkError: The detector cannot be fetched; the hint names the file and its folder.
         IntegrityError: The detector's file is not the published one, or changed after its first
             use, or is not a checkpoint.
     """

@@ -207,9 +207,9 @@ def _selected_classes(names: Sequence[str], chosen: Sequence[str]) -> set[int]:
     """
     for name in chosen:
         if name not in names:
-            lower = {known.lower(): known for known in names}
+            lower = {name.lower(): name for name in names}
             near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-            used = [known for known in names if known != UNUSED]
+            used = [name for name in names if name != UNUSED]
             listed = ", ".join(used[:MAX_NAMED]) + (", ..." if len(used) > MAX_NAMED else "")
             hint = f"did you mean {lower[near[0]]!r}? " if near else ""
             raise UsageError(

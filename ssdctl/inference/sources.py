@@ -133,7 +133,7 @@ def _scheme_hint(scheme: str) -> str:
 def find_sources(
     names: Sequence[str], *, recursive: bool = False, stdin: IO[bytes] | None = None
 ) -> list[Source]:
-    """Return the pictures that names stand for, in their order.
+    """Return the pictures that the arguments name, in their order.
 
     Args:
         names: Files, folders, patterns (`**` for all folders below), http(s) URLs, or `-`.

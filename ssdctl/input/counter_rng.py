@@ -19,7 +19,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hashed(*keys: ArrayLike) -> NDArray[np.uint64]:
-    """64 random bits for each element of the (broadcast, non-negative) integer keys."""
+    """Return 64 random bits for each element of the (broadcast, non-negative) integer keys."""
     state = np.zeros(1, np.uint64)
     with np.errstate(over="ignore"):  # wrapping around is the point
         for key in keys:

@@ -67,8 +67,8 @@ def sample_crops(
         ends = (is_good | (mode == WHOLE)).reshape(-1, ATTEMPTS_AT_ONCE)
         # The first attempt that ends the search, as an index into all.
         end = ends.argmax(axis=1) + np.arange(len(unfinished)) * ATTEMPTS_AT_ONCE
-        taken = is_good[end] & ends.any(axis=1)
-        rect[unfinished[taken]] = proposal[end[taken]]
+        is_chosen = is_good[end] & ends.any(axis=1)
+        rect[unfinished[is_chosen]] = proposal[end[is_chosen]]
         unfinished = unfinished[~ends.any(axis=1)]
         if not len(unfinished):
             break
@@ -76,7 +76,7 @@ def sample_crops(
 
 
 def whole_images(boxes: Floats, labels: NDArray[np.int64]) -> Crops:
-    """No crop: the pictures and boxes as they are."""
+    """Return crops of the full pictures, with the boxes as they are."""
     rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(boxes), 1))
     return Crops(rect, boxes.astype(np.float32), labels)
 
@@ -98,7 +98,7 @@ def crop_boxes(rect: Floats, boxes: Floats, labels: NDArray[np.int64]) -> Crops:
 
 
 def flip_boxes(boxes: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float32]:
-    """(..., 4) ltrb mirrored left to right; padding stays zero."""
+    """Return ltrb boxes (..., 4) mirrored left to right; padding stays zero."""
     mirrored = np.stack([1 - boxes[..., 2], boxes[..., 1], 1 - boxes[..., 0], boxes[..., 3]], -1)
     return np.where(labels[..., None] > 0, mirrored, boxes)
 
@@ -111,7 +111,7 @@ def _proposal(draw: Floats) -> Floats:
 
 
 def _at_whole_pixels(rect: Floats, sizes: NDArray[np.int32]) -> Floats:
-    """The rectangles with their edges moved to the nearest pixel's, at least one pixel large."""
+    """Return the rectangles with edges rounded to pixels, at least one pixel large."""
     low = np.minimum(np.rint(rect[:, :2] * sizes), sizes - 1)
     high = np.maximum(np.rint(rect[:, 2:] * sizes), low + 1)
     return np.concatenate([low / sizes, high / sizes], axis=1)
@@ -134,8 +134,8 @@ def _iou(rect: Floats, boxes: Floats) -> Floats:
     high = np.minimum(rect[:, None, 2:], boxes[..., 2:])
     overlap = (high - low).clip(0).prod(-1)
     area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-    whole = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
-    return np.asarray(overlap / (area + whole - overlap))
+    areas = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
+    return np.asarray(overlap / (area + areas - overlap))
 
 
 def _centre_inside(rect: Floats, boxes: Floats) -> NDArray[np.bool_]:

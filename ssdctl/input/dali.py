@@ -50,7 +50,7 @@ class DaliLoader:
         self._open = _opener(config, decoder)
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """The micro-batches of steps start to end, `accumulate` for each step.
+        """Yield the micro-batches of steps start to end, `accumulate` for each step.
 
         Raises:
             DataError: Too many images in a row cannot be decoded.
@@ -61,7 +61,7 @@ class DaliLoader:
         for _ in positions:
             try:
                 images = _run(pipeline, self._decoder)
-            except RuntimeError:  # of DALI: it cannot go on after one bad image
+            except RuntimeError:  # of DALI: it cannot continue after a bad image
                 yield from self._native.decode([feed.fed.popleft()])
                 feed.start_again()
                 pipeline = self._open(feed)
@@ -103,7 +103,7 @@ class _Feed:
         )
 
     def _read(self, row: int) -> NDArray[np.uint8]:
-        """The encoded image; one that DALI might decode differently is decoded here."""
+        """Return the encoded image; one that DALI might decode differently is decoded here."""
         try:
             content = self._split.read(row)
             width, height = (int(n) for n in self._split.pixel_sizes[row])
@@ -155,7 +155,7 @@ def _opener(config: LoaderConfig, decoder: Decoder | None) -> Any:
 
 
 def _run(pipeline: Any, decoder: Decoder | None) -> torch.Tensor:
-    """The next batch's pixels, copied out of DALI's memory."""
+    """Return the next batch's pixels, copied out of DALI's memory."""
     (images,) = pipeline.run()
     dense = images.as_tensor()
     if decoder is None:

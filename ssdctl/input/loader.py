@@ -75,7 +75,7 @@ class TrainLoader:
         self._config = config
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """The micro-batches of steps start to end, `accumulate` for each step.
+        """Yield the micro-batches of steps start to end, `accumulate` for each step.
 
         Steps count from the config's `first_sample`.
 
@@ -86,7 +86,7 @@ class TrainLoader:
         return self.decode(map(self._draw, positions))
 
     def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
-        """The batches of samples that are already drawn."""
+        """Yield the batches of samples that are already drawn."""
         config = self._config
         size, threads, held = config.batch_size, config.threads, config.accumulate
         return _decoded(self._split, work, size, threads, held, self._replace)

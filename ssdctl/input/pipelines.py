@@ -19,7 +19,7 @@ class TrainInput(Protocol):
     """A source of training batches."""
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """The micro-batches of steps start to end of this rank, `accumulate` for each step."""
+        """Yield this rank's micro-batches of steps start to end, `accumulate` for each step."""
         ...
 
 
@@ -48,7 +48,7 @@ def open_input(
     fake: bool = False,
     decoder: Decoder | None = None,
 ) -> TrainInput:
-    """The input of one rank.
+    """Return the input of one rank.
 
     Args:
         pipeline: `native` or `dali`.

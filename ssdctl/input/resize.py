@@ -25,7 +25,7 @@ def resize(pixels: Pixels, out: Pixels) -> None:
 def resize_crop(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, out: Pixels) -> None:
     """Resize the crop `box` (ltrb, pixels) into `out` (H, W, 3), mirrored if `flip` is set.
 
-    What lies outside the picture gets the mean colour of ImageNet.
+    Pixels outside the picture get the mean colour of ImageNet.
     PyTorch's kernel is Pillow's filter in 16-bit integers: at most one level from it.
     """
     left, top, right, bottom = box

@@ -42,7 +42,7 @@ class SampleStream:
         return len(self._rows)
 
     def samples(self, start: int, count: int) -> Sample:
-        """The stream's samples start to start + count."""
+        """Return the samples `start` to `start + count` of the stream."""
         position = np.arange(start, start + count)
         epoch, place = np.divmod(position, len(self._rows))
         row = np.empty(count, np.int64)

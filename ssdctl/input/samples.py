@@ -42,7 +42,7 @@ class LoaderConfig(NamedTuple):
         return self.batch_size * self.world_size * self.accumulate
 
     def positions(self, start_step: int, end_step: int) -> range:
-        """The position in the stream at which each micro-batch of this rank begins.
+        """Return the position in the stream at which each micro-batch of this rank begins.
 
         Steps count from `first_sample`; each has `accumulate` micro-batches.
         """
@@ -124,7 +124,7 @@ def colour_jitter(draw: Floats, hue_degrees: float) -> NDArray[np.float32]:
 def padded_boxes(
     split: Split, rows: NDArray[np.int64], max_boxes: int
 ) -> tuple[Floats, NDArray[np.int64]]:
-    """The boxes (B, G, 4) and labels (B, G) of images, padded with zeros, cut at `max_boxes`."""
+    """Return the boxes (B, G, 4) and labels (B, G) of images, zero-padded or cut to `max_boxes`."""
     boxes = np.zeros((len(rows), max_boxes, 4))
     labels = np.zeros((len(rows), max_boxes), np.int64)
     for i, row in enumerate(rows):

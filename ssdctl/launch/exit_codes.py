@@ -31,7 +31,7 @@ TERMINATED = 15
 @contextlib.contextmanager
 def recorded_exit() -> Iterator[None]:
     """Record this process's exit code for `ssdctl launch`, if that started it."""
-    # Removed from the environment, so that subprocesses do not record theirs.
+    # Removed from the environment, so that subprocesses do not record their exits.
     folder = os.environ.pop(EXITS_VARIABLE, None)
     try:
         yield

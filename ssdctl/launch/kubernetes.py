@@ -246,10 +246,10 @@ def _check_written(request: LaunchRequest) -> None:
 
 def _check_resume(request: LaunchRequest) -> None:
     """Check that a restarted pod, which runs the same command, resumes the run."""
-    given = _value(request.command, "--resume") or request.settings.get("SSDCTL_TRAIN__RESUME")
-    if request.config.restarts and given not in (None, "auto"):
+    resume = _value(request.command, "--resume") or request.settings.get("SSDCTL_TRAIN__RESUME")
+    if request.config.restarts and resume not in (None, "auto"):
         raise UsageError(
-            f"--resume {given} and --restarts exclude each other in pods, since a restart "
+            f"--resume {resume} and --restarts exclude each other in pods, since a restart "
             "runs the same command",
             hint="leave one of them out",
         )

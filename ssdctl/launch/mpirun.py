@@ -91,11 +91,11 @@ def warnings(request: LaunchRequest) -> tuple[str, ...]:
             f"start this on {request.hosts[0]}, the first host of {config.hostfile}: Open MPI 4 "
             "starts rank 0 on the launching host, version 5 on the first one"
         )
-    is_other_machine = request.is_written or version is None or _is_absent(request)
+    is_other_machine = request.is_planned or version is None or _is_absent(request)
     if is_other_machine and config.cores_per_node is None and config.bind_to == "core":
         texts.append(
-            "cores are divided as on this machine, and the nodes may have a different number: give "
-            "--cores-per-node N"
+            "core binding is computed from the cores of this machine; if the nodes have another "
+            "number of cores, give --cores-per-node N"
         )
     return tuple(texts)
 

@@ -26,16 +26,18 @@ def check_train(request: LaunchRequest, config: Config, precision_source: str) -
     Raises:
         UsageError: The ranks would fail at the start.
     """
-    device, wanted = DEVICE_TYPES[request.device], config.train.precision
-    if wanted in ("auto", *device.precisions):
+    device, precision = DEVICE_TYPES[request.device], config.train.precision
+    if precision in ("auto", *device.precisions):
         return ()
     if precision_source.startswith("preset "):
         return (
-            f"{precision_source} trains in {wanted}, which device {device.name} does not "
+            f"{precision_source} trains in {precision}, which device {device.name} does not "
             "support: its best precision is used instead",
         )
     flags = " or ".join(f"--{precision}" for precision in device.precisions)
-    raise UsageError(f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}")
+    raise UsageError(
+        f"device {device.name} does not compute in {precision}", hint=f"choose {flags}"
+    )
 
 
 def check_volumes(request: LaunchRequest, config: Config) -> None:

@@ -41,7 +41,7 @@ class LaunchRequest:
         kubernetes: The settings of the table `kubernetes`.
         job_name: A unique name, for Kubernetes.
         run_folder: The run folder of `train`.
-        is_written: The plan is written to a file (--write), possibly for another machine.
+        is_planned: The plan is shown or written, not run: it may be for another machine.
     """
 
     device: str
@@ -61,7 +61,7 @@ class LaunchRequest:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     job_name: str = "ssdctl"
     run_folder: str | None = None
-    is_written: bool = False
+    is_planned: bool = False
 
     @property
     def launcher(self) -> str:

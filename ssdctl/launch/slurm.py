@@ -138,8 +138,8 @@ def _options(request: LaunchRequest, ranks: int, cores: int) -> list[str]:
 
 def _controls_threads(slurm: SlurmConfig) -> bool:
     """Return whether the user's options control hardware threads."""
-    given = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
-    return any(option in THREAD_OPTIONS for option in given)
+    options = [option.partition("=")[0] for option in (*slurm.options, *slurm.srun_options)]
+    return any(option in THREAD_OPTIONS for option in options)
 
 
 def _check_time(slurm: SlurmConfig) -> None:

@@ -1,4 +1,4 @@
-"""What a network's authors fixed besides its layers: pixel scaling, matching, loss, detection.
+"""Conventions of a network in addition to its layers: pixel scaling, matching, loss, detection.
 
 These are data of an architecture. Input, loss and post-processing read them and have no branches
 for single networks. The default boxes are the same for all (`ssdctl/boxes/default_boxes.py`).
@@ -16,7 +16,7 @@ class Conventions(NamedTuple):
     std: tuple[float, float, float]
     matches_at_threshold: bool  # whether an IoU equal to the threshold makes a box positive
     loss_divisor: Literal["image", "batch"]  # positives of each image, or of the whole batch
-    score_threshold: float  # of an evaluation, unless the user says otherwise
+    score_threshold: float  # of an evaluation, unless the user sets another one
     nms_iou: float
     candidates_per_class: int  # the best before NMS
     clips_boxes: bool  # to the picture, before NMS
@@ -54,5 +54,5 @@ def conventions_of(backbone: str) -> Conventions:
 
 def conventions_of_model(model: Any) -> Conventions:
     """Return the constants of a network; those of the ResNets for one that names none."""
-    found: Conventions = getattr(model, "conventions", RESNET)
-    return found
+    conventions: Conventions = getattr(model, "conventions", RESNET)
+    return conventions

@@ -8,17 +8,13 @@ Shapes: B batch, C classes with background, N default boxes, K detections of an 
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdctl.boxes.coder import decode
+from ssdctl.boxes.nms import batched_nms, nms_static
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb
 
 CANDIDATES_PER_CLASS = 200
@@ -103,26 +99,12 @@ def detect_static(
     scores, index = scores_BCN.topk(min(candidates_per_class, scores_BCN.shape[2]), dim=2)
     candidates = boxes_BN4.unsqueeze(1).expand(-1, num_classes, -1, -1)
     candidates = candidates.gather(2, index.unsqueeze(-1).expand(-1, -1, -1, 4))
-    # The overlaps of one image at a time: those of a batch would take gigabytes.
-    over = torch.stack([_overlaps(boxes_CK4, nms_iou) for boxes_CK4 in candidates])
-    keep = scores > threshold
-    for i in range(scores.shape[2]):  # greedy: a removed box removes no other
-        keep = keep & ~(over[:, :, i] & keep[:, :, i : i + 1])
+    keep = nms_static(candidates, scores > threshold, nms_iou)
     flat = torch.where(keep, scores, 0).flatten(1)
     best, place = flat.topk(min(DETECTIONS_PER_IMAGE, flat.shape[1]), dim=1)
     labels = torch.where(best > 0, place // scores.shape[2] + 1, 0)
     kept = candidates.flatten(1, 2).gather(1, place.unsqueeze(-1).expand(-1, -1, 4))
     return kept, best, labels
-
-
-def _overlaps(boxes_CK4: Tensor, nms_iou: float) -> Tensor:
-    """Return (C, K, K) flags: box i has an IoU over `nms_iou` with a worse box j of its class."""
-    a, b = boxes_CK4.unsqueeze(2), boxes_CK4.unsqueeze(1)
-    size = torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])
-    overlap = size.clamp(min=0).prod(dim=-1)
-    area = (boxes_CK4[..., 2:] - boxes_CK4[..., :2]).prod(dim=-1)
-    union = area.unsqueeze(2) + area.unsqueeze(1) - overlap
-    return (overlap > nms_iou * union).triu(diagonal=1)
 
 
 def _detect_one(
@@ -133,27 +115,8 @@ def _detect_one(
     if len(scores) > candidates:
         best = _best_per_class(scores, labels, candidates)
         scores, boxes, labels = scores[best], boxes[best], labels[best]
-    keep = _nms()(_offset_by_class(boxes, labels), scores.double(), nms_iou)[:DETECTIONS_PER_IMAGE]
+    keep = batched_nms(boxes, scores, labels, nms_iou)[:DETECTIONS_PER_IMAGE]
     return ImageDetections(boxes[keep], scores[keep], labels[keep])
-
-
-@functools.cache
-def _nms() -> Callable[[Tensor, Tensor, float], Tensor]:
-    """Return torchvision's NMS kernel, loaded without the Python package if possible.
-
-    The package takes 9 seconds of CPU time to import, its compiled library a few milliseconds.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        for library in Path(folder).glob("_C*.so"):
-            with contextlib.suppress(OSError):
-                torch.ops.load_library(library)
-    if hasattr(torch.ops.torchvision, "nms"):
-        kernel: Callable[[Tensor, Tensor, float], Tensor] = torch.ops.torchvision.nms
-        return kernel
-    from torchvision.ops import nms
-
-    return nms
 
 
 def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
@@ -164,17 +127,3 @@ def _best_per_class(scores_K: Tensor, labels_K: Tensor, count: int) -> Tensor:
     first_of_class = torch.searchsorted(ranked, ranked)
     rank = torch.arange(len(order), device=order.device) - first_of_class
     return order[rank < count]
-
-
-def _offset_by_class(boxes_K4: Tensor, labels_K: Tensor) -> Tensor:
-    """Shift the boxes of each class so that classes never overlap and one NMS serves all.
-
-    In fp64 and relative to the leftmost box. torchvision's batched_nms shifts in fp32 relative to
-    0: boxes left of the image overlap another class, and a huge box rounds the others away.
-    """
-    boxes = boxes_K4.double()
-    if not len(boxes):
-        return boxes
-    low = boxes.min()
-    extent = boxes.max() - low + 1
-    return boxes - low + (labels_K * extent).unsqueeze(1)

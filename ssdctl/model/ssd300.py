@@ -62,7 +62,7 @@ class SSD300(nn.Module):
                     nn.init.xavier_uniform_(parameter)
 
     def freeze_stem(self) -> None:
-        """Stop training the first layers; batch norm's statistics go on moving."""
+        """Stop training the first layers; batch norm's statistics are still updated."""
         if isinstance(self.first_map_norm, vgg.L2Norm):
             vgg.freeze_first_stage(self.backbone)
         else:

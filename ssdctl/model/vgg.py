@@ -89,7 +89,7 @@ def freeze_first_stage(trunk: nn.Sequential) -> None:
 
 
 def _features() -> nn.Sequential:
-    """The convolutions of VGG16, conv1_1 to pool5, numbered as torchvision numbers them."""
+    """Return the convolutions of VGG16, conv1_1 to pool5, numbered as torchvision numbers them."""
     layers: list[nn.Module] = []
     in_channels = 3
     for stage, (channels, count) in enumerate(STAGES):

@@ -17,7 +17,7 @@ class CheckpointDir:
 
     Args:
         run: The run folder.
-        keep: How many of the newest checkpoints are kept, besides the best.
+        keep: How many of the newest checkpoints are kept, in addition to the best.
     """
 
     def __init__(self, run: Path, keep: int) -> None:
@@ -33,7 +33,7 @@ class CheckpointDir:
         return self._run.step_checkpoints()
 
     def write(self, payload: dict[str, Any]) -> None:
-        """Write a checkpoint (see `checkpoint.writer.payload`) and delete the oldest.
+        """Write a checkpoint (see `checkpoint.format.payload`) and delete the oldest.
 
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import write_bytes
+from ssdctl.files import DECODE_ERRORS, write_bytes
 
 SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
@@ -67,7 +67,7 @@ class CalibrationBin(msgspec.Struct, frozen=True):
 
 
 class Confusion(msgspec.Struct, frozen=True):
-    """Objects of one class that were taken for another."""
+    """Objects of one class that were detected as another."""
 
     truth: str
     found: str
@@ -86,7 +86,7 @@ class GroundTruthBox(msgspec.Struct, frozen=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True):
-    """One image: what is there, and what was found with a score of 0.3 or more."""
+    """One image: its ground truth, and its detections with a score of 0.3 or more."""
 
     image_id: int
     file_name: str
@@ -95,7 +95,7 @@ class SampleImage(msgspec.Struct, frozen=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True):
-    """One evaluation: the figures and what lies behind them."""
+    """One evaluation: the figures and the data that they are computed from."""
 
     about: EvaluationInfo
     figures: dict[str, float]
@@ -108,7 +108,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     samples: list[SampleImage]
 
     def as_json(self) -> dict[str, Any]:
-        """What `evaluate --json` prints: the contract's keys, then what lies behind them."""
+        """Return what `evaluate --json` prints: the documented keys first, then the details."""
         place = {"step": self.about.step, "epoch": self.about.epoch}
         classes = msgspec.to_builtins(self.per_class)
         return {
@@ -132,16 +132,16 @@ def write_evaluation(path: Path, evaluation: Evaluation) -> None:
 
 
 def read_evaluation(path: Path) -> Evaluation | None:
-    """The evaluation in a file; None where there is no such file.
+    """Return the evaluation in a file; None if there is no such file.
 
     Raises:
-        DataError: It holds something else.
+        DataError: The file contains something else.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Evaluation)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
             f"{path}: not an evaluation that this version reads: {error}".replace("`", ""),
             hint="write it again: ssdctl evaluate CKPT --report DIR",

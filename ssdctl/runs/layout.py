@@ -25,7 +25,7 @@ from ssdctl.errors import UsageError
 if TYPE_CHECKING:
     from ssdctl.config.sections.train import TrainConfig
 
-RUNS = Path("runs")  # holds the run folders that --out does not name
+RUNS = Path("runs")  # the folder of runs without --out
 
 
 @dataclass(frozen=True)

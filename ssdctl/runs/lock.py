@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def exclusive_run(out: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the run directory, which is created; wait a little for its owner.
+    """Create the run directory and hold an exclusive lock on it; wait up to WAIT_S for its owner.
 
     An owner on another machine causes only a warning: some network file systems keep the locks of
     a node that is gone, and its run must be able to continue elsewhere.

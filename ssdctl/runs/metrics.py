@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, each step once, whatever was resumed. Torch-free."""
+"""metrics.jsonl: one JSON object per line, each step once even if a run is resumed. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import disk_errors, no_follow, write_text
+from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, write_text
 from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-# The numbers that records of a kind have, besides the step that all have.
+# The numbers that records of a kind have in addition to the step.
 REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
 LARGEST_NUMBER = 2**63
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
@@ -31,7 +31,7 @@ class MetricsFile:
 
     Args:
         path: The file; lines are appended.
-        start_step: What a killed run wrote beyond this step is dropped: it will come again.
+        start_step: Later records, of a killed run, are dropped: those steps are trained again.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -49,7 +49,7 @@ class MetricsFile:
             write_text(path, "".join(_line(r) for r in kept))
 
     def write(self, record: Record) -> None:
-        """Append one line. It reaches the system at once; a power cut may take the last ones."""
+        """Append one line. It is flushed to the system; a power cut may lose the last lines."""
         with (
             disk_errors(self.path, "writing"),
             open(self.path, "a", encoding="utf-8", opener=no_follow) as file,
@@ -78,7 +78,7 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
 def _record(line: bytes) -> Record | None:
     try:
         value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except DECODE_ERRORS:
         return None
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         return None
@@ -103,12 +103,12 @@ def _line(record: Record) -> str:
 
 
 def _figure(value: Any) -> Any:
-    """JSON has no NaN: a figure that does not exist is -1, as in pycocotools."""
+    """Return a figure for JSON, which has no NaN: -1 if it does not exist, as in pycocotools."""
     return -1 if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def environment(device_label: str, world_size: int) -> Record:
-    """What a run ran on, for environment.json."""
+    """Return versions, device and command of a run, for environment.json."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),

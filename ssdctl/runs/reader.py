@@ -16,6 +16,7 @@ import msgspec
 from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
 from ssdctl.config.resolve import read_toml
 from ssdctl.errors import DataError, UsageError
+from ssdctl.files import DECODE_ERRORS
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.layout import RunDir, find_runs
 from ssdctl.runs.metrics import Record, is_number, read_metrics
@@ -62,7 +63,7 @@ class RunData(NamedTuple):
 
     @property
     def shown_events(self) -> list[tuple[int, str, str]]:
-        """Step, name and facts of what happened, for people."""
+        """The events as step, name and facts in readable form."""
         return [
             (
                 e["step"],
@@ -135,7 +136,7 @@ def _environment(path: Path) -> dict[str, Any] | None:
     """Read environment.json; None if it is absent or anything but an object."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (OSError, *DECODE_ERRORS):
         return None
     if not isinstance(value, dict):
         return None
@@ -147,7 +148,7 @@ def _environment(path: Path) -> dict[str, Any] | None:
 
 
 def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
-    """The settings in which runs differ: key -> each run's value, None where it has none."""
+    """Return the settings in which runs differ: key -> each run's value, None if it has none."""
     trained = [run for run in runs if run.settings]
     keys = {key for run in trained for key in run.settings}
     rows = {key: [run.settings.get(key) for run in trained] for key in sorted(keys)}
@@ -168,26 +169,25 @@ def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Several runs; those whose folders have the same name go by as much of their paths as tells
-    them apart.
+    """Read several runs; if folders have the same name, enough of their paths is added to it.
 
     Raises:
         UsageError, DataError: See `read_run`.
     """
     runs = [read_run(path) for path in paths]
-    whole = [run.path.absolute().parts for run in runs]
+    path_parts = [run.path.absolute().parts for run in runs]
     names = [run.name for run in runs]
-    for length in range(2, max(map(len, whole)) + 1):
+    for length in range(2, max(map(len, path_parts)) + 1):
         times = Counter(names)
         names = [
             name if times[name] == 1 else str(Path(*parts[-length:]))
-            for name, parts in zip(names, whole, strict=True)
+            for name, parts in zip(names, path_parts, strict=True)
         ]
     return [run._replace(name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _runs_below(path: Path) -> str:
-    """What to name instead of a folder that is no run."""
+    """Return a hint what to name instead of a folder that is not a run."""
     if inside := find_runs(path):
         more = ", ..." if len(inside) > 3 else ""
         return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"

@@ -1,4 +1,4 @@
-"""Make foreign text (names from files, a server's reason phrase) safe to print on a terminal.
+"""Make untrusted text (names from files, a server's reason phrase) safe to print on a terminal.
 
 printable("a\x1b[2Jb")       # 'a\\x1b[2Jb'
 printable_line("a\nerror")  # 'a\\nerror'

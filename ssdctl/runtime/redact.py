@@ -35,13 +35,13 @@ def redact_url(url: str) -> str:
     if parts is None:
         return url
     scheme, address = parts["scheme"], parts["address"]
-    _, at, shown = address.rpartition("@")
-    is_valid = _HOST.match(shown) is not None
+    _, at, host = address.rpartition("@")
+    is_valid = _HOST.match(host) is not None
     if not is_valid and "@" in url[len(scheme) + len(address) :]:  # a password with ? or #
         return redact_url(f"{scheme}{HIDDEN}@{url.rpartition('@')[2]}")
     query = f"?{HIDDEN}" if parts["query"] else ""
     fragment = f"#{HIDDEN}" if parts["fragment"] else ""
-    return f"{scheme}{HIDDEN if at else ''}{at}{shown}{query}{fragment}"
+    return f"{scheme}{HIDDEN if at else ''}{at}{host}{query}{fragment}"
 
 
 def redact_urls(text: str) -> str:

@@ -30,7 +30,7 @@ class BadImages:
         self._reported: set[int] = set()  # of all ranks
 
     def watch(self, batches: Sequence[Batch]) -> None:
-        """Remember the replaced images of a step's batches on this rank."""
+        """Record the replaced images of a step's batches on this rank."""
         for batch in batches:
             for bad in batch.bad:
                 if bad.image_id not in self._reported:

@@ -28,7 +28,7 @@ class EarlyStopping:
         return True
 
     def reason_to_end(self) -> str | None:
-        """Return why the run ends, as a message; None if it goes on."""
+        """Return why the run ends, as a message; None if it continues."""
         if self._target is not None and self.ap is not None and self.ap >= self._target:
             return f"AP {self.ap:.3f} reached --target-ap {self._target:g}"
         if self._patience is not None and self._without_improvement >= self._patience:

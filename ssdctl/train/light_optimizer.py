@@ -1,7 +1,7 @@
 """PyTorch's optimizers without importing torch._dynamo, which takes 5 to 9 seconds of CPU time.
 
 The methods of `torch.optim.Optimizer` import it so that torch.compile leaves them out of a graph;
-an eager run has no graph. Where PyTorch's internals differ, nothing changes but the time.
+an eager run has no graph. If PyTorch's internals differ, only the time changes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def avoid_dynamo_import() -> None:
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Take a step, by the undecorated method if torch._dynamo is not imported.
 
-    The decorators set the gradient mode, break the compiler's graph and run step hooks. Optimizers
-    of vendors keep theirs.
+    The decorators set the gradient mode, name the step for profilers, break the compiler's graph
+    and run step hooks. Optimizers of vendors keep their decorators.
     """
     if _is_dynamo_imported() or not type(optimizer).__module__.startswith("torch.optim."):
         optimizer.step()
         return
-    with torch.no_grad():
+    profile_name = f"Optimizer.step#{type(optimizer).__name__}.step"
+    with torch.no_grad(), torch.autograd.profiler.record_function(profile_name):
         inspect.unwrap(type(optimizer).step)(optimizer)
 
 

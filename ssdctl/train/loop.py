@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import time
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
-from ssdctl.checkpoint.writer import payload
+from ssdctl.checkpoint.format import payload
 from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
 from ssdctl.device import open_device
@@ -34,6 +35,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
+from ssdctl.runtime.progress import Progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
 from ssdctl.train.loss_scale import loss_scale
@@ -44,7 +46,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Progress, Setup, prepare_run, with_usable_precision
+from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -134,6 +136,9 @@ class _Trainer:
         self.flags = collectives.FlagExchange(setup.ranks)
         self.is_save_requested = False
         self.guard = NonFiniteGuard(config.on_nonfinite)
+        self.memory_hints = functools.partial(
+            out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
+        )
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.out).profile, setup.device, setup.ranks
         )
@@ -161,7 +166,10 @@ class _Trainer:
             lr = self.plan.lr(self.step)
             result = self._train_step(train_step, lr)
             if self.step % log_every == 0 or self.step == total_steps:
-                with torch.profiler.record_function("wait: device, at a log point"):
+                with (
+                    torch.profiler.record_function("wait: device, at a log point"),
+                    self.memory_hints(),
+                ):
                     losses = result.read(setup.ranks)
                 self.progress_log.step(self.step, losses, lr)
                 self.progress_log.bad_images(self.step)
@@ -177,12 +185,12 @@ class _Trainer:
 
     def _train_step(self, train_step: TrainStep, lr: float) -> StepResult:
         """Take the next optimizer step. Does not wait for the device."""
-        setup, config = self.setup, self.setup.config.train
+        config = self.setup.config.train
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
             batches = list(itertools.islice(self.batches, config.accumulate))
-        self.progress_log.watch(batches)
-        with out_of_memory_hints(setup.architecture, config, setup.device, setup.precision):
+        self.progress_log.before_step(self.step, batches)
+        with self.memory_hints():
             result = train_step(batches, lr)
         self.step += 1
         self.throughput.step_done()
@@ -382,6 +390,7 @@ class _Trainer:
 
     def _finish(self, *, ended_early: bool) -> Summary:
         was_finished = self.throughput.images == 0 and self.evaluated_step == self.step
+        self.progress_log.training_ended()
         if self.setup.val is None:
             log.info("no validation split: nothing to evaluate")
         if reason := self.early_stopping.reason_to_end():

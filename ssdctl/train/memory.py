@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config, TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu
@@ -86,7 +87,7 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
 def random_batch(
     batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
 ) -> Batch:
-    """Return noise with as many boxes as an image of COCO has: as costly as a real batch."""
+    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch."""
     generator = torch.Generator().manual_seed(0)
     low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
     size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
@@ -96,8 +97,8 @@ def random_batch(
         0, 256, (batch_size, 300, 300, 3), dtype=torch.uint8, generator=generator
     )
     jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
-    rows = torch.zeros(batch_size, dtype=torch.int64)
-    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)  # type: ignore[arg-type]
+    rows = np.zeros(batch_size, np.int64)
+    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
 
 
 def with_batch_size(
@@ -213,17 +214,33 @@ def out_of_memory_hints(
         memory = device.memory_bytes()
         raise UsageError(
             f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_proposal(estimate(architecture, config, precision), memory, config),
+            hint=_proposal(estimate(architecture, config, precision), memory, config, device),
         ) from error
 
 
-def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig) -> str:
+def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig, device: Device) -> str:
+    """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
+
+    If the batch that failed fits by the count, the software of the device or another process needs
+    the rest of the memory.
+    """
     tried = config.batch_size
     assert isinstance(tried, int)
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
-    fits = min(need.fits(memory) if memory else tried // 2, tried - 1)
-    # The free memory of a shared device can be too little for the estimate.
+    fits = need.fits(memory) if memory else tried
+    is_counted = fits < tried
+    if not is_counted:
+        fits = tried // 2
+        fits -= fits % 8 if fits > 8 else 0
     fits = max(fits, 1)
     more = -(-tried * config.accumulate // fits)
-    return f"--bs {fits} would fit; with --accumulate {more} the global batch stays about the same"
+    same = f"with --accumulate {more} the global batch stays about the same"
+    if is_counted:
+        return f"--bs {fits} would fit; {same}"
+    counted = (need.fixed + tried * need.per_image) / 1e9
+    remedy = "" if device.is_host else " (--bs auto measures it)"
+    return (
+        f"--bs {fits}, half of it: network and activations need {counted:.1f} GB, what else the "
+        f"device needs is not known{remedy}; {same}"
+    )

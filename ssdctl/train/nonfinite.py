@@ -39,7 +39,7 @@ class NonFiniteGuard:
         self._rollbacks = 0
 
     def watch(self, step: int, is_bad: Tensor, image_ids: list[int]) -> None:
-        """Remember a step's flag without waiting for it."""
+        """Record a step's flag without waiting for it."""
         self._watched.append((BadStep(step, image_ids), is_bad))
 
     def check(self) -> list[BadStep]:

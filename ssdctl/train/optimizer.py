@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ssdctl.checkpoint.validation import refuse_differences, shape_differences
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
+from ssdctl.errors import IntegrityError
 from ssdctl.train import light_optimizer
 
 SMALLEST_LR = 1e-30
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
-    """The recipe's optimizer. Its learning rate is set at every step."""
+    """Return the recipe's optimizer. Its learning rate is set at every step."""
     light_optimizer.avoid_dynamo_import()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    exempt = _exempt_from_decay(model, config)
-    decayed = [p for p in trained if id(p) not in exempt]
-    others = [p for p in trained if id(p) in exempt]
+    decayed, others = decay_groups(
+        model, decay_bias=config.decay_bias, decay_norm=config.decay_norm
+    )
+    trained = [*decayed, *others]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
@@ -44,8 +47,10 @@ def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> to
     return optimizer
 
 
-def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
-    """Return the ids of the parameters without weight decay.
+def decay_groups(
+    model: nn.Module, *, decay_bias: bool, decay_norm: bool
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the trained parameters with weight decay, and those without, in the network's order.
 
     The vectors among the parameters are biases of convolutions, or scales and biases of a
     normalisation.
@@ -54,10 +59,12 @@ def _exempt_from_decay(model: nn.Module, config: TrainConfig) -> set[int]:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_bias = name == "bias" and isinstance(module, (nn.Conv2d, nn.Linear))
-            is_decayed = config.decay_bias if is_bias else config.decay_norm
+            is_decayed = decay_bias if is_bias else decay_norm
             if parameter.dim() == 1 and not is_decayed:
                 exempt.add(id(parameter))
-    return exempt
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if id(p) not in exempt]
+    return decayed, [p for p in trained if id(p) in exempt]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -85,21 +92,65 @@ def update(optimizer: torch.optim.Optimizer, is_skipped: Tensor, scale: Tensor |
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """By its state: a vendor's AdamW need not be PyTorch's."""
+    """Return whether it is AdamW, by its state: a vendor's class need not be PyTorch's."""
     return any("exp_avg" in state for state in optimizer.state.values())
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `state_dict` gave, on whatever device and in whatever memory layout.
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
+    """Load a state dict that was saved on any device and in any memory layout.
 
-    The settings stay this optimizer's own: the other's belong to another device's kernels (`fused`,
-    `capturable`) and to its schedule. The fused kernels walk through a weight and its momentum side
-    by side, as they lie in memory.
+    The settings of this optimizer are kept: the saved ones belong to another device's kernels
+    (`fused`, `capturable`) and to its schedule. State tensors get the memory layout of their
+    weights, which the fused kernels require.
+
+    Args:
+        optimizer: The optimizer, with as many groups and parameters as the saved one.
+        state: The checkpoint's state dict, which is untrusted.
+        path: The checkpoint, for messages.
+
+    Raises:
+        IntegrityError: The state does not fit; the fused kernels would write beyond its tensors.
     """
+    _check_state(optimizer, state, path)
     pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**own, "params": theirs["params"]} for own, theirs in pairs]
+    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
     optimizer.load_state_dict({**state, "param_groups": groups})
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
+            if name == "step":
+                values[name] = torch.as_tensor(value, dtype=torch.float32).reshape(())
+            elif isinstance(value, Tensor):
                 values[name] = torch.empty_like(parameter).copy_(value)
+
+
+def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
+    """Check that a saved state has a tensor of the parameter's shape for each of the optimizer's.
+
+    A state without tensors is accepted: that of SGD without momentum.
+    """
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if numbers != list(range(len(parameters))) or not set(state["state"]) <= set(numbers):
+        raise IntegrityError(f"{path}: its optimizer does not number its parameters from 0")
+    names = {name for values in optimizer.state.values() for name in values} - {"step"}
+    names = names or {"momentum_buffer"}  # momentum that this run does not use
+    expected = {
+        f"optimizer.{number}.{name}": tuple(parameter.shape)
+        for number, parameter in enumerate(parameters)
+        for name in names
+    }
+    shapes = {}
+    for number, values in state["state"].items():
+        for name, value in values.items():
+            place = f"optimizer.{number}.{name}"
+            if name == "step":
+                is_number = isinstance(value, int | float)
+                fits = is_number or (isinstance(value, Tensor) and value.numel() == 1)
+            else:
+                fits = value is None or (isinstance(value, Tensor) and value.is_floating_point())
+            if not fits:
+                raise IntegrityError(f"{path}: {place} is not a tensor of fractions")
+            if name != "step" and value is not None:
+                shapes[place] = tuple(value.shape)
+    if shapes:
+        refuse_differences(shape_differences(expected, shapes), path)

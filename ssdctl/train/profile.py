@@ -26,7 +26,7 @@ class StepProfiler:
     Args:
         steps: `FIRST,LAST` as on the command line, both included; None profiles nothing.
         folder: Where to write.
-        device: The device to profile, besides the host.
+        device: The device to profile, in addition to the host.
         ranks: Each rank writes its own files; the rank is in the names of all but the first.
     """
 
@@ -80,5 +80,5 @@ def waits(averages: Iterable[Any]) -> list[str]:
 
 def _activities(device: Device) -> list[torch.profiler.ProfilerActivity]:
     """Return the profiler's activities: host, and device if PyTorch's profiler supports it."""
-    known = torch.profiler.supported_activities()
-    return [a for a in known if a.name.lower() in {"cpu", device.name}]
+    supported = torch.profiler.supported_activities()
+    return [a for a in supported if a.name.lower() in {"cpu", device.name}]

@@ -54,7 +54,7 @@ class ProgressLog:
         self._run = RunDir(setup.out)
         self._throughput = throughput
         self._bad_images = BadImages(setup.plan.images)
-        self._epochs_done = int(setup.plan.epoch(start_step))
+        self._epochs_done = setup.plan.epochs_ended(start_step)
         self._epoch_began = (time.monotonic(), 0.0, 0)  # clock, training seconds, images
         self._writer: RunWriter | None = None
         self._tensorboard: TensorBoard | None = None
@@ -80,9 +80,14 @@ class ProgressLog:
         facts = environment(setup.device.label, setup.ranks.world_size)
         self._writer = RunWriter(self._run, resolved, facts, start_step, trackers)
         if config.mllog is not None:
-            self._mllog = MLLog(Path(config.mllog))
-            val_images = 0 if setup.val is None else len(setup.val.image_ids)
-            self._mllog.run(config, setup.plan, val_images)
+            self._mllog = MLLog(Path(config.mllog), is_resumed=start_step > 0)
+            self._mllog.run(
+                config,
+                setup.plan,
+                platform=setup.device.label,
+                world_size=setup.ranks.world_size,
+                val_images=0 if setup.val is None else len(setup.val.image_ids),
+            )
 
     @property
     def last_evaluation(self) -> int | None:
@@ -94,9 +99,11 @@ class ProgressLog:
         """The APs of the recorded evaluations; empty on ranks other than the first."""
         return [] if self._writer is None else self._writer.past_aps
 
-    def watch(self, batches: Sequence[Batch]) -> None:
-        """Note the replaced images of a step's batches."""
+    def before_step(self, step: int, batches: Sequence[Batch]) -> None:
+        """Note the replaced images of the batches of the step after `step`."""
         self._bad_images.watch(batches)
+        if self._mllog is not None:
+            self._mllog.before_step(step)
 
     def step(self, step: int, losses: dict[str, float], lr: float) -> None:
         """Record the metrics of a step; warn once if training is input-bound."""
@@ -127,9 +134,11 @@ class ProgressLog:
 
         The first epoch of a resumed run counts from the resumption.
         """
-        epochs_done = int(self._setup.plan.epoch(step))
+        epochs_done = self._setup.plan.epochs_ended(step)
         if epochs_done == self._epochs_done:
             return
+        if self._mllog is not None:
+            self._mllog.epoch_ended()
         clock, training_s, images = self._epoch_began
         self._epochs_done = epochs_done
         self._epoch_began = (
@@ -183,7 +192,14 @@ class ProgressLog:
     def evaluation_started(self, step: int) -> None:
         """Record the start of an evaluation, in MLPerf's log only."""
         if self._mllog is not None:
-            self._mllog.start("eval", epoch_num=self._epoch(step))
+            self._mllog.block_ended()
+            self._mllog.start("eval", epoch_num=self._epoch_number(step))
+
+    def training_ended(self) -> None:
+        """Record that no step follows, in MLPerf's log only."""
+        if self._mllog is not None:
+            self._mllog.epoch_ended()
+            self._mllog.block_ended()
 
     def detections(self, detections: Detections, step: int) -> None:
         """Draw the detections on the first validation images, in TensorBoard only."""
@@ -200,7 +216,7 @@ class ProgressLog:
         self._record("eval", step, **evaluation.figures)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
         if self._mllog is not None:
-            epoch = self._epoch(step)
+            epoch = self._epoch_number(step)
             self._mllog.point("eval_accuracy", evaluation.figures["AP"], epoch_num=epoch)
             self._mllog.stop("eval", epoch_num=epoch)
 
@@ -208,18 +224,24 @@ class ProgressLog:
         """Drop the records after `step`: those steps are trained again."""
         if self._writer is not None:
             self._writer.rewind(step)
-        self._epochs_done = int(self._setup.plan.epoch(step))
+        self._epochs_done = self._setup.plan.epochs_ended(step)
 
     def close(self, step: int, *, is_success: bool) -> None:
         """End the trackers' logs."""
         if self._mllog is not None:
             status = "success" if is_success else "aborted"
-            self._mllog.stop("run", status=status, epoch_num=self._epoch(step))
+            self.training_ended()
+            self._mllog.stop("run", status=status, epoch_num=self._epoch_number(step))
         if self._tensorboard is not None:
             self._tensorboard.close()
 
     def _epoch(self, step: int) -> float:
         return round(self._setup.plan.epoch(step), 4)
+
+    def _epoch_number(self, step: int) -> float:
+        """Return the number of the epoch that ends with a step, or the fraction of epochs."""
+        ended = self._setup.plan.epochs_ended(step)
+        return ended if self._setup.plan.epochs_ended(step - 1) < ended else self._epoch(step)
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
         if self._writer is not None:

@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.reader import Checkpoint, load_state, read_checkpoint, same_classes
+from ssdctl.checkpoint.reader import (
+    Checkpoint,
+    check_shapes,
+    load_state,
+    read_checkpoint,
+    same_classes,
+)
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.data.class_match import class_differences
@@ -40,8 +46,8 @@ def load_or_initialize(
     """Load a checkpoint into network and optimizer; if there is none, load the first weights.
 
     Raises:
-        UsageError: `--resume never` on a run that has checkpoints; a setting that affects the
-            results differs.
+        UsageError: `--resume never` in a folder with checkpoints; or a setting that affects
+            the results differs.
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
@@ -84,9 +90,9 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             return None
     else:
         checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.peer is not None:
+    if checkpoint.third_party is not None:
         raise UsageError(
-            f"{checkpoint.path} is a checkpoint of {checkpoint.peer}: it lacks the state to resume",
+            f"{checkpoint.path} is a checkpoint of {checkpoint.third_party}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):
@@ -134,11 +140,11 @@ def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
     now = values(setup.config)
     before = with_current_keys(checkpoint.config)
     differing = [
-        f"{path} was {known!r}, is {now[path]!r}"
+        f"{path} was {saved!r}, is {now[path]!r}"
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
-        and _plain(known := before.get(path, setting.default)) != _plain(now[path])
+        and _plain(saved := before.get(path, setting.default)) != _plain(now[path])
     ]
     plan = setup.plan
     if checkpoint.global_batch != plan.global_batch_size:
@@ -155,9 +161,15 @@ def restore(
     optimizer: torch.optim.Optimizer,
     checkpoint: Checkpoint,
 ) -> dict[str, Tensor] | None:
-    """Load a checkpoint into network and optimizer; return the EMA's weights, if any."""
+    """Load a checkpoint into network and optimizer; return the EMA's weights, if any.
+
+    Raises:
+        IntegrityError: They do not fit; the message lists what differs.
+    """
     trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
     load_state(model, trained, checkpoint.path)
+    if checkpoint.trained is not None:
+        check_shapes(model, checkpoint.model, checkpoint.path)
     _load_optimizer(optimizer, checkpoint)
     return None if checkpoint.trained is None else checkpoint.model
 
@@ -170,7 +182,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) ->
     if kind != checkpoint.config.get("train.optimizer") or sizes != saved_sizes:
         log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
         return
-    load_optimizer(optimizer, checkpoint.optimizer)
+    load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
 
 
 def _plain(value: object) -> object:

@@ -34,6 +34,12 @@ class Every(NamedTuple):
         periods = math.ceil(step / self.steps)  # the first period that reaches the step
         return step == math.floor(periods * self.steps)
 
+    def after(self, step: int) -> int | None:
+        """Return the first later step with which a period ends; None for seconds."""
+        if self.steps is None:
+            return None
+        return math.floor(math.ceil((step + 1) / self.steps) * self.steps)
+
 
 class TrainSchedule(NamedTuple):
     """Steps and learning rate of a run, as `train --dry-run --json` prints them."""
@@ -72,6 +78,15 @@ class TrainSchedule(NamedTuple):
         """Return the number of passes over the dataset after `step` steps."""
         return step * self.global_batch_size / self.images
 
+    def epochs_ended(self, step: int) -> int:
+        """Return the number of epochs that ended with `step` or before it.
+
+        Epoch e ends with step e * images / global batch, rounded down.
+        """
+        if step < 1:
+            return 0
+        return -(-(step + 1) * self.global_batch_size // self.images) - 1
+
 
 def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedule:
     """Compute the schedule of a run.
@@ -100,9 +115,11 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedul
     value, unit = split_duration(config.warmup)
     warmup = int(value) if unit == "st" else steps(value)
     if warmup > total:
+        hint = f"give it in steps: --warmup {max(total // 10, 1)}st"
+        if unit == "ep" and value.is_integer() and value <= total:
+            hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
         raise UsageError(
-            f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}",
-            hint=f"give it in steps: --warmup {max(total // 10, 1)}st",
+            f"a warm-up of {config.warmup} is {warmup} steps, the run has {total}", hint=hint
         )
     return TrainSchedule(
         images=images,
@@ -118,7 +135,7 @@ def make_plan(config: TrainConfig, images: int, world_size: int) -> TrainSchedul
 
 
 def split_duration(text: str) -> tuple[float, str]:
-    """`3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
+    """Parse a duration: `3` -> (3.0, "ep"); `300st` -> (300.0, "st"); `10min` -> (10.0, "min")."""
     for unit in ("ep", "st", "min"):
         if text.endswith(unit):
             return float(text.removesuffix(unit)), unit
@@ -134,6 +151,19 @@ def every(text: str, plan: TrainSchedule) -> Every:
     if unit == "ep":
         steps = Fraction(str(value)) * plan.images / plan.global_batch_size
     return Every(max(steps, Fraction(1)), None)
+
+
+def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
+    """Return the steps with which these epochs end."""
+    return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]
+
+
+def next_evaluation(config: TrainConfig, plan: TrainSchedule, step: int) -> int:
+    """Return the first step after `step` that is evaluated; the last one always is."""
+    steps = [plan.total_steps, *at_steps(config.eval_at, plan)]
+    if config.eval_every and (due := every(config.eval_every, plan).after(step)) is not None:
+        steps.append(due)
+    return min((s for s in steps if s > step), default=plan.total_steps)
 
 
 # Shared parameters, and parameters per class (background included), without --extra-norm.

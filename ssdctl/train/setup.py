@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.checkpoint.reader import (
-    Architecture,
     Checkpoint,
     load_backbone,
     load_state,
@@ -42,11 +41,11 @@ from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.layout import run_dir
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
 
 log = logging.getLogger(__name__)
-Progress = Callable[..., Iterable[Any]]
 
 
 class Setup(NamedTuple):
@@ -66,20 +65,20 @@ class Setup(NamedTuple):
     threads: int
 
 
-def choose_precision(wanted: str, device: Device) -> str:
+def choose_precision(precision: str, device: Device) -> str:
     """Return the precision of the network: fp32, bf16 or fp16.
 
     Raises:
         UsageError: The device cannot compute in it.
     """
-    if wanted == "auto":
+    if precision == "auto":
         return device.auto_precision
-    if wanted not in device.precisions:
+    if precision not in device.precisions:
         flags = " or ".join(f"--{p}" for p in device.precisions)
         raise UsageError(
-            f"device {device.name} does not compute in {wanted}", hint=f"choose {flags}"
+            f"device {device.name} does not compute in {precision}", hint=f"choose {flags}"
         )
-    return wanted
+    return precision
 
 
 def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved, str | None]:
@@ -88,12 +87,14 @@ def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved,
     What the user asked for stays, and is refused later.
 
     Returns:
-        The settings, and what to tell the user if one was replaced.
+        The settings, and a message for the user if one was replaced.
     """
-    wanted, source = resolved.config.train.precision, resolved.sources["train.precision"]
-    if wanted in ("auto", *device.precisions) or not source.startswith("preset "):
+    requested, source = resolved.config.train.precision, resolved.sources["train.precision"]
+    if requested in ("auto", *device.precisions) or not source.startswith("preset "):
         return resolved, None
-    notice = f"{source} trains in {wanted}, which device {device.name} lacks: {{}} is used instead"
+    notice = (
+        f"{source} trains in {requested}, which device {device.name} lacks: {{}} is used instead"
+    )
     precision = device.auto_precision
     return resolved.with_value("train.precision", precision), notice.format(precision)
 
@@ -172,9 +173,10 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
     if ranks.is_main:  # prepares it for the other ranks
-        open_dataset(root, folder, say=log.info, progress=progress)
+        splits = open_dataset(root, folder, progress=progress)
     wait_for_main(ranks, "dataset")
-    splits = open_dataset(root, folder, say=lambda _: None, check_images=False)
+    if not ranks.is_main:
+        splits = open_dataset(root, folder, check_images=False)
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
@@ -227,7 +229,7 @@ def load_first_weights(setup: Setup) -> None:
         path = Path(name)
     else:
         if setup.ranks.is_main:
-            fetch_weights(name, mirror=config.download.mirror, say=log.info)
+            fetch_weights(name, mirror=config.download.mirror)
         wait_for_main(setup.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)

@@ -18,7 +18,7 @@ from ssdctl.evaluate.scoring import BackgroundScoring
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
-from ssdctl.train.schedule import Every, TrainSchedule
+from ssdctl.train.schedule import Every, at_steps
 from ssdctl.train.setup import Setup
 
 
@@ -95,8 +95,3 @@ class Validator:
             return None
         scoring, self._scoring = self._scoring, None
         return scoring.result()
-
-
-def at_steps(epochs: tuple[float, ...], plan: TrainSchedule) -> list[int]:
-    """Return the steps with which these epochs end."""
-    return [max(int(epoch * plan.images / plan.global_batch_size), 1) for epoch in epochs]

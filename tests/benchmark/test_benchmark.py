@@ -1,4 +1,4 @@
-"""`ssdctl benchmark train`: figures that hang together, alone and on several ranks."""
+"""`ssdctl benchmark train`: consistent figures, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from conftest import Result
 
 from ssdctl.benchmark.train import timed, train_flops
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 
 Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
@@ -27,7 +27,9 @@ OPTIONS = LINE.split()
 @pytest.mark.parametrize(
     ("backbone", "norm", "gflop"), [("resnet34", "none", 94.7), ("resnet50", "batch", 121)]
 )
-def test_arithmetic_of_a_step_is_what_the_facts_say(backbone: str, norm: str, gflop: float) -> None:
+def test_arithmetic_of_a_step_equals_the_recorded_figures(
+    backbone: str, norm: str, gflop: float
+) -> None:
     assert train_flops(Architecture(backbone, norm, 81)) / 1e9 == pytest.approx(gflop, rel=0.01)
 
 
@@ -35,19 +37,19 @@ def test_arithmetic_of_a_step_is_what_the_facts_say(backbone: str, norm: str, gf
 def test_figures_hang_together(cli: Cli, shapes: Path) -> None:
     result = cli(*OPTIONS, "--data", shapes)
     assert result.code == 0, result.err
-    found = json.loads(result.out)
-    rate = found["images_per_second"]
-    assert found["data"] == "real"
-    assert found["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
-    assert found["tflops"] == pytest.approx(
-        rate * found["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
+    figures = json.loads(result.out)
+    rate = figures["images_per_second"]
+    assert figures["data"] == "real"
+    assert figures["step_ms"] == pytest.approx(1000 / rate, rel=0.02)
+    assert figures["tflops"] == pytest.approx(
+        rate * figures["gflop_per_image"] / 1000, rel=0.05, abs=1e-4
     )
-    assert 0 < found["peak_fraction"] < 1
-    assert found["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
-    assert found["input_cost"] == pytest.approx(
-        1 - rate / found["images_per_second_fake"], abs=0.02
+    assert 0 < figures["peak_fraction"] < 1
+    assert figures["coco_epoch_hours"] == pytest.approx(117_266 / rate / 3600, rel=0.02)
+    assert figures["input_cost"] == pytest.approx(
+        1 - rate / figures["images_per_second_fake"], abs=0.02
     )
-    assert found["peak_memory_bytes"] > 1e8
+    assert figures["peak_memory_bytes"] > 1e8
 
 
 def on_two_ranks(*command: object) -> list[str]:
@@ -64,9 +66,9 @@ def on_two_ranks(*command: object) -> list[str]:
         )
         for rank in range(2)
     ]  # fmt: skip
-    told = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], told[0][1]
-    return [out for out, _ in told]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs[0][1]
+    return [out for out, _ in outputs]
 
 
 class Pair:
@@ -96,7 +98,7 @@ class Pair:
     ("work_s", "possible"),
     [
         ((0.001, 0.002), range(10, 210, 10)),
-        ((0.001, 0.03), range(1, 8)),  # slow on one rank alone
+        ((0.001, 0.03), range(1, 8)),  # slow on one rank only
         ((0.3, 0.001), range(1, 2)),
     ],
 )
@@ -109,9 +111,9 @@ def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possibl
 
 
 @pytest.mark.slow
-def test_ranks_tell_their_scaling_efficiency() -> None:
+def test_ranks_report_their_scaling_efficiency() -> None:
     first, second = on_two_ranks("-m", "ssdctl", *OPTIONS, "--fake-data")
     assert second == ""
-    found = json.loads(first)
-    assert found["world_size"] == 2
-    assert 0.1 < found["scaling_efficiency"] < 1.5
+    figures = json.loads(first)
+    assert figures["world_size"] == 2
+    assert 0.1 < figures["scaling_efficiency"] < 1.5

@@ -1,4 +1,4 @@
-"""Offsets from default boxes: there and back, and finite whatever comes."""
+"""Offsets from default boxes: the round trip, and finite results for any input."""
 
 from __future__ import annotations
 

@@ -63,5 +63,5 @@ def test_iou_of_a_batch_is_each_pictures() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_boxes_without_area_overlap_nothing(dtype: torch.dtype) -> None:
     boxes = torch.tensor([[0.3, 0.3, 0.3, 0.3], [0.1, 0.2, 0.4, 0.2], [0, 0, 0, 0]], dtype=dtype)
-    whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=dtype)
-    assert pairwise_iou(boxes, torch.cat([boxes, whole])).eq(0).all()
+    full_image = torch.tensor([[0.0, 0.0, 1.0, 1.0]], dtype=dtype)
+    assert pairwise_iou(boxes, torch.cat([boxes, full_image])).eq(0).all()

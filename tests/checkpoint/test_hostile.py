@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import zipfile
 from collections.abc import Callable
@@ -20,12 +21,16 @@ from ssdctl.checkpoint.reader import (
     with_classes,
 )
 from ssdctl.checkpoint.third_party import to_third_party
-from ssdctl.config import DataConfig
+from ssdctl.config import DataConfig, resolve
+from ssdctl.config.resolve import Override
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.shapes import generate
+from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.checkpoint import choose_data
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.resume import restore
 
 Payload = dict[str, Any]
 
@@ -135,6 +140,70 @@ def test_numbers_of_third_party_files(numbers: dict[str, Any], tmp_path: Path) -
         read_checkpoint(save({"model": state, **numbers}, tmp_path))
 
 
+def resumable(
+    folder: Path, optimizer: str = "sgd"
+) -> tuple[SSD300, torch.optim.Optimizer, Payload]:
+    """Return a network, its optimizer, and the contents of a checkpoint of both."""
+    config = resolve(overrides=[Override("train.optimizer", optimizer, "test")]).config.train
+    model = load_network(read_checkpoint(save(payload(), folder)))
+    content = {**payload(), "model": model.state_dict(), "trained": None}
+    content["config"]["train.optimizer"] = optimizer
+    built = build_optimizer(model, config, open_device("cpu"))
+    return model, built, {**content, "optimizer": copy.deepcopy(built.state_dict())}
+
+
+OPTIMIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a smaller tensor": lambda s: s["state"][3].update(exp_avg=torch.zeros(1)),
+    "a larger tensor": lambda s: s["state"][3].update(momentum_buffer=torch.zeros(9, 9, 9, 9)),
+    "another number of dimensions": lambda s: s["state"][3].update(exp_avg=torch.zeros(())),
+    "integers": lambda s: s["state"][3].update(
+        {name: v.to(torch.int64) for name, v in s["state"][3].items()}
+    ),
+    "text instead of a tensor": lambda s: s["state"][3].update(exp_avg="x", momentum_buffer="x"),
+    "a missing tensor": lambda s: [
+        s["state"][3].pop(name, None) for name in ("exp_avg", "momentum_buffer")
+    ],
+    "an unknown tensor": lambda s: s["state"][3].update(more=torch.zeros(3)),
+    "a step of several numbers": lambda s: s["state"][3].update(step=torch.zeros(4)),
+    "the state of a parameter that does not exist": lambda s: s["state"].update({999: {}}),
+    "a parameter twice": lambda s: s["param_groups"][0].update(
+        params=[0] * len(s["param_groups"][0]["params"])
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_hostile_states_of_optimizers(name: str, optimizer: str, tmp_path: Path) -> None:
+    """The fused kernels would read and write beyond a tensor that is too small."""
+    model, built, content = resumable(tmp_path, optimizer)
+    OPTIMIZERS[name](content["optimizer"])
+    path = save(content, tmp_path)
+    with pytest.raises(IntegrityError, match=f"{path}.*optimizer"):
+        restore(model, built, read_checkpoint(path))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_intact_optimizer_is_restored(optimizer: str, tmp_path: Path) -> None:
+    model, built, content = resumable(tmp_path, optimizer)
+    for values in content["optimizer"]["state"].values():
+        for value in values.values():
+            value.fill_(3)
+    restore(model, built, read_checkpoint(save(content, tmp_path)))
+    tensors = [v for values in built.state.values() for v in values.values()]
+    assert tensors
+    assert all(bool((tensor == 3).all()) for tensor in tensors)
+
+
+def test_a_hostile_average_is_refused(tmp_path: Path) -> None:
+    model, built, content = resumable(tmp_path)
+    content["trained"] = dict(content["model"])
+    content["model"] = {**content["model"], "class_heads.0.bias": torch.zeros(())}
+    path = save(content, tmp_path)
+    with pytest.raises(IntegrityError, match=rf"{path}.*class_heads\.0\.bias"):
+        restore(model, built, read_checkpoint(path))
+
+
 def test_compressed_entries_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     path, bomb = save(payload(), tmp_path), tmp_path / "bomb.pt"
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(bomb, "w") as target:
@@ -144,6 +213,66 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(tmp_path: Path)
         target.writestr("archive/data/bomb", bytes(10**8), zipfile.ZIP_DEFLATED)
     with pytest.raises(IntegrityError, match="compressed"):
         read_payload(bomb)
+
+
+def rewritten(path: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Change the pickle of a file, with correct CRCs."""
+    target = path.with_name("changed.pt")
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as archive:
+        for info in source.infolist():
+            content = source.read(info)
+            is_pickle = info.filename.endswith("data.pkl")
+            archive.writestr(info.filename, change(content) if is_pickle else content)
+    return target
+
+
+FOUR = b"K\x04"  # the length of the storage, and of the tensor
+LIES: dict[str, Callable[[bytes], bytes]] = {
+    "a longer storage": lambda p: p.replace(FOUR, b"J" + (10**8).to_bytes(4, "little")),
+    "a wider type": lambda p: p.replace(b"FloatStorage", b"DoubleStorage"),
+    "another record": lambda p: p.replace(b"\x01\0\0\x000", b"\x01\0\0\x001"),
+    "a length that is computed": lambda p: p.replace(FOUR, b"cbuiltins\nint\nK\x04\x85R"),
+    "a length that is a truth value": lambda p: p.replace(FOUR, b"\x88"),
+    "an operation of other pickles": lambda p: p.replace(FOUR, b"I4\n"),
+    "an empty stack": lambda p: b"\x80\x02Q.",
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_storages_larger_than_their_records(name: str, tmp_path: Path) -> None:
+    """PyTorch 2.9 and earlier read beyond the end of their memory."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(4.0)}, path)
+    assert read_payload(rewritten(path, lambda p: p))["a"].tolist() == [0, 1, 2, 3]
+    changed = rewritten(path, LIES[name])
+    with pytest.raises(IntegrityError, match=f"{changed}: not a checkpoint, or a damaged one"):
+        read_payload(changed)
+
+
+def test_names_that_differ_by_case_only_are_refused(tmp_path: Path) -> None:
+    """PyTorch takes the first, whichever is named."""
+    path = tmp_path / "x.pt"
+    torch.save({"a": torch.arange(4.0)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("x/DATA/0", bytes(1000))
+    with pytest.raises(IntegrityError, match="twice"):
+        read_payload(path)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(3, dtype=d) for d in (torch.float64, torch.bfloat16, torch.int8, torch.bool)]
+    + [torch.zeros(0), torch.zeros(6)[1:4], torch.zeros(2, dtype=torch.complex64)],
+    ids=str,
+)
+def test_tensors_of_each_type_are_read(tensor: torch.Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(
+        {"a": tensor, "b": [tensor, 1.5, None, True, "text", 2**40, -1, (1, 2), set()]}, path
+    )
+    read = read_payload(path)
+    assert torch.equal(read["a"], tensor)
+    assert torch.equal(read["b"][0], tensor)
 
 
 def test_overlapping_entries_are_refused(tmp_path: Path) -> None:
@@ -165,7 +294,7 @@ def remembered(root: Path, store: Path | None) -> Checkpoint:
     )  # fmt: skip
 
 
-def test_remembered_folders_are_only_read(tmp_path: Path) -> None:
+def test_folders_named_by_a_checkpoint_are_only_read(tmp_path: Path) -> None:
     """Without a store there, one would be written to a folder of the checkpoint's choosing."""
     root, store, own = tmp_path / "data", tmp_path / "home" / ".ssh", tmp_path / "own"
     generate(root, num_train=1, num_val=1)

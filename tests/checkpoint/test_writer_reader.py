@@ -1,4 +1,4 @@
-"""Checkpoints are untrusted files: the newest intact one wins, nothing of theirs is run."""
+"""Checkpoints are untrusted files: the newest intact one is read, and no code in them is run."""
 
 from __future__ import annotations
 
@@ -50,19 +50,21 @@ def test_payload_is_plain(checkpoint: Path) -> None:
     assert payload["architecture"]["num_classes"] == 6
 
 
-def test_network_comes_back(checkpoint: Path) -> None:
+def test_network_round_trip(checkpoint: Path) -> None:
     read = read_checkpoint(checkpoint)
     for name, tensor in load_network(read).state_dict().items():
         assert torch.equal(tensor, read.model[name])
 
 
 @pytest.mark.parametrize("content", [b"", b"no zip", b"PK\x03\x04 half a zip"])
-def test_no_checkpoint_is_an_integrity_error(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_checkpoint_is_an_integrity_error(
+    tmp_path: Path, content: bytes
+) -> None:
     path = tmp_path / "x.pt"
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match=str(path)) as caught:
         read_checkpoint(path)
-    assert "weights_only" not in str(caught.value)  # nor any advice to load it all the same
+    assert "weights_only" not in str(caught.value)  # without the advice to load it unsafely
 
 
 def _without(key: str) -> Callable[[dict[str, Any]], object]:
@@ -106,7 +108,7 @@ def test_a_payload_with_a_part_amiss_is_an_integrity_error(
 
 
 @pytest.mark.parametrize("payload", [{"format": 99}, {"state": 1}, [1, 2], torch.zeros(3)])
-def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_checkpoints(payload: object, tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save(payload, path)
     with pytest.raises(IntegrityError, match="not a checkpoint that this version"):
@@ -120,7 +122,7 @@ def test_other_peoples_files_are_no_checkpoints(payload: object, tmp_path: Path)
         ({"model.layer1.0.weight": torch.zeros(64, 3, 7, 7)}, "not an SSD300 on a ResNet"),
     ],
 )
-def test_what_only_looks_like_a_peers_file(
+def test_what_only_resembles_a_third_party_file(
     state: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "peer.pt"
@@ -130,7 +132,7 @@ def test_what_only_looks_like_a_peers_file(
 
 
 @pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
-def test_a_peers_file_with_nonsense_for_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_third_party_file_with_invalid_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "peer.pt"
     state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
     torch.save({"model": state, **changes}, path)
@@ -149,12 +151,12 @@ def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
     assert "best.pt" in str(caught.value.hint)
 
 
-def test_whose_classes_a_checkpoint_knows(checkpoint: Path) -> None:
+def test_classes_of_a_checkpoint(checkpoint: Path) -> None:
     read = read_checkpoint(checkpoint)
-    theirs = [ClassName(None, c.name) for c in read.classes]  # a peer's file has no ids
+    without_ids = [ClassName(None, c.name) for c in read.classes]  # a third-party file has no ids
     assert same_classes(read, read.classes)
-    assert same_classes(read._replace(classes=theirs), read.classes)
-    assert same_classes(read._replace(classes=[]), read.classes)  # nor names: their number must do
+    assert same_classes(read._replace(classes=without_ids), read.classes)
+    assert same_classes(read._replace(classes=[]), read.classes)  # no names
     assert not same_classes(read._replace(classes=[]), read.classes[1:])
     assert not same_classes(read, read.classes[::-1])
     assert not same_classes(read, read.classes[1:])
@@ -223,7 +225,7 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     assert model.backbone.bn1.num_batches_tracked == 0
 
 
-def test_peers_file_from_before_zip_is_read(tmp_path: Path) -> None:
+def test_third_party_file_from_before_zip_is_read(tmp_path: Path) -> None:
     state = to_third_party(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
     path = tmp_path / "epoch_1.pt"
     torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
@@ -279,8 +281,8 @@ def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
     assert torch.load(folder.path / "best.pt") == {"step": 2}
 
 
-def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
-    """Training goes on with the same tensors while they are written."""
+def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
+    """Training continues with the same tensors while they are written."""
     moved = threading.Event()
 
     class Slow(CheckpointDir):
@@ -300,7 +302,7 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> No
     assert not saved["optimizer"]["state"][0][1].any()
 
 
-def test_a_save_that_failed_is_told_at_the_next_look(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
     class Full(CheckpointDir):
         def write(self, payload: dict[str, Any]) -> None:
             raise DiskError("no space left")
@@ -317,7 +319,7 @@ def test_a_save_that_failed_is_told_at_the_next_look(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_stale_temporaries_go(tmp_path: Path) -> None:
+def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     dead, foreign = folder / ".step-00000001.pt.999999999.tmp", folder / "notes.tmp"
@@ -333,11 +335,11 @@ def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
     torch.manual_seed(1)
-    whole = resnet18()
+    resnet = resnet18()
     path = tmp_path / "resnet18.pth"
-    torch.save(whole.state_dict(), path)
+    torch.save(resnet.state_dict(), path)
     model = SSD300("resnet18", 3, "none")
     load_backbone(model, path)
-    assert torch.equal(model.backbone.layer3[1].conv2.weight, whole.layer3[1].conv2.weight)
+    assert torch.equal(model.backbone.layer3[1].conv2.weight, resnet.layer3[1].conv2.weight)
     with pytest.raises(IntegrityError, match=r"missing layer1\.2"):
         load_backbone(SSD300("resnet34", 3, "none"), path)

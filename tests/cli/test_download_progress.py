@@ -67,10 +67,10 @@ def test_lines_include_all_files(
 
 
 def test_a_display_of_all_files_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    controller, terminal_end = pty.openpty()
+    fcntl.ioctl(terminal_end, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
     monkeypatch.setenv("TERM", "xterm")
-    with open(theirs, "w") as terminal:  # noqa: PTH123 - a descriptor
+    with open(terminal_end, "w") as terminal:  # noqa: PTH123 - a descriptor
         monkeypatch.setattr(sys, "stderr", terminal)
         progress = ByteProgress(Console(), {"a.zip": 100 * MB, "b.zip": 100 * MB})
         progress("a.zip", 10 * MB, 100 * MB)
@@ -80,9 +80,9 @@ def test_a_display_of_all_files_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -
         progress("b.zip", 20 * MB, 100 * MB)
         progress.close()
         content = b""
-        while select.select([ours], [], [], 0.2)[0]:
-            content += os.read(ours, 100_000)
-    os.close(ours)
+        while select.select([controller], [], [], 0.2)[0]:
+            content += os.read(controller, 100_000)
+    os.close(controller)
     output = content.decode()
     assert "all files" in output
     assert "120.0/200.0 MB" in output

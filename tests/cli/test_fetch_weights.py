@@ -82,8 +82,8 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_network(capsys: pytest.CaptureFixture[str]) -> None:
-    with Server() as gone:
-        nowhere = gone.url
+    with Server() as stopped:
+        nowhere = stopped.url
     code, out, err = run(capsys, STEM, "--mirror", nowhere, "--json")
     assert (code, out) == (4, "")
     assert "without network" in err
@@ -97,8 +97,8 @@ def test_other_bytes(server: Server, capsys: pytest.CaptureFixture[str]) -> None
 def test_training_without_network_names_a_remedy(
     shapes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Server() as gone:
-        monkeypatch.setenv("SSDCTL_DOWNLOAD__MIRROR", gone.url)
+    with Server() as stopped:
+        monkeypatch.setenv("SSDCTL_DOWNLOAD__MIRROR", stopped.url)
     options = "--backbone resnet18 --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1"
     with pytest.raises(SystemExit) as end:
         main(["train", "--data", str(shapes), "--out", "run", *options.split(), "--warmup", "1st"])

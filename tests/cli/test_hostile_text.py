@@ -1,4 +1,4 @@
-"""Foreign text reaches the terminal as visible characters; JSON stays exact."""
+"""Untrusted text is printed as visible characters; JSON stays exact."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def table(text: str) -> Any:
 def test_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.say(HOSTILE)
-    console.warn(HOSTILE)
+    console.info(HOSTILE)
+    console.warning(HOSTILE)
     console.error(DataError(HOSTILE, hint=HOSTILE))
     with console.show_log():
         import logging
@@ -75,7 +75,7 @@ def test_json_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.warn("a\nerror: fake")
+    console.warning("a\nerror: fake")
     console.error(DataError("a\nerror: fake"))
     lines = streams[1].getvalue().splitlines()
     assert [line for line in lines if line.startswith("error")] == ["error: a"]
@@ -85,8 +85,8 @@ def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> N
 def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()
-    console.say(URL)
-    console.warn(f"{URL}: 403")
+    console.info(URL)
+    console.warning(f"{URL}: 403")
     console.error(DataError(URL, hint=f"try {URL}"))
     try:
         raise RuntimeError(URL + HOSTILE)
@@ -127,13 +127,13 @@ def test_a_name_that_cannot_be_written_is_one_message(
 
 @given(st.text(st.characters(codec=None)))
 def test_nothing_that_a_terminal_obeys_stays(text: str) -> None:
-    shown = printable(text)
-    assert {unicodedata.category(c) for c in shown if c not in "\n\t"}.isdisjoint(
+    output = printable(text)
+    assert {unicodedata.category(c) for c in output if c not in "\n\t"}.isdisjoint(
         {"Cc", "Cs", "Zl", "Zp"}
     )
-    assert not {unicodedata.bidirectional(c) for c in shown} & {"LRO", "RLO", "LRE", "RLE", "PDF",
+    assert not {unicodedata.bidirectional(c) for c in output} & {"LRO", "RLO", "LRE", "RLE", "PDF",
                                                                "LRI", "RLI", "FSI", "PDI"}  # fmt: skip
-    assert printable(shown) == shown
+    assert printable(output) == output
 
 
 def test_live_displays_are_printable() -> None:

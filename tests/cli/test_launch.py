@@ -138,6 +138,25 @@ def test_write_creates_an_executable_script(capsys: pytest.CaptureFixture[str]) 
     assert list(Path("deep").iterdir()) == [script]
 
 
+@pytest.mark.parametrize("engine", [[], ["--launcher", "slurm"]])
+def test_write_names_the_file_that_it_replaces(
+    engine: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["--cpus", "2", *engine, "--write", "job.sh"]
+    assert launch(*job) == 0
+    assert "replaced" not in capsys.readouterr().err
+    Path("job.sh").write_text("mine")
+    assert launch(*job) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "replaced" in line]
+    assert "job.sh" in line
+    assert Path("job.sh").read_text() != "mine"
+    Path("job.sh").unlink()
+    Path("job.sh").symlink_to("mine")  # its target would be replaced, or created
+    Path("mine").write_text("mine")
+    assert launch(*job) == 0
+    assert Path("mine").read_text() == "mine"
+
+
 def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "--bs", "4", "a;b") == 0
     plan = json.loads(capsys.readouterr().out)

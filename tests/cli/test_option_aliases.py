@@ -40,7 +40,6 @@ def ranks_options(cli: Cli, *arguments: str) -> set[str]:
         ("--weight_decay 0.1", "--weight-decay=0.1"),
         ("--log-interval 5", "--log-every=5"),
         ("--log_every 5", "--log-every=5"),
-        ("--save_summary_steps 10", "--log-every=10"),
         ("--output-dir x", "--out=x"),
         ("--model_dir x", "--out=x"),
         ("--data_dir d", "--data=d"),
@@ -59,13 +58,17 @@ def test_launch_replaces_aliases(cli: Cli, alias: str, ours: str) -> None:
     assert ranks_options(cli, *alias.split()) == {ours}
 
 
+def test_summaries_of_tensorflow_are_tensorboard_events(cli: Cli) -> None:
+    assert ranks_options(cli, "--save_summary_steps", "10") == {"--log-every=10", "--tensorboard"}
+
+
 def test_the_voyager_command_line_works_unchanged(cli: Cli) -> None:
     """It is the command line of users' scripts, except for --val-interval."""
-    theirs = (
+    options = (
         "-d /dataset --batch-size 128 --log-interval 100 --use-hpu --hpu-lazy-mode --autocast "
         "--warmup 2.619685 --num-workers 12"
     )
-    assert ranks_options(cli, *theirs.split()) == {
+    assert ranks_options(cli, *options.split()) == {
         "--data=/dataset", "--bs=128", "--log-every=100", "--execution=lazy", "--bf16",
         "--warmup=2.619685", "--workers=12",
     }  # fmt: skip
@@ -185,10 +188,10 @@ def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
 
 def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
     settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
-    ours = [flag for s in settings for flag in s.flags]
+    flags = [flag for s in settings for flag in s.flags]
     aliases = [alias.partition("=")[0] for s in settings for alias in s.aliases]
     removed = [flag for s in settings for flag in s.removed_flags]
-    assert len({*ours, *aliases, *removed}) == len([*ours, *aliases, *removed])
+    assert len({*flags, *aliases, *removed}) == len([*flags, *aliases, *removed])
     words = set(re.findall(r"--[\w-]+", cli("train", "--help").out))
     assert not words & {*aliases, *removed}
 

@@ -1,4 +1,4 @@
-"""A hand-made dataset with its own class names and ids works without a word about them."""
+"""A hand-made dataset with its own class names and ids works without options."""
 
 from __future__ import annotations
 
@@ -63,12 +63,20 @@ def test_coco_layout(tmp_path: Path, cli: Callable[..., Result], suffix: str) ->
     for split, count in (("train", 6), ("val", 3)):
         make(root, f"{split}2017", root / f"annotations/instances_{split}2017.json", count, suffix)
     assert "not prepared yet" in trained(cli, root)
-    found = tmp_path / "found.json"
-    options = ["--score-threshold", 0.01, "--detections", found, "--device", "cpu", "--json"]
+    detections_file = tmp_path / "found.json"
+    options = [
+        "--score-threshold",
+        0.01,
+        "--detections",
+        detections_file,
+        "--device",
+        "cpu",
+        "--json",
+    ]
     result = cli("evaluate", root / "run/checkpoints/last.pt", *options)
     assert result.code == 0, result.err
     assert [c["name"] for c in json.loads(result.out)["per_class"]] == ["Öse", "nut, 3 mm", "bolt"]
-    assert {d["category_id"] for d in json.loads(found.read_text())} <= {3, 17, 90}
+    assert {d["category_id"] for d in json.loads(detections_file.read_text())} <= {3, 17, 90}
 
 
 def test_dataset_toml_without_validation(tmp_path: Path, cli: Callable[..., Result]) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     folder = tmp_path / "shapes"
     shutil.copytree(shapes, folder, ignore=shutil.ignore_patterns("prepared"))
     return folder

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.config.render import json_schema, to_template_toml, to_toml, values
+from ssdctl.config.render import json_schema, to_snapshot_toml, to_template_toml, values
 from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
@@ -42,7 +42,7 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
 
 
 def test_scores_are_comparable_by_default() -> None:
-    """In fp32, on all images of the validation split, whatever the preset trains in."""
+    """In fp32, on all images of the validation split, whichever precision the preset trains in."""
     for preset in PRESETS:
         evaluation = resolved(("train.preset", preset)).config.evaluate
         assert (evaluation.precision, evaluation.split, evaluation.limit) == ("fp32", "val", None)
@@ -77,7 +77,7 @@ def test_file_in_working_directory_is_read(tmp_path: Path) -> None:
         ("[trian]\nlr = 1\n", ":2", "train.lr"),
     ],
 )
-def test_unknown_key_names_line_and_nearest(
+def test_unknown_key_error_names_the_line_and_the_nearest_key(
     tmp_path: Path, text: str, place: str, nearest: str | None
 ) -> None:
     file = tmp_path / "my.toml"
@@ -130,7 +130,7 @@ def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_preset_names_the_whole_recipe(name: str) -> None:
+def test_preset_sets_all_of_its_recipe(name: str) -> None:
     recipe = {path for path, setting in all_settings().items() if setting.is_recipe}
     assert recipe <= {o.path for o in preset_overrides(name)}
 
@@ -163,7 +163,7 @@ def test_written_config_reads_back(
         ("train.resume_changed", force),
     )
     file = tmp_path_factory.mktemp("config") / "config.toml"
-    file.write_text(to_toml(before), encoding="utf-8")
+    file.write_text(to_snapshot_toml(before), encoding="utf-8")
     assert resolved(file=file).config == before.config
 
 
@@ -250,3 +250,29 @@ def test_recipes_are_those_of_their_sources() -> None:
     assert (dali.model.backbone, dali.model.extra_norm) == ("resnet34", "none")
     assert (dali.train.seed, dali.train.precision) == (1, "fp32")
     assert dali.train.decay_epochs == (42, 53)
+
+
+def test_presets_evaluate_and_save_as_their_sources() -> None:
+    nvidia = resolved(("train.preset", "nvidia-r50")).config.train
+    counted_from_zero = [21, 31, 37, 42, 48, 53, 59, 64]
+    assert list(nvidia.eval_at) == [epoch + 1 for epoch in counted_from_zero]
+    assert (nvidia.save_every, nvidia.keep) == ("1ep", nvidia.epochs)
+    dali = resolved(("train.preset", "dali-r34")).config.train
+    assert list(dali.eval_at) == [epoch + 1 for epoch in [3, *counted_from_zero]]
+    habana = resolved(("train.preset", "mlperf-r34")).config.train
+    assert (habana.eval_every, habana.save_every, habana.keep) == ("5ep", "5ep", 12)
+    habana_tf = resolved(("train.preset", "habana-tf-r34")).config.train
+    assert (habana_tf.save_every, habana_tf.keep) == ("5ep", 20)
+
+
+def test_an_evaluation_interval_replaces_the_evaluation_epochs_of_a_preset() -> None:
+    every = resolved(("train.preset", "nvidia-r50"), ("train.eval_every", "10")).config.train
+    assert (every.eval_every, every.eval_at) == ("10", ())
+    epochs = resolved(("train.preset", "nvidia-r50"), ("train.eval_at", "5,6")).config.train
+    assert epochs.eval_at == (5, 6)
+    both = resolved(
+        ("train.preset", "nvidia-r50"), ("train.eval_every", "10"), ("train.eval_at", "5")
+    )
+    assert (both.config.train.eval_every, both.config.train.eval_at) == ("10", (5,))
+    kept = resolved(("train.preset", "nvidia-r50"), ("train.keep", "3")).config.train
+    assert (kept.keep, kept.save_every) == (3, "1ep")

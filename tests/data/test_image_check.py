@@ -57,7 +57,7 @@ def checked(
         encoded(RGB),
         encoded(RGB, progressive=True),
         encoded(RGB.convert("L")),
-        encoded(RGB, "PNG"),  # whatever its name says
+        encoded(RGB, "PNG"),  # whatever its suffix is
         encoded(RGB.convert("RGBA"), "PNG"),
         encoded(RGB.convert("P"), "PNG"),
         encoded(RGB.convert("1"), "PNG"),
@@ -67,9 +67,9 @@ def checked(
 def test_usual_images_pass_as_they_are(
     tmp_path: Path, options: PackOptions, content: bytes
 ) -> None:
-    found = checked(tmp_path, content, options)
-    assert (found.problem, found.note) == (None, None)
-    assert found.content == (content if options.pack else None)
+    result = checked(tmp_path, content, options)
+    assert (result.problem, result.note) == (None, None)
+    assert result.content == (content if options.pack else None)
 
 
 @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED])
@@ -78,18 +78,18 @@ def test_usual_images_pass_as_they_are(
 def test_a_cut_image_is_found_without_decoding_all(
     tmp_path: Path, options: PackOptions, format: str, share: float
 ) -> None:
-    whole = encoded(RGB, format)
-    found = checked(tmp_path, whole[: int(share * len(whole))], options)
-    assert "not a readable image" in (found.problem or "")
-    assert not found.content
-    assert "0x" not in (found.problem or "")  # no object's address in a report
+    complete = encoded(RGB, format)
+    result = checked(tmp_path, complete[: int(share * len(complete))], options)
+    assert "not a readable image" in (result.problem or "")
+    assert not result.content
+    assert "0x" not in (result.problem or "")  # no object's address in a report
 
 
 def test_damage_inside_is_found_by_decoding(tmp_path: Path) -> None:
-    whole = bytearray(encoded(RGB, "PNG"))
-    whole[len(whole) // 2] ^= 255
-    assert checked(tmp_path, bytes(whole)).problem is None
-    assert "not a readable" in (checked(tmp_path, bytes(whole), VERIFIED).problem or "")
+    complete = bytearray(encoded(RGB, "PNG"))
+    complete[len(complete) // 2] ^= 255
+    assert checked(tmp_path, bytes(complete)).problem is None
+    assert "not a readable" in (checked(tmp_path, bytes(complete), VERIFIED).problem or "")
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\0" * 5000, encoded(RGB, "EPS")])
@@ -100,9 +100,9 @@ def test_other_content_is_a_problem(tmp_path: Path, content: bytes) -> None:
 def test_cmyk_is_packed_as_rgb(tmp_path: Path) -> None:
     smooth = Image.fromarray(NOISE[::20, ::20]).resize((80, 60), Image.Resampling.BICUBIC)
     content = encoded(smooth.convert("CMYK"), quality=95)
-    found = checked(tmp_path, content, PACKED)
-    assert (found.problem, found.note) == (None, "CMYK, read as RGB")
-    with Image.open(io.BytesIO(found.content or b"")) as picture:
+    result = checked(tmp_path, content, PACKED)
+    assert (result.problem, result.note) == (None, "CMYK, read as RGB")
+    with Image.open(io.BytesIO(result.content or b"")) as picture:
         assert (picture.mode, picture.size) == ("RGB", (80, 60))
         difference = np.asarray(picture, np.int16) - np.asarray(smooth)
     assert np.abs(difference).mean() < 5
@@ -140,8 +140,8 @@ def test_other_formats_are_packed_without_loss(
         assert picture.format == "PNG"
         assert np.array_equal(np.asarray(picture.convert("RGB")), expected)
     for options in (PLAIN, VERIFIED):  # trained on from the file itself
-        found = checked(tmp_path, content, options)
-        assert (found.problem, found.content) == (None, None)
+        actual = checked(tmp_path, content, options)
+        assert (actual.problem, actual.content) == (None, None)
         assert np.array_equal(decode(content, (80, 60)), expected)
         if format not in ("BMP", "16-bit PNG", "TIFF", "GIF"):
             assert checked(tmp_path, content[: len(content) // 2], options).problem
@@ -156,10 +156,10 @@ def test_multi_picture_jpegs_of_cameras(
     content = encoded(large, "MPO", save_all=True, append_images=[RGB])
     with Image.open(io.BytesIO(content)) as picture:
         assert picture.format == "MPO"
-    found = checked(tmp_path, content, options, size)
-    assert (found.problem, found.note) == (None, None)
+    result = checked(tmp_path, content, options, size)
+    assert (result.problem, result.note) == (None, None)
     if options == PACKED:
-        assert found.content == content
+        assert result.content == content
     cut = checked(tmp_path, content[: len(content) // 3], options, size)
     assert "not a readable image" in (cut.problem or "")
 
@@ -170,36 +170,38 @@ class TestOrientation:
     @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED])
     def test_annotated_as_stored(self, tmp_path: Path, options: PackOptions) -> None:
         content = encoded(RGB, turn=6)
-        found = checked(tmp_path, content, options)
-        assert found.problem is None
-        assert "EXIF orientation (6) is ignored" in (found.note or "")
-        assert found.content == (content if options.pack else None)
+        result = checked(tmp_path, content, options)
+        assert result.problem is None
+        assert "EXIF orientation (6) is ignored" in (result.note or "")
+        assert result.content == (content if options.pack else None)
 
     @pytest.mark.parametrize("options", [PACKED, PLAIN, VERIFIED])
     @pytest.mark.parametrize("turn", [5, 6, 7, 8])
     def test_annotated_as_shown(self, tmp_path: Path, options: PackOptions, turn: int) -> None:
         content = encoded(RGB, turn=turn)
-        found = checked(tmp_path, content, options, (60, 80))
-        assert found.problem is None
-        assert f"turned upright by its EXIF orientation ({turn})" in (found.note or "")
+        actual = checked(tmp_path, content, options, (60, 80))
+        assert actual.problem is None
+        assert f"turned upright by its EXIF orientation ({turn})" in (actual.note or "")
         with Image.open(io.BytesIO(content)) as picture:
             expected = np.asarray(ImageOps.exif_transpose(picture))
-        packed = found.content if options.pack else content
+        packed = actual.content if options.pack else content
         assert np.array_equal(decode(packed, (60, 80)), expected)
 
     @pytest.mark.parametrize(("turn", "width"), [(2, 80), (3, 80), (4, 80), (6, 60), (8, 60)])
     def test_a_size_that_fits_both(self, tmp_path: Path, turn: int, width: int) -> None:
         picture = RGB.crop((0, 0, width, 60))
         content = encoded(picture, "PNG", turn=turn)
-        found = checked(tmp_path, content, PACKED, (width, 60))
-        assert found.problem is None
-        assert AMBIGUOUS in (found.note or "")
-        assert np.array_equal(decode(found.content, (width, 60)), np.asarray(picture))
+        result = checked(tmp_path, content, PACKED, (width, 60))
+        assert result.problem is None
+        assert AMBIGUOUS in (result.note or "")
+        assert np.array_equal(decode(result.content, (width, 60)), np.asarray(picture))
 
     def test_turned_and_shrunk(self, tmp_path: Path) -> None:
         large = RGB.resize((800, 600))
-        found = checked(tmp_path, encoded(large, turn=6), PackOptions(True, shrink=300), (600, 800))
-        with Image.open(io.BytesIO(found.content or b"")) as picture:
+        result = checked(
+            tmp_path, encoded(large, turn=6), PackOptions(True, shrink=300), (600, 800)
+        )
+        with Image.open(io.BytesIO(result.content or b"")) as picture:
             assert picture.size == (300, 400)
 
     def test_header_sizes(self, tmp_path: Path) -> None:
@@ -220,8 +222,8 @@ def test_a_pixel_bomb_is_never_decoded(tmp_path: Path, side: int) -> None:
         b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", b"") + _chunk(b"IEND", b"")
     )
     for options in (PACKED, VERIFIED, PackOptions(True, shrink=300)):
-        found = checked(tmp_path, bomb, options, (side, side))
-        assert "refused by its header" in (found.problem or "")
+        result = checked(tmp_path, bomb, options, (side, side))
+        assert "refused by its header" in (result.problem or "")
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:

@@ -221,7 +221,7 @@ def test_unreadable_pictures_are_named(tmp_path: Path) -> None:
 
 
 class TestDepth:
-    """16 bits per channel become 8 by the high byte, whatever the file's values are."""
+    """16 bits per channel become 8 by the high byte, for all values of the file."""
 
     VALUES = (np.arange(40 * 60, dtype=np.uint32) * 27).astype(np.uint16).reshape(40, 60)
 

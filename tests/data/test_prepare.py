@@ -1,9 +1,10 @@
-"""What prepare writes is what the dataset holds; what it cannot trust it says."""
+"""prepare writes what the dataset contains, and reports what it drops."""
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 import random
 import shutil
 import signal
@@ -29,7 +30,7 @@ from ssdctl.files import lock
 
 @pytest.fixture
 def dataset(shapes: Path, tmp_path: Path) -> Path:
-    """A copy that a test may spoil."""
+    """A copy that a test may damage."""
     folder = tmp_path / "dataset"
     shutil.copytree(shapes, folder, ignore=shutil.ignore_patterns("prepared"))
     return folder
@@ -40,7 +41,7 @@ def opened(root: Path, folder: Path, split: str = "train") -> Split:
 
 
 @pytest.mark.parametrize("pack", [True, False])
-def test_store_holds_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -> None:
+def test_store_contains_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -> None:
     store = tmp_path / "store"
     outcome = prepare(dataset, store, pack=pack)
     split = opened(dataset, store)
@@ -51,9 +52,9 @@ def test_store_holds_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -> N
         content = (dataset / "train2017" / image["file_name"]).read_bytes()
         assert bytes(split.read(row)) == content
         truth = [a for a in document["annotations"] if a["image_id"] == image["id"]]
-        found = split.boxes[split.starts[row] : split.starts[row + 1]]
-        assert len(found) == len(truth)
-        for box, entry in zip(found, truth, strict=True):
+        result = split.boxes[split.starts[row] : split.starts[row + 1]]
+        assert len(result) == len(truth)
+        for box, entry in zip(result, truth, strict=True):
             x, y, w, h = entry["bbox"]
             pixels = box * np.tile(split.sizes[row], 2)
             np.testing.assert_allclose(pixels, [x, y, x + w, y + h], rtol=1e-6)
@@ -84,20 +85,20 @@ def test_an_image_has_a_place_that_a_message_can_name(dataset: Path, tmp_path: P
     assert bytes(packed.read(2))[:2] == b"\xff\xd8"
 
 
-def test_a_spoiled_store_is_refused_and_made_anew(dataset: Path, tmp_path: Path) -> None:
+def test_a_damaged_store_is_refused_and_written_again(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     prepare(dataset, store, pack=True)
     index, (shard,) = store / "index-train.arrow", store.glob("images-train-*")
     (other,) = store.glob("images-val-*")
-    whole = shard.read_bytes()
+    complete = shard.read_bytes()
     for content, words in (
-        (whole[: len(whole) // 2], "not a readable part of a store"),
+        (complete[: len(complete) // 2], "not a readable part of a store"),
         (other.read_bytes(), "9 rows, not 24"),
     ):
         shard.write_bytes(content)
         with pytest.raises(DataError, match=f"{shard.name}: {words}"):
             opened(dataset, store)
-    shard.write_bytes(whole)
+    shard.write_bytes(complete)
     index.write_bytes(b"spoiled")
     assert not is_prepared(dataset, store)
     with pytest.raises(DataError, match="no index"):
@@ -137,7 +138,7 @@ def test_changed_annotations_are_noticed(dataset: Path, tmp_path: Path) -> None:
     assert len(opened(dataset, store).labels) == len(document["annotations"])
 
 
-def test_annotations_of_the_same_size_are_told_apart(dataset: Path, tmp_path: Path) -> None:
+def test_annotations_of_the_same_size_are_distinguished(dataset: Path, tmp_path: Path) -> None:
     prepare(dataset, tmp_path / "store", pack=False)
     path = dataset / "annotations/instances_train2017.json"
     size = path.stat().st_size
@@ -153,14 +154,16 @@ def test_touched_annotations_are_the_same(dataset: Path, tmp_path: Path) -> None
     assert is_prepared(dataset, store)
 
 
-def test_training_folder_is_indexed_by_itself(dataset: Path) -> None:
-    said: list[str] = []
-    splits = open_dataset(dataset, dataset / "prepared", say=said.append)
+def test_training_folder_is_indexed_by_itself(
+    dataset: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
+    splits = open_dataset(dataset, dataset / "prepared")
     assert set(splits) == {"train", "val"}
-    assert "not prepared yet" in said[0]
-    said.clear()
-    open_dataset(dataset, dataset / "prepared", say=said.append)
-    assert said == []
+    assert "not prepared yet" in caplog.messages[0]
+    caplog.clear()
+    open_dataset(dataset, dataset / "prepared")
+    assert caplog.messages == []
 
 
 def test_missing_images_are_refused_by_name(dataset: Path, tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def test_pixel_bomb_is_refused_by_its_header(dataset: Path, tmp_path: Path) -> N
     assert "refused by its header" in finding.detail
 
 
-def test_shrink_re_encodes_large_images_alone(dataset: Path, tmp_path: Path) -> None:
+def test_shrink_re_encodes_only_large_images(dataset: Path, tmp_path: Path) -> None:
     prepare(dataset, tmp_path / "store", pack=True, shrink=310)
     split = opened(dataset, tmp_path / "store")
     for row, (width, height) in enumerate(split.sizes):
@@ -216,7 +219,7 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
     (root / "dataset.toml").write_text('[train]\nimages = "photos"\nannotations = "labels.json"\n')
     splits = find_splits(root)
     assert set(splits) == {"train"}
-    assert len(open_dataset(root, tmp_path / "store", say=lambda _: None)["train"].image_ids) == 24
+    assert len(open_dataset(root, tmp_path / "store")["train"].image_ids) == 24
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,7 @@ def test_bad_dataset_toml(tmp_path: Path, text: str, error: type[Exception], wor
         find_splits(tmp_path)
 
 
-def test_misshaped_folders_say_what_is_expected(tmp_path: Path) -> None:
+def test_errors_about_wrong_folders_name_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such dataset folder"):
         find_splits(tmp_path / "none")
     with pytest.raises(DataError, match=r"dataset\.toml.*data\.yaml"):
@@ -263,7 +266,7 @@ class TestChanges:
         copied = tmp_path / "copied"
         shutil.copytree(dataset, copied, copy_function=shutil.copyfile)  # other times
         assert prepare(copied, copied / "prepared", pack=False).unchanged
-        open_dataset(copied, copied / "prepared", say=lambda _: None)
+        open_dataset(copied, copied / "prepared")
 
     @pytest.mark.parametrize("change", ["missing", "other"])
     def test_24_training_names_what_changed(
@@ -276,19 +279,19 @@ class TestChanges:
         else:
             image.write_bytes(image.read_bytes() + b"?")
         with pytest.raises(DataError, match=r"1 images are missing or changed.*000000000002\.jpg"):
-            open_dataset(dataset, store, say=lambda _: None)
+            open_dataset(dataset, store)
 
     def test_24_a_packed_store_needs_no_images(self, dataset: Path, tmp_path: Path) -> None:
         store = tmp_path / "store"
         first = prepare(dataset, store, pack=True)
         shutil.rmtree(dataset / "train2017")
         shutil.rmtree(dataset / "val2017")
-        assert len(open_dataset(dataset, store, say=lambda _: None)["train"].read(0)) > 1000
+        assert len(open_dataset(dataset, store)["train"].read(0)) > 1000
         again = prepare(dataset, store, pack=True)
         assert again.unchanged
         assert again.splits == first.splits
 
-    def test_another_wish_writes_it_anew_and_leaves_nothing(
+    def test_other_options_write_it_again_without_remains(
         self, dataset: Path, tmp_path: Path
     ) -> None:
         store = tmp_path / "store"
@@ -310,7 +313,7 @@ class TestChanges:
         assert prepare(dataset, store, pack=False).unchanged
 
     def test_a_store_that_may_only_be_read(self, dataset: Path, tmp_path: Path) -> None:
-        """Found to be true without a lock. Seen by its time, as root may write anywhere."""
+        """Checked without a lock: its time is unchanged (root could write anywhere)."""
         store = tmp_path / "store"
         prepare(dataset, store, pack=True)
         (store / ".lock").unlink()
@@ -334,14 +337,14 @@ class TestChanges:
 
 
 PROGRAM = """
-import sys
+import logging, sys
 from pathlib import Path
 from ssdctl.data import image_check_jobs
 from ssdctl.data.prepare import prepare
 image_check_jobs.PART_BYTES, image_check_jobs.PART_ROWS, image_check_jobs.TASK_IMAGES = 60_000, 4, 2
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 print("go", flush=True)
-outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True,
-                  say=lambda text: print(text, flush=True))
+outcome = prepare(Path(sys.argv[1]), Path(sys.argv[2]), pack=sys.argv[3] == "pack", verify_images=True)
 print("unchanged" if outcome.unchanged else "written")
 """
 
@@ -356,7 +359,7 @@ def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
 
 
 class TestKills:
-    """A killed prepare leaves the old store or none, and the next one goes on."""
+    """A killed prepare leaves the old store or none, and the next one continues."""
 
     def test_a_few(self, dataset: Path, tmp_path: Path) -> None:
         self._kill(dataset, tmp_path / "store", num_kills=4)
@@ -381,25 +384,25 @@ class TestKills:
             killed += process.wait() == -signal.SIGKILL
             assert process.stdout is not None
             process.stdout.close()
-            # Whatever lies there is whole: it opens and fits the dataset, or is not taken.
+            # A store that is there is complete: it opens and fits the dataset; else it is ignored.
             for split in ("train", "val"):
                 metadata = read_metadata(store, split)
                 if metadata is not None:
-                    found = opened(dataset, store, split)
-                    assert len(found.image_ids) == (24 if split == "train" else 9)
-                    for row in range(len(found.image_ids)):
+                    actual = opened(dataset, store, split)
+                    assert len(actual.image_ids) == (24 if split == "train" else 9)
+                    for row in range(len(actual.image_ids)):
                         # Bytes: a packed image is a view, of signed ones.
-                        assert bytes(found.read(row)[:2]) == b"\xff\xd8"
+                        assert bytes(actual.read(row)[:2]) == b"\xff\xd8"
         assert killed > num_kills / 3
         for pack in (True, False):
             process = start(dataset, store, pack)
-            said, _ = process.communicate(timeout=60)
-            assert process.returncode == 0, said
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 0, output
             fresh = store.with_name(f"fresh-{pack}")
             prepare(dataset, fresh, pack=pack, verify_images=True)
-            mine, theirs = opened(dataset, store), opened(dataset, fresh)
+            actual, expected = opened(dataset, store), opened(dataset, fresh)
             for row in range(24):
-                assert bytes(mine.read(row)) == bytes(theirs.read(row))
+                assert bytes(actual.read(row)) == bytes(expected.read(row))
             assert not [p.name for p in store.iterdir() if p.name.endswith(".tmp")]
             assert not list(store.glob(".checked-*"))
 
@@ -433,10 +436,10 @@ class TestKills:
             path = dataset / f"train2017/{row + 1:012d}.jpg"
             assert bytes(split.read(row)) == path.read_bytes()
 
-    def test_an_index_goes_before_its_parts_do(
+    def test_an_index_is_removed_before_its_parts(
         self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It would say of new images what was true of the old ones."""
+        """It would describe the old images, not the new ones."""
         monkeypatch.setattr(image_check_jobs, "PART_BYTES", 60_000)
         monkeypatch.setattr(image_check_jobs, "TASK_IMAGES", 2)
         store = tmp_path / "store"
@@ -470,17 +473,17 @@ class TestKills:
         assert len(checked) == 24 + 9
 
     def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
-        """Both wait; whoever comes second finds it done."""
+        """Both wait; the second one has nothing to do."""
         with lock(tmp_path / "store" / ".lock"):
             both = [start(dataset, tmp_path / "store", pack=True) for _ in range(2)]
             for process in both:
                 assert process.stdout is not None
                 assert "waiting for another" in process.stdout.readline()
-        said = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
+        outcomes = sorted(process.communicate(timeout=60)[0].splitlines()[-1] for process in both)
         assert [process.returncode for process in both] == [0, 0]
-        assert said == ["unchanged", "written"]
+        assert outcomes == ["unchanged", "written"]
 
-    def test_25_one_waits_and_says_so_and_a_dead_holder_is_no_obstacle(
+    def test_25_one_waits_and_reports_it_and_a_dead_holder_does_not_block(
         self, dataset: Path, tmp_path: Path
     ) -> None:
         store = tmp_path / "store"
@@ -551,21 +554,25 @@ def as_corners(bbox: list[float], image: dict[str, Any]) -> list[float]:
     [
         (as_fractions, "fractions of the image"),
         (as_corners, "if bbox were left, top, right, bottom"),
-        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, yet no speck
+        (lambda bbox, _: [0.5, 0.5, 1.4, 40], ""),  # thin, but large enough
         (lambda bbox, _: [30, 30, 1.4, 1.4], ""),  # small, but not a fraction
-        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped, yet no corners
+        (lambda bbox, image: [image["width"] - 5, 5, 20, 20], ""),  # clipped only
     ],
 )
-def test_boxes_in_another_form_are_told(
-    dataset: Path, tmp_path: Path, bbox_of: Callable[..., Any], words: str
+def test_boxes_in_another_form_are_reported(
+    dataset: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    bbox_of: Callable[..., Any],
+    words: str,
 ) -> None:
     rewrite_boxes(dataset, bbox_of)
     outcome = prepare(dataset, tmp_path / "store", pack=False)
     assert [words in w for r in outcome.splits for w in r.warnings] == [True] * bool(words)
-    said: list[str] = []
     shutil.rmtree(tmp_path / "store")
-    open_dataset(dataset, tmp_path / "store", say=said.append)
-    assert any("bbox" in line for line in said) == bool(words)
+    caplog.set_level(logging.INFO, "ssdctl")
+    open_dataset(dataset, tmp_path / "store")
+    assert any("bbox" in line for line in caplog.messages) == bool(words)
 
 
 def test_a_folder_named_twice_is_resolved(dataset: Path, tmp_path: Path) -> None:
@@ -584,7 +591,7 @@ def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -
     (dataset / "train2017").rename(tmp_path / "elsewhere")
     (dataset / "train2017").symlink_to(tmp_path / "elsewhere")
     prepare(dataset, tmp_path / "store", pack=pack)
-    split = open_dataset(dataset, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(dataset, tmp_path / "store")["train"]
     assert bytes(split.read(0)) == (tmp_path / "elsewhere/000000000001.jpg").read_bytes()
 
 

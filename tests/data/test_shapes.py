@@ -55,11 +55,11 @@ def test_boxes_enclose_what_was_drawn() -> None:
 
 def test_there_is_variety(tmp_path: Path) -> None:
     drawn = [draw_picture(0, "train", i) for i in range(150)]
-    boxes = [b for _, found in drawn for b in found]
+    boxes = [b for _, objects in drawn for b in objects]
     sizes = [max(b.width, b.height) for b in boxes if not b.is_crowd]
     ratios = [b.width / b.height for b in boxes]
     assert {b.category_id for b in boxes} == {c.category_id for c in CLASSES}
-    assert any(not found for _, found in drawn)
+    assert any(not objects for _, objects in drawn)
     assert any(b.is_crowd for b in boxes)
     assert min(sizes) < 40 < 150 < max(sizes)
     assert min(ratios) < 0.6 < 1.7 < max(ratios)

@@ -69,7 +69,7 @@ def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> No
         store = Path(outcome["store"])
         assert cache in store.parents
         assert str(store) in err
-        assert not outcome["packed"]  # a home folder is not a place for all the images
+        assert not outcome["packed"]  # all images would be too much for a home folder
         assert (store / "index-train.arrow").is_file()
         stores.add(store)
     assert len(stores) == 2
@@ -80,10 +80,10 @@ def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> No
 
 
 def test_an_option_still_decides(read_only: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    arguments = ("prepare", "--data", read_only, "--store", mine, "--json")
+    store = tmp_path / "mine"
+    arguments = ("prepare", "--data", read_only, "--store", store, "--json")
     outcome, _ = finish(start(tmp_path / "cache", *arguments))
-    assert outcome["store"] == str(mine)
+    assert outcome["store"] == str(store)
     assert outcome["packed"]
 
 

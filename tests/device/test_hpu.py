@@ -1,4 +1,4 @@
-"""Gaudi, against a recording stand-in for the bridge (tests/standin): no card was at hand."""
+"""Gaudi, with a recording fake of the bridge (tests/standin): no card was available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny_network import batch, losses, made
+from tiny_network import batch, build_training, losses
 
 from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
@@ -29,11 +29,11 @@ STANDIN = Path(__file__).parent.parent / "standin"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """What the bridge was asked, in order."""
+    """The calls of the bridge, in order."""
     monkeypatch.syspath_prepend(str(STANDIN))
     monkeypatch.setattr(hpu, "TORCH_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what "hpu" supports.
+    # The stand-in computes on the CPU, where PyTorch's AdamW refuses what it accepts on "hpu".
     for name in ("adam", "adamw"):
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
@@ -52,7 +52,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
 def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: list[str]) -> None:
     device = open_device("hpu")
     assert device.execution == "lazy"
-    _, _, step = made(device)
+    _, _, step = build_training(device)
     assert calls == []
     step([batch()], 1e-3)
     assert calls == ["mark_step", "mark_step"]
@@ -63,10 +63,11 @@ def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: lis
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
-    ours, theirs = (
-        losses(made(d, optimizer=optimizer)[2]) for d in (open_device("hpu"), open_device("cpu"))
+    actual, expected = (
+        losses(build_training(d, optimizer=optimizer)[2])
+        for d in (open_device("hpu"), open_device("cpu"))
     )
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert actual == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -89,9 +90,9 @@ def test_a_compiled_step_is_two_graphs(
             module, backend=record, fullgraph=True, **options
         ),
     )
-    expected = losses(made(open_device("cpu"), optimizer=optimizer, clip_grad=1.0)[2])
+    expected = losses(build_training(open_device("cpu"), optimizer=optimizer, clip_grad=1.0)[2])
     device = open_device("hpu", execution="compile")
-    _, _, step = made(device, optimizer=optimizer, clip_grad=1.0)
+    _, _, step = build_training(device, optimizer=optimizer, clip_grad=1.0)
     assert losses(step) == pytest.approx(expected, rel=1e-5)
     assert len(graphs) == 2
     torch.compiler.reset()
@@ -99,19 +100,19 @@ def test_a_compiled_step_is_two_graphs(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("first", "second"), [("hpu", "cpu"), ("cpu", "hpu")])
-def test_an_optimizers_state_goes_on_on_another_device(
+def test_an_optimizers_state_continues_on_another_device(
     calls: list[str], optimizer: str, first: str, second: str
 ) -> None:
     """Its kernels, and how they count their steps, are the device's own."""
-    whole = losses(made(open_device("cpu"), optimizer=optimizer)[2], steps=4)
-    model, before, step = made(open_device(first), optimizer=optimizer)
-    found = losses(step, steps=2)
-    other, after, step = made(open_device(second), optimizer=optimizer)
+    complete = losses(build_training(open_device("cpu"), optimizer=optimizer)[2], steps=4)
+    model, before, step = build_training(open_device(first), optimizer=optimizer)
+    result = losses(step, steps=2)
+    other, after, step = build_training(open_device(second), optimizer=optimizer)
     other.load_state_dict(model.state_dict())
     settings = {k: v for k, v in after.param_groups[0].items() if k != "params"}
-    load_optimizer(after, copy.deepcopy(before.state_dict()))
-    found += losses(step, first=2, steps=2)
-    assert found == pytest.approx(whole, rel=1e-5)
+    load_optimizer(after, copy.deepcopy(before.state_dict()), Path("x.pt"))
+    result += losses(step, first=2, steps=2)
+    assert result == pytest.approx(complete, rel=1e-5)
     assert is_adamw(after) == (optimizer == "adamw")
     now = after.param_groups[0]
     assert {k: now[k] for k in settings if k != "lr"} == {
@@ -122,7 +123,7 @@ def test_an_optimizers_state_goes_on_on_another_device(
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_bad_step_changes_nothing(calls: list[str], kind: str) -> None:
     """Neither weights nor momentum nor AdamW's count, though its optimizers always step."""
-    model, optimizer, step = made(open_device("hpu"), optimizer=kind)
+    model, optimizer, step = build_training(open_device("hpu"), optimizer=kind)
     step([batch()], 1e-3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = [{k: v.clone() for k, v in s.items()} for s in optimizer.state.values()]
@@ -148,7 +149,7 @@ def test_mode_and_recipe_cache_are_set_before_the_bridge_is_imported(
 
 
 @pytest.mark.parametrize("trap", ["link", "open to others", "file"])
-def test_a_cache_folder_that_others_control_is_not_used(
+def test_a_cache_folder_that_other_users_control_is_not_used(
     calls: list[str], tmp_path: Path, trap: str
 ) -> None:
     root = tmp_path / f"ssdctl-{os.getuid()}"
@@ -204,7 +205,7 @@ def test_the_release_decides_how_steps_run(
 
 
 def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, step = made(open_device("hpu", execution="eager"))
+    _, _, step = build_training(open_device("hpu", execution="eager"))
     step([batch()], 1e-3)
     assert calls == []  # no graphs to mark
     monkeypatch.setenv(hpu.MODE, "0")
@@ -214,7 +215,7 @@ def test_eager_and_the_users_own_mode(calls: list[str], monkeypatch: pytest.Monk
 def test_ranks_get_their_card_and_the_backend(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, whose names are others
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as under srun, which sets other variables
         monkeypatch.setenv(name, "")  # set by the joining: undone after the test
         monkeypatch.delenv(name)
     monkeypatch.setenv("MASTER_PORT", "0")
@@ -225,7 +226,7 @@ def test_ranks_get_their_card_and_the_backend(
         "init_process_group",
         lambda backend, **_: joined.append((backend, [*calls])),
     )
-    # The other rank has come, to a store in memory; the group is none.
+    # The other rank has joined, in a store in memory; the group is None.
     store = torch.distributed.HashStore()
     store.add(rendezvous.ARRIVED, 1)
     met = iter([(store, 0, 2)])
@@ -246,11 +247,11 @@ def test_a_card_that_another_process_holds_is_named(
 
     monkeypatch.setattr(torch.nn.Module, "to", taken)
     with pytest.raises(UsageError, match="another process holds it") as caught:
-        made(device)
+        build_training(device)
     assert "hl-smi" in (caught.value.hint or "")
 
 
-def test_a_machine_without_a_card_is_told_from_a_busy_one(
+def test_a_machine_without_a_card_is_distinguished_from_a_busy_one(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = open_device("hpu")
@@ -260,7 +261,7 @@ def test_a_machine_without_a_card_is_told_from_a_busy_one(
 
     monkeypatch.setattr(torch.nn.Module, "to", absent)
     with pytest.raises(UsageError, match="no Gaudi card"):
-        made(device)
+        build_training(device)
 
 
 def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
@@ -270,7 +271,7 @@ def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
     assert "vendor's PyTorch image" in result.err
 
 
-def test_a_presets_precision_falls_back_but_the_users_own_does_not(calls: list[str]) -> None:
+def test_a_presets_precision_falls_back_but_the_users_does_not(calls: list[str]) -> None:
     """fp16, which the card lacks."""
     device = open_device("hpu")
     resolved, notice = with_usable_precision(
@@ -285,7 +286,7 @@ def test_a_presets_precision_falls_back_but_the_users_own_does_not(calls: list[s
         choose_precision("fp16", device)
 
 
-def test_a_whole_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Through the command line: train, evaluate and save."""
     options = TINY_RUN.replace("--device cpu", "--device hpu").replace("--fp32", "--bf16").split()
     result = cli("train", "--data", shapes, "--out", tmp_path / "run", "--steps", 1, *options)

@@ -17,7 +17,7 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import config
 
-from ssdctl.checkpoint.reader import Architecture
+from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
@@ -72,7 +72,7 @@ def test_activations_are_what_backward_really_keeps() -> None:
 class Card(Cpu):
     """A CPU that calls itself a card with so much memory, and fails like one.
 
-    It holds 500 MB, 10 MB for each image of a step, 1 GB for each other network that still lives,
+    It uses 500 MB, 10 MB for each image of a step, 1 GB for each other network that still exists,
     and in a network's first step 20 GB more, as a search for fast kernels does.
     """
 
@@ -109,14 +109,14 @@ class Card(Cpu):
 def auto(device: Cpu) -> int:
     overrides = resolve(environment={"HOME": "/"}).config
     train = msgspec.structs.replace(overrides.train, batch_size="auto")
-    wanted = msgspec.structs.replace(overrides, train=train)
-    found = with_batch_size(wanted, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
-    assert isinstance(found, int)
-    return found
+    config = msgspec.structs.replace(overrides, train=train)
+    batch_size = with_batch_size(config, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
+    assert isinstance(batch_size, int)
+    return batch_size
 
 
 class Step:
-    """A step that only takes memory; it and its network hold each other, as compiled ones do."""
+    """A step that only allocates memory; it and its network refer to each other, as compiled ones do."""
 
     sizes: ClassVar[list[int]] = []
 
@@ -132,7 +132,7 @@ class Step:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
-    """Steps on a card, where nothing but what is asked for collects garbage."""
+    """Steps on a card, with automatic garbage collection turned off."""
     monkeypatch.setattr(memory, "TrainStep", Step)
     Step.sizes.clear()
     gc.disable()
@@ -159,7 +159,7 @@ def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -
     assert steps.sizes == [2, 2, 6]
 
 
-def test_bs_auto_is_refused_where_it_means_nothing(cli: Cli, shapes: Path) -> None:
+def test_bs_auto_is_refused_on_the_cpu_and_in_dry_runs(cli: Cli, shapes: Path) -> None:
     options = ["train", "--data", shapes, "--bs", "auto", *TINY_RUN.replace("--bs 2", "").split()]
     result = cli(*options)
     assert result.code == 2
@@ -178,7 +178,7 @@ def test_bs_auto_is_refused_where_it_means_nothing(cli: Cli, shapes: Path) -> No
         ("shapes do not match", False),
     ],
 )
-def test_an_allocators_error_says_what_would_fit(words: str, is_memory: bool) -> None:
+def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool) -> None:
     card = Card(4_000_000_000)
     with (
         pytest.raises(UsageError if is_memory else RuntimeError) as caught,
@@ -191,6 +191,20 @@ def test_an_allocators_error_says_what_would_fit(words: str, is_memory: bool) ->
         assert 8 <= fits < 100
         assert f"--bs {fits} would fit" in (caught.value.hint or "")
         assert f"--accumulate {-(-512 // fits)}" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("memory", [40_000_000_000, None])
+def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
+    """As on a card whose software needs more than network and activations."""
+    with (
+        pytest.raises(UsageError) as caught,
+        out_of_memory_hints(R18, config(batch_size=100, accumulate=2), Card(memory), "fp32"),
+    ):
+        raise RuntimeError("could not create a memory object")
+    hint = caught.value.hint or ""
+    assert "--bs 48" in hint
+    assert "--accumulate 5" in hint
+    assert "--bs auto" in hint
 
 
 @pytest.mark.slow

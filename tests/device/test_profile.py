@@ -1,4 +1,4 @@
-"""`--profile FIRST,LAST`: which steps, and what lies in the run folder then."""
+"""`--profile FIRST,LAST`: the profiled steps, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conftest import TINY_RUN, Result
-from tiny_network import batch, made
+from tiny_network import batch, build_training
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
@@ -19,7 +19,9 @@ Cli = Callable[..., Result]
 CPU = open_device("cpu")
 
 
-def test_profile_holds_the_steps_from_first_to_last(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_profile_contains_the_steps_from_first_to_last(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
     run = tmp_path / "run"
     result = cli(
         "train", "--data", shapes, "--out", run, "--steps", 4, "--profile", "2,3", *TINY_RUN.split()
@@ -37,19 +39,19 @@ def test_profile_holds_the_steps_from_first_to_last(shapes: Path, tmp_path: Path
 
 
 def test_profile_ends_with_the_run(tmp_path: Path) -> None:
-    _, _, step = made(CPU)
+    _, _, step = build_training(CPU)
     profiler = StepProfiler("2,9", tmp_path, CPU, SINGLE_PROCESS)
-    said = []
+    messages = []
     for number in (1, 2, 3):
         profiler.before(number)
         step([batch()], 1e-3)
-        said.append(profiler.after(number, is_last=number == 3))
-    assert said[:2] == [None, None]
-    assert "steps 2 to 3" in (said[2] or "")
+        messages.append(profiler.after(number, is_last=number == 3))
+    assert messages[:2] == [None, None]
+    assert "steps 2 to 3" in (messages[2] or "")
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_wait_that_a_gpu_saw_too_is_told_once() -> None:
+def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
     rows = []
     for where, end_us in ((DeviceType.CPU, 5000), (DeviceType.CUDA, 3000)):
         event = FunctionEvent(
@@ -61,8 +63,8 @@ def test_a_wait_that_a_gpu_saw_too_is_told_once() -> None:
     assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
 
 
-def test_profile_is_refused_where_it_makes_no_sense(cli: Cli) -> None:
-    for wanted, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
-        result = cli("train", "--profile", wanted)
+def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:
+    for value, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
+        result = cli("train", "--profile", value)
         assert result.code == 2
         assert words in result.err

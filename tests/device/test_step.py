@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_network import Tiny, batch, everything, losses, made
+from tiny_network import Tiny, batch, build_training, everything, losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdctl.device import open_device
@@ -54,8 +54,8 @@ class Waits(TorchDispatchMode):
 
 
 class Elsewhere(Cpu):
-    """A device that no value can be read from, as PyTorch's meta device computes shapes alone:
-    whatever asks for a value raises."""
+    """A device without readable values, since PyTorch's meta device computes only shapes:
+    reading a value raises an error."""
 
     is_host = False
     supports_found_inf = False
@@ -85,7 +85,7 @@ def test_a_step_never_waits_for_the_device(
 ) -> None:
     monkeypatch.setattr(torch, "autocast", no_autocast)
     for device in (CPU, Elsewhere()):
-        _, _, step = made(device, clip_grad=10.0)
+        _, _, step = build_training(device, clip_grad=10.0)
         batches = [batch(seed=number) for number in range(2)]
         guard = NonFiniteGuard("skip")
         with Waits() as waits:
@@ -95,7 +95,7 @@ def test_a_step_never_waits_for_the_device(
         assert waits.found == [], device.torch_device
 
 
-def test_a_wait_that_creeps_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Tiny.forward
 
     def waiting(self: Tiny, images: torch.Tensor) -> Any:
@@ -104,13 +104,13 @@ def test_a_wait_that_creeps_in_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "autocast", no_autocast)
     monkeypatch.setattr(Tiny, "forward", waiting)
-    _, _, step = made(CPU)
+    _, _, step = build_training(CPU)
     pictures = batch()
     with Waits() as waits:
         step([pictures], 1e-3)
     assert waits.found == ["aten::_local_scalar_dense"]
     with pytest.raises(RuntimeError, match="meta"):
-        made(Elsewhere())[2]([batch()], 1e-3)
+        build_training(Elsewhere())[2]([batch()], 1e-3)
 
 
 def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
@@ -128,7 +128,9 @@ def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     for name in ("sgd", "adamw"):
         ends = []
         for device in (CPU, Plain()):
-            model, optimizer, step = made(device, optimizer=name, weight_decay=0.1, clip_grad=1.0)
+            model, optimizer, step = build_training(
+                device, optimizer=name, weight_decay=0.1, clip_grad=1.0
+            )
             for number, jitter in enumerate((float("inf"), 1.0, 1.0, float("inf"), 1.0)):
                 result = step([batch(seed=number, jitter=jitter)], 1e-2)
                 assert bool(result.is_bad) == (jitter != 1.0)
@@ -156,8 +158,8 @@ def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
     compiled = open_device("cpu", execution="compile")
     if compiled.execution != "compile":
         pytest.skip(compiled.notices[0])
-    eager = losses(made(CPU)[2])
-    model, _, step = made(compiled)
+    eager = losses(build_training(CPU)[2])
+    model, _, step = build_training(compiled)
     assert losses(step) == pytest.approx(eager, rel=1e-5)
     assert step([batch(jitter=float("inf"))], 1e-3).is_bad.item() == 1
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -165,7 +167,7 @@ def test_compiled_steps_have_the_losses_of_eager_ones(cache: None) -> None:
     assert not any(name.startswith("_orig_mod") for name in model.state_dict())
 
 
-def test_without_a_compiler_steps_run_eagerly_and_it_says_so(
+def test_without_a_compiler_steps_run_eagerly_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -173,7 +175,7 @@ def test_without_a_compiler_steps_run_eagerly_and_it_says_so(
     device = open_device("cpu", execution="compile")
     assert device.execution == "eager"
     assert "C++ compiler" in device.notices[0]
-    losses(made(device)[2], steps=1)
+    losses(build_training(device)[2], steps=1)
 
 
 def test_an_execution_that_a_device_lacks_is_refused() -> None:
@@ -183,7 +185,7 @@ def test_an_execution_that_a_device_lacks_is_refused() -> None:
 
 def test_fp16_finds_its_scale_without_an_alarm() -> None:
     """A scale far too high makes gradients infinite; it halves until they are not."""
-    model, optimizer, step = made(CPU, "fp16")
+    model, optimizer, step = build_training(CPU, "fp16")
     state = optimizer.state_dict()
     state["loss_scale"][0] = torch.tensor(2.0**40)
     optimizer.load_state_dict(state)
@@ -200,7 +202,7 @@ def test_fp16_finds_its_scale_without_an_alarm() -> None:
 
 
 def test_fp16_raises_the_alarm_where_the_loss_is_not_finite() -> None:
-    _, optimizer, step = made(CPU, "fp16")
+    _, optimizer, step = build_training(CPU, "fp16")
     assert float(step([batch(jitter=float("inf"))], 1e-3).is_bad) == 1
     assert optimizer.state_dict()["loss_scale"][0].item() == INITIAL_SCALE / 2
 
@@ -208,7 +210,7 @@ def test_fp16_raises_the_alarm_where_the_loss_is_not_finite() -> None:
 def test_fp16_gradients_are_those_of_fp32() -> None:
     norms = []
     for precision in ("fp32", "fp16"):
-        _, optimizer, step = made(CPU, precision, clip_grad=0)
+        _, optimizer, step = build_training(CPU, precision, clip_grad=0)
         state = optimizer.state_dict()
         state["loss_scale"] = [torch.tensor(256.0), torch.tensor(0)]
         optimizer.load_state_dict(state)
@@ -216,7 +218,7 @@ def test_fp16_gradients_are_those_of_fp32() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
 
 
-def test_scale_never_falls_below_its_floor_nor_hides_bad_steps_there() -> None:
+def test_scale_stays_above_its_minimum_and_bad_steps_count_there() -> None:
     scale = LossScale(CPU)
     for _ in range(30):
         scale.adapt(torch.tensor(1.0))
@@ -264,7 +266,7 @@ def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> Non
     assert [len(b.boxes[0]) for b in less] == [len(b.labels[0]) for b in less] == [2, 1]
     ends = []
     for batches in (given, less):
-        model, optimizer, step = made(CPU)
+        model, optimizer, step = build_training(CPU)
         for one in batches:
             step([one], 1e-2)
         ends.append(everything(model, optimizer))
@@ -277,7 +279,7 @@ def test_compiled_steps_of_the_host_get_one_shape() -> None:
     assert [b.boxes.shape[1] for b in copy_ahead([batch()], device)] == [3]
 
 
-def test_a_full_gpu_is_known_by_all_its_words() -> None:
+def test_a_full_gpu_is_recognised_by_all_its_messages() -> None:
     from ssdctl.device.cuda import Cuda
 
     device = object.__new__(Cuda)
@@ -315,17 +317,17 @@ def test_batch_norm_over_ranks_suits_the_device(
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches
-def test_tf32_is_off_unless_asked() -> None:
+def test_tf32_is_off_by_default() -> None:
     """On GPUs PyTorch's own default rounds convolutions to TF32."""
     from ssdctl.device.cuda import Cuda
 
     device = object.__new__(Cuda)  # the switches exist without a GPU
     was = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        for wanted in (True, False):
-            device.set_tf32(wanted)
-            assert torch.backends.cudnn.allow_tf32 == wanted
-            assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
+        for enabled in (True, False):
+            device.set_tf32(enabled)
+            assert torch.backends.cudnn.allow_tf32 == enabled
+            assert torch.get_float32_matmul_precision() == ("high" if enabled else "highest")
     finally:
         torch.set_float32_matmul_precision(was[0])
         torch.backends.cudnn.allow_tf32 = was[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY_RUN, Result
-from tiny_network import Tiny, batch, everything, losses, made
+from tiny_network import Tiny, batch, build_training, everything, losses
 
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -35,14 +35,16 @@ def xla() -> Device:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_losses_are_those_of_the_cpu(xla: Device, optimizer: str) -> None:
-    ours, theirs = (losses(made(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu")))
-    assert ours == pytest.approx(theirs, rel=1e-4)
+    actual, expected = (
+        losses(build_training(d, optimizer=optimizer)[2]) for d in (xla, open_device("cpu"))
+    )
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, optimizer: str) -> None:
+def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer: str) -> None:
     """With a warm-up from 0, a bad step, and clipping; then a log point, which pulls once."""
-    _, _, step = made(xla, optimizer=optimizer, clip_grad=1.0)
+    _, _, step = build_training(xla, optimizer=optimizer, clip_grad=1.0)
     for number in range(2):  # the second has the first's results as inputs: another graph
         step([batch(seed=number)], 0.0)
     before = xla.counters()
@@ -60,10 +62,10 @@ def test_nothing_recompiles_and_nothing_is_pulled_between_logs(xla: Device, opti
     assert xla.counters()["pulls"] == after["pulls"]
 
 
-def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
+def test_a_new_wait_or_a_new_shape_is_detected(
     xla: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, _, step = made(xla)
+    _, _, step = build_training(xla)
     for number in range(2):
         step([batch(seed=number)], 1e-3)
     before = xla.counters()
@@ -83,7 +85,7 @@ def test_a_wait_or_a_new_shape_that_creeps_in_is_seen(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
-    model, state, step = made(xla, optimizer=optimizer)
+    model, state, step = build_training(xla, optimizer=optimizer)
     step([batch()], 1e-3)
     xla.synchronize()
 
@@ -97,24 +99,24 @@ def test_a_bad_step_moves_nothing(xla: Device, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("onto_xla", [True, False])
-def test_an_optimizers_state_goes_on_on_another_device(
+def test_an_optimizers_state_continues_on_another_device(
     xla: Device, optimizer: str, onto_xla: bool
 ) -> None:
     """The CPU's kernels are fused, XLA's are not, and its AdamW counts on the device."""
     cpu = open_device("cpu")
     first, second = (cpu, xla) if onto_xla else (xla, cpu)
-    whole = losses(made(cpu, optimizer=optimizer)[2], steps=4)
-    model, before, step = made(first, optimizer=optimizer)
-    found = losses(step, steps=2)
-    other, after, step = made(second, optimizer=optimizer)
+    complete = losses(build_training(cpu, optimizer=optimizer)[2], steps=4)
+    model, before, step = build_training(first, optimizer=optimizer)
+    result = losses(step, steps=2)
+    other, after, step = build_training(second, optimizer=optimizer)
     other.load_state_dict(model.state_dict())
-    load_optimizer(after, torch.utils._pytree.tree_map(to_host, before.state_dict()))
-    found += losses(step, first=2, steps=2)
-    assert found == pytest.approx(whole, rel=1e-4)
+    load_optimizer(after, torch.utils._pytree.tree_map(to_host, before.state_dict()), Path("x.pt"))
+    result += losses(step, first=2, steps=2)
+    assert result == pytest.approx(complete, rel=1e-4)
 
 
 def to_host(value: object) -> object:
-    """As a checkpoint holds it."""
+    """As in a checkpoint."""
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -129,7 +131,7 @@ def test_fp32_is_fp32(xla: Device) -> None:
 
 
 def test_a_rank_takes_one_chip_of_its_node() -> None:
-    """As far as the CPU client tells: there are no chips to share."""
+    """As far as the CPU client can show it: there are no chips to share."""
     program = (
         "import os; from ssdctl.device import open_device; open_device('xla', 1);"
         "print(os.environ['PJRT_LOCAL_PROCESS_RANK'], os.environ['PJRT_LOCAL_PROCESS_COUNT'])"
@@ -153,7 +155,7 @@ from ssdctl.device import open_device
 from ssdctl.train.step import copy_ahead
 
 xla = open_device("xla")
-_, _, step = tiny.made(xla)
+_, _, step = tiny.build_training(xla)
 batches = list(copy_ahead((tiny.batch(size=4, seed=n) for n in range(5)), xla))
 sharding = torch_xla._XLAC._get_xla_sharding_spec(batches[0].images)
 results, counters = [], []
@@ -225,13 +227,13 @@ def run_script(script: str) -> list[object]:
 
 
 def test_two_cores_of_one_process_share_each_batch() -> None:
-    label, sharding, has_no_new_graphs, found = run_script(TWO_CORES)
+    label, sharding, has_no_new_graphs, actual = run_script(TWO_CORES)
     assert label == "XLA CPU, 2 cores"
     assert str(sharding).startswith("{devices=[2,1,1,1]")
     assert has_no_new_graphs
-    _, _, step = made(open_device("cpu"))
+    _, _, step = build_training(open_device("cpu"))
     results = [step([batch(size=4, seed=n)], 1e-3 * n) for n in range(5)]
-    assert found == pytest.approx([float(r.losses.total) for r in results], rel=1e-4)
+    assert actual == pytest.approx([float(r.losses.total) for r in results], rel=1e-4)
 
 
 def test_two_replicas_equal_one_with_the_joined_batch() -> None:
@@ -239,7 +241,7 @@ def test_two_replicas_equal_one_with_the_joined_batch() -> None:
     first, second = run_script(TWO_REPLICAS)
     assert first[1] == second[1] == [0, 0, 1, 0]  # type: ignore[index]
     assert first[2] == second[2]  # type: ignore[index]
-    model, _, step = made(open_device("cpu"))
+    model, _, step = build_training(open_device("cpu"))
     model.norm.eval()
     results = []
     for n in range(4):
@@ -255,19 +257,19 @@ def test_two_replicas_equal_one_with_the_joined_batch() -> None:
 
 
 def test_bf16_runs(xla: Device) -> None:
-    ours = losses(made(xla, "bf16")[2], steps=2)
-    assert ours == pytest.approx(losses(made(open_device("cpu"))[2], steps=2), rel=1e-2)
+    actual = losses(build_training(xla, "bf16")[2], steps=2)
+    assert actual == pytest.approx(losses(build_training(open_device("cpu"))[2], steps=2), rel=1e-2)
 
 
 @pytest.mark.slow
-def test_a_whole_run_and_its_resume(
+def test_a_run_and_its_resume(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Train, save, stop, go on, evaluate: the losses and the score are those of the CPU."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     options = TINY_RUN.replace("--device cpu", "").split()
     options += ["--augment", "none", "--set", "evaluate.batch_size=4"]
-    found, scores = {}, {}
+    by_device, scores = {}, {}
     for device in ("cpu", "xla"):
         run = tmp_path / device
         for steps in (2, 3):
@@ -275,8 +277,8 @@ def test_a_whole_run_and_its_resume(
             result = cli(*command, "--device", device)
             assert result.code == 0, result.err
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        found[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+        by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
         scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]
-    assert found["xla"] == pytest.approx(found["cpu"], rel=1e-3)
+    assert by_device["xla"] == pytest.approx(by_device["cpu"], rel=1e-3)
     assert scores["xla"] == pytest.approx(scores["cpu"], abs=1e-3)
     assert scores["cpu"]

@@ -1,4 +1,4 @@
-"""Where other machines find this one, and what of its cores is a rank's."""
+"""The addresses of this machine for others, and the cores of a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_on_one_machine_the_loopback_is_right(leader: str) -> None:
     assert interface_for_peers(leader, 2) is None
 
 
-def test_between_machines_only_a_name_that_leads_home_needs_help(
+def test_between_machines_only_a_name_that_resolves_to_loopback_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two network namespaces try it for real: tests/launch/test_engines.py."""

@@ -1,4 +1,4 @@
-"""Ranks act alike if only one of them has a reason to."""
+"""All ranks act alike if only one of them has a reason to act."""
 
 from __future__ import annotations
 

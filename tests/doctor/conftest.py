@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from doctor.machines import Ask, Cli, Machine
+from doctor.machines import Cli, Machine, RunDoctor
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 @pytest.fixture
-def ask(cli: Cli) -> Ask:
+def run_doctor(cli: Cli) -> RunDoctor:
     """Run the doctor: its exit code, and the checks by name."""
 
     def run(*arguments: object) -> tuple[int, dict[str, dict[str, str]]]:

@@ -1,4 +1,4 @@
-"""Machines made of small stand-ins: folders for sysfs, scripts for other people's programs, a recorded
+"""Fake machines: folders for sysfs, scripts for third-party programs, a recorded
 answer of torch's probe where torch itself is not the point."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from conftest import Result
 from ssdctl.doctor import hardware
 
 Cli = Callable[..., Result]
-Ask = Callable[..., tuple[int, dict[str, dict[str, str]]]]
+RunDoctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
 STANDIN = Path(__file__).parent.parent / "standin"
 CPU = {"label": "Test CPU", "has_native_bf16": True, "compile": []}
 RECORDED = {
@@ -24,13 +24,13 @@ RECORDED = {
 
 
 class Machine:
-    """A machine of folders: /sys, /proc, a PATH, and what torch's probe says."""
+    """A machine of folders: /sys, /proc, a PATH, and the output of torch's probe."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sys, self.proc = folder / "sys", folder / "proc"
         self.bin, self.modules = folder / "bin", folder / "modules"
-        for made in (self.sys, self.proc, self.bin, self.modules):
-            made.mkdir(parents=True)
+        for folder in (self.sys, self.proc, self.bin, self.modules):
+            folder.mkdir(parents=True)
         self.put(self.proc / "meminfo", "MemTotal: 64000000 kB\nMemAvailable: 60000000 kB\n")
         monkeypatch.setattr(hardware, "SYS", self.sys)
         monkeypatch.setattr(hardware, "PROC", self.proc)
@@ -54,7 +54,7 @@ class Machine:
         self.put(device / "class", kind)
 
     def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
-        """Have torch's probe answer with these facts, at once, and end so."""
+        """Replace torch's probe by a program that prints these facts and exits with this code."""
         self.probe_prints("torch", json.dumps(facts), end)
 
     def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from doctor.machines import Ask, Cli, Machine, state
+from doctor.machines import Cli, Machine, RunDoctor, state
 
 from ssdctl.cli.main import main
 from ssdctl.doctor import network
@@ -32,15 +32,15 @@ def test_this_machine_for_real_with_the_self_test(shapes: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads(done.stdout)
     assert all(c.keys() == {"name", "state", "detail", "remedy", "group"} for c in checks)
-    found = {c["name"]: c for c in checks}
-    assert {"python", "torch", "cores", "dataset", "mpirun"} <= found.keys()
-    assert re.search(r"write [\d,]+ MB/s, read [\d,]+ MB/s", found["disk rate"]["detail"])
-    assert state(found["all-reduce"])[0] == "ok"
-    assert re.search(r"two ranks over gloo: 4 MB in [\d.]+ ms", found["all-reduce"]["detail"])
-    assert re.match(r"--device auto is \w+: .*fp32|bf16", found["train step"]["detail"])
+    by_name = {c["name"]: c for c in checks}
+    assert {"python", "torch", "cores", "dataset", "mpirun"} <= by_name.keys()
+    assert re.search(r"write [\d,]+ MB/s, read [\d,]+ MB/s", by_name["disk rate"]["detail"])
+    assert state(by_name["all-reduce"])[0] == "ok"
+    assert re.search(r"two ranks over gloo: 4 MB in [\d.]+ ms", by_name["all-reduce"]["detail"])
+    assert re.match(r"--device auto is \w+: .*fp32|bf16", by_name["train step"]["detail"])
     flags = Path("/proc/cpuinfo").read_text()
     is_native = re.search(r"avx512_bf16|amx_bf16|\bbf16\b", flags) is not None
-    assert ("bf16 native" in found["cpu"]["detail"]) == is_native
+    assert ("bf16 native" in by_name["cpu"]["detail"]) == is_native
     assert "self-test: two ranks" in done.stderr
     assert sorted(shapes.rglob("*")) == before
 
@@ -52,12 +52,12 @@ STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution
 EXIT_1 = "sys.stderr.write('no luck'); sys.stderr.flush(); os._exit(1)"
 
 
-def test_verdicts_of_the_self_test(ask: Ask, machine: Machine, tmp_path: Path) -> None:
+def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_path: Path) -> None:
     """Each probe prints what it prints on a good machine, then what it prints on a bad one."""
     arguments = ("--self-test", "--data", tmp_path, "--set", "train.device=cpu")
     for name, text in (("disk", DISK), ("ranks", RANKS), ("step", STEP)):
         machine.probe_prints(name, text)
-    _, checks = ask(*arguments)
+    _, checks = run_doctor(*arguments)
     assert state(checks["disk rate"])[0] == "ok"
     assert re.search(r"write 400 MB/s, read 800 MB/s", checks["disk rate"]["detail"])
     assert state(checks["all-reduce"])[0] == "ok"
@@ -70,7 +70,7 @@ def test_verdicts_of_the_self_test(ask: Ask, machine: Machine, tmp_path: Path) -
     machine.probe_prints("disk", '{"write": 4e8}\n{"read": 4e7}')
     machine.probe_prints("ranks", "{}", EXIT_1)
     machine.probe_prints("step", STEP.splitlines()[0], EXIT_1)
-    code, checks = ask(*arguments)
+    code, checks = run_doctor(*arguments)
     assert code == 2
     assert state(checks["disk rate"])[0] == "warn"
     assert "local disk" in checks["disk rate"]["remedy"]
@@ -103,7 +103,7 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
 
 
-def test_colours_on_a_terminal_alone(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_only_on_a_terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -122,19 +122,21 @@ def test_colours_on_a_terminal_alone(machine: Machine, monkeypatch: pytest.Monke
 
 
 def test_no_secrets(
-    ask: Ask, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("LOGNAME", "alice")
-    _, checks = ask("--data", tmp_path / "home" / "coco", "--store", "/scratch/alice/store")
+    _, checks = run_doctor("--data", tmp_path / "home" / "coco", "--store", "/scratch/alice/store")
     assert checks["dataset"]["detail"].startswith("~/coco: no such")
     monkeypatch.setenv("HTTPS_PROXY", "http://bob:hush@127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "carol:quiet@127.0.0.1:1")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/scratch/alice/ca.pem")
-    monkeypatch.setattr(network, "PATIENCE", network.PATIENCE._replace(connect_s=0.5, stall_s=1))
-    code, checks = ask("--network")
+    monkeypatch.setattr(
+        network, "RETRY_POLICY", network.RETRY_POLICY._replace(connect_s=0.5, stall_s=1)
+    )
+    code, checks = run_doctor("--network")
     assert code == 2
-    said = json.dumps(checks)
-    assert not re.search("hush|quiet|bob|carol|alice", said)
-    assert "HTTPS_PROXY=http://***@127.0.0.1:1" in said
-    assert "/scratch/$USER/ca.pem" in said
+    output = json.dumps(checks)
+    assert not re.search("hush|quiet|bob|carol|alice", output)
+    assert "HTTPS_PROXY=http://***@127.0.0.1:1" in output
+    assert "/scratch/$USER/ca.pem" in output

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from doctor.machines import Ask, Cli, Machine, state
+from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
 from ssdctl.doctor import network
@@ -23,13 +23,13 @@ from ssdctl.download.sources import COCO2017, PinnedFile, Weights
 
 
 def test_the_states_of_a_dataset(
-    ask: Ask, cli: Cli, machine: Machine, shapes: Path, tmp_path: Path
+    run_doctor: RunDoctor, cli: Cli, machine: Machine, shapes: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    assert ask("--data", data)[1]["dataset"]["state"] == "warn"
-    assert "store" not in ask("--data", data)[1]
+    assert run_doctor("--data", data)[1]["dataset"]["state"] == "warn"
+    assert "store" not in run_doctor("--data", data)[1]
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
-    _, checks = ask("--data", data)
+    _, checks = run_doctor("--data", data)
     assert state(checks["dataset"]) == ("ok", f"{data}: train and val")
     assert state(checks["store"]) == (
         "warn",
@@ -37,16 +37,19 @@ def test_the_states_of_a_dataset(
     )
     assert checks["store"]["remedy"] == f"ssdctl prepare --data {data}"
     assert cli("prepare", "--data", data).code == 0
-    assert state(ask("--data", data)[1]["store"]) == ("ok", f"{data}/prepared: prepared, packed")
+    assert state(run_doctor("--data", data)[1]["store"]) == (
+        "ok",
+        f"{data}/prepared: prepared, packed",
+    )
     annotations = data / "annotations" / "instances_val2017.json"
     annotations.write_text(annotations.read_text() + " ")
-    assert "val stale" in ask("--data", data)[1]["store"]["detail"]
+    assert "val stale" in run_doctor("--data", data)[1]["store"]["detail"]
     next((data / "prepared").glob("images-train-*")).unlink()
-    assert "train incomplete" in ask("--data", data)[1]["store"]["detail"]
+    assert "train incomplete" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "prepared" / "index-train.arrow", "no arrow")
-    assert "train unreadable" in ask("--data", data)[1]["store"]["detail"]
+    assert "train unreadable" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "dataset.toml", "[train]\nimages = 3")
-    code, checks = ask("--data", data)
+    code, checks = run_doctor("--data", data)
     assert (code, checks["dataset"]["state"]) == (2, "fail")
 
 
@@ -83,28 +86,28 @@ def test_a_read_only_data_folder(machine: Machine, shapes: Path, tmp_path: Path)
 
 
 def test_backbone_weights(
-    ask: Ask, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = b"weights" * 100
     pin = hashlib.sha256(content).hexdigest()
     file = PinnedFile("tiny.pth", "http://127.0.0.1:1/tiny.pth", pin)
     monkeypatch.setattr(sources, "WEIGHTS", (Weights(file, "resnet34-imagenet-v1", ""),))
     cache = Path(os.environ["TORCH_HOME"]) / "hub" / "checkpoints"
-    check = ask()[1]["weights"]
+    check = run_doctor()[1]["weights"]
     assert state(check) == ("warn", f"resnet34-imagenet-v1: not in {cache}")
     assert check["remedy"] == "ssdctl fetch-weights resnet34-imagenet-v1"
     cache.mkdir(parents=True)
     (cache / "tiny.pth").write_bytes(content)
     expected = f"{cache}/tiny.pth, 700 bytes, SHA-256 verified"
-    assert state(ask()[1]["weights"]) == ("ok", expected)
+    assert state(run_doctor()[1]["weights"]) == ("ok", expected)
     (cache / "tiny.pth").write_bytes(content[1:])
-    assert "SHA-256 is not" in ask()[1]["weights"]["detail"]
-    assert ask("--set", "model.weights=none")[1]["weights"]["state"] == "ok"
-    code, checks = ask("--set", "model.weights=resnet34-imagenet-v9")
+    assert "SHA-256 is not" in run_doctor()[1]["weights"]["detail"]
+    assert run_doctor("--set", "model.weights=none")[1]["weights"]["state"] == "ok"
+    code, checks = run_doctor("--set", "model.weights=resnet34-imagenet-v9")
     assert (code, checks["weights"]["state"]) == (2, "fail")
 
 
-def test_the_download_hosts(ask: Ask, machine: Machine, server: Server) -> None:
+def test_the_download_hosts(run_doctor: RunDoctor, machine: Machine, server: Server) -> None:
     def of_size(num_bytes: int | None) -> Callable[..., Reply]:
         return lambda _: Reply(206, {"Content-Range": f"bytes 0-0/{num_bytes}"}, b"P")
 
@@ -112,7 +115,7 @@ def test_the_download_hosts(ask: Ask, machine: Machine, server: Server) -> None:
     server.route("/train2017.zip", of_size(train.bytes))
     server.route("/val2017.zip", of_size(1000))
     server.route("/models/resnet34-b627a593.pth", of_size(87_319_819))
-    code, checks = ask("--network", "--mirror", server.url)
+    code, checks = run_doctor("--network", "--mirror", server.url)
     assert code == 2
     assert all(checks[n]["group"] == "Network" for n in ("proxies", "train", "weights"))
     host = server.url.removeprefix("http://")
@@ -124,27 +127,31 @@ def test_the_download_hosts(ask: Ask, machine: Machine, server: Server) -> None:
     assert server.body_bytes < 1000, "a byte or a refusal each, no download"
 
 
-def test_a_mirror_keeps_its_password(ask: Ask, machine: Machine, server: Server) -> None:
+def test_a_mirror_keeps_its_password(
+    run_doctor: RunDoctor, machine: Machine, server: Server
+) -> None:
     train = COCO2017["train"]
     head = {"Content-Range": f"bytes 0-0/{train.bytes}"}
     server.route("/train2017.zip", lambda _: Reply(206, head, b"P"))
     mirror = server.url.replace("://", "://dave:mute@")
-    _, checks = ask("--network", "--mirror", mirror)
+    _, checks = run_doctor("--network", "--mirror", mirror)
     assert [checks[name]["state"] for name in ("train", "val")] == ["ok", "fail"]
     assert "://***@127.0.0.1" in checks["val"]["detail"]
     assert not re.search("dave|mute", json.dumps(checks))
-    _, checks = ask("--network", "--mirror", f"{server.url}/?token=mute")
+    _, checks = run_doctor("--network", "--mirror", f"{server.url}/?token=mute")
     assert "?***" in checks["val"]["detail"]
     assert "mute" not in json.dumps(checks)
 
 
-def test_a_network_that_swallows_everything(
-    ask: Ask, machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
+def test_a_network_that_drops_everything(
+    run_doctor: RunDoctor, machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.route("/train2017.zip", lambda _: Reply(head_pause_s=30))
-    monkeypatch.setattr(network, "PATIENCE", network.PATIENCE._replace(read_s=0.5, stall_s=1))
+    monkeypatch.setattr(
+        network, "RETRY_POLICY", network.RETRY_POLICY._replace(read_s=0.5, stall_s=1)
+    )
     start = time.monotonic()
-    code, checks = ask("--network", "--mirror", server.url, "--set", "model.weights=none")
+    code, checks = run_doctor("--network", "--mirror", server.url, "--set", "model.weights=none")
     assert time.monotonic() - start < 20
     assert (code, checks["train"]["state"]) == (2, "fail")
     assert checks["train"]["remedy"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from doctor.machines import RECORDED, STANDIN, Ask, Machine, state
+from doctor.machines import RECORDED, STANDIN, Machine, RunDoctor, state
 
 from ssdctl.doctor import hardware
 
@@ -22,10 +22,10 @@ if 'ssdctl.doctor.torch_probe' in sys.orig_argv:
 """
 
 
-def test_gpus_as_torch_sees_them(ask: Ask, machine: Machine) -> None:
+def test_gpus_as_torch_sees_them(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.program("nvidia-smi", "echo 570.12; echo 570.12")
     machine.put(machine.modules / "sitecustomize.py", GPUS.replace("MAJOR", "8"))
-    _, checks = ask()
+    _, checks = run_doctor()
     expected = "2 x Test GPU (80 GiB, compute 8.6); torch's CUDA 13.0, driver 570.12"
     assert state(checks["cuda"]) == ("ok", expected)
     assert state(checks["cuda precision"]) == ("ok", "fp32, fp16 and bf16 native")
@@ -36,38 +36,43 @@ def test_gpus_as_torch_sees_them(ask: Ask, machine: Machine) -> None:
     [([7, 5], True, 0, "no native bf16"), ([6, 1], False, 2, "no tensor cores")],
 )
 def test_old_gpus(
-    ask: Ask, machine: Machine, capability: list[int], has_kernels: bool, code: int, arithmetic: str
+    run_doctor: RunDoctor,
+    machine: Machine,
+    capability: list[int],
+    has_kernels: bool,
+    code: int,
+    arithmetic: str,
 ) -> None:
     gpu = {"name": "Old", "memory_bytes": 2**34, "capability": capability}
     facts = RECORDED | {"gpus": [gpu | {"has_kernels": has_kernels}], "gpu_compile": ["no triton"]}
     machine.torch_says(**facts)
-    got, checks = ask()
+    got, checks = run_doctor()
     assert got == code
     assert ("no kernels" in checks["cuda"]["detail"]) == (not has_kernels)
     assert arithmetic in checks["cuda precision"]["detail"]
     assert state(checks["cuda compile"]) == ("warn", "no triton")
 
 
-def test_a_gpu_that_torch_cannot_use(ask: Ask, machine: Machine) -> None:
-    assert state(ask()[1]["cuda"]) == ("ok", "no GPU")
+def test_a_gpu_that_torch_cannot_use(run_doctor: RunDoctor, machine: Machine) -> None:
+    assert state(run_doctor()[1]["cuda"]) == ("ok", "no GPU")
     machine.card(hardware.NVIDIA, kind="0x030200")
     machine.card(hardware.NVIDIA, number=1, kind="0x040300")  # its sound
     machine.program("nvidia-smi", "echo 'cannot talk to the driver'; exit 9")
-    code, checks = ask()
+    code, checks = run_doctor()
     assert code == 0
     assert checks["cuda"]["state"] == "warn"
     assert "1 GPU(s), not usable by torch: no driver" in checks["cuda"]["detail"]
     assert "cannot talk to the driver" in checks["cuda"]["detail"]
     assert "install or reload" in checks["cuda"]["remedy"]
-    assert ask("--set", "train.device=cuda")[0] == 2
+    assert run_doctor("--set", "train.device=cuda")[0] == 2
     machine.torch_says(**RECORDED | {"cuda_build": None})
-    assert "built for CUDA" in ask()[1]["cuda"]["remedy"]
+    assert "built for CUDA" in run_doctor()[1]["cuda"]["remedy"]
 
 
-def test_a_driver_that_kills_its_caller(ask: Ask, machine: Machine) -> None:
+def test_a_driver_that_kills_its_caller(run_doctor: RunDoctor, machine: Machine) -> None:
     reported = {"torch", "import_s", "has_gloo", "cpu", "cuda_build"}
     machine.torch_says("os.abort()", **{k: v for k, v in RECORDED.items() if k in reported})
-    _, checks = ask()
+    _, checks = run_doctor()
     assert checks["torch import"]["state"] == "ok"
     assert checks["cpu"]["state"] == "ok"
     assert state(checks["cuda"])[0] == "warn"
@@ -87,10 +92,12 @@ def gaudi(machine: Machine, monkeypatch: pytest.MonkeyPatch, *, name: str, drive
     monkeypatch.setenv("PYTHONPATH", f"{machine.modules}:{packages}")
 
 
-def test_gaudi_cards(ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gaudi_cards(
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gaudi(machine, monkeypatch, name="HL-225", driver="1.22.0-ab12")
     machine.put(machine.proc / "meminfo", "HugePages_Total: 11874\nHugepagesize: 2048 kB")
-    code, checks = ask("--set", "train.batch_size=48")
+    code, checks = run_doctor("--set", "train.batch_size=48")
     assert code == 0
     expected = "2 x HL-225, driver 1.22.0-ab12, bridge 1.22.1.6"
     assert state(checks["hpu"]) == ("ok", expected)
@@ -98,15 +105,15 @@ def test_gaudi_cards(ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch
     assert "bf16 native" in checks["hpu precision"]["detail"]
     assert "hpu batch" not in checks
     assert checks["mpirun"]["state"] == "warn", "launch --hpus needs it"
-    hint = ask("--set", "train.batch_size=128")[1]["hpu batch"]
+    hint = run_doctor("--set", "train.batch_size=128")[1]["hpu batch"]
     assert (hint["state"], hint["remedy"]) == ("ok", "--bs 120 or --bs 144")
 
 
 def test_gaudi_releases_that_do_not_match(
-    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gaudi(machine, monkeypatch, name="HL-205", driver="1.20.1-ab12")
-    _, checks = ask()
+    _, checks = run_doctor()
     assert checks["hpu"]["state"] == "warn"
     assert "the releases do not match" in checks["hpu"]["detail"]
     assert "release 1.20" in checks["hpu"]["remedy"]
@@ -117,37 +124,37 @@ def test_gaudi_releases_that_do_not_match(
         assert part in checks["huge pages"]["remedy"]
 
 
-def test_a_gaudi_bridge_that_is_broken_or_alone(
-    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch
+def test_a_gaudi_bridge_that_is_broken_or_without_a_card(
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gaudi(machine, monkeypatch, name="HL-225", driver="1.22.0")
     core = machine.modules.parent / "packages" / "habana_frameworks" / "torch" / "core.py"
     machine.put(core, "raise OSError('libSynapse.so: cannot open')")
-    _, checks = ask()
+    _, checks = run_doctor()
     assert state(checks["hpu bridge"])[0] == "warn"
     assert "libSynapse.so: cannot open" in checks["hpu bridge"]["detail"]
-    assert ask("--set", "train.device=hpu")[0] == 2
+    assert run_doctor("--set", "train.device=hpu")[0] == 2
     shutil.rmtree(machine.sys / "bus")
     (machine.bin / "hl-smi").unlink()
-    code, checks = ask()
+    code, checks = run_doctor()
     assert code == 2
     assert "--device auto would choose it and fail" in checks["hpu"]["detail"]
-    assert ask("--set", "train.device=cpu")[0] == 0
+    assert run_doctor("--set", "train.device=cpu")[0] == 0
 
 
-def test_gaudi_cards_without_the_vendors_software(ask: Ask, machine: Machine) -> None:
-    assert state(ask()[1]["hpu"]) == ("ok", "no Gaudi card, no bridge")
-    assert "not needed" in ask()[1]["huge pages"]["detail"]
-    code, checks = ask("--set", "train.device=hpu")
+def test_gaudi_cards_without_the_vendors_software(run_doctor: RunDoctor, machine: Machine) -> None:
+    assert state(run_doctor()[1]["hpu"]) == ("ok", "no Gaudi card, no bridge")
+    assert "not needed" in run_doctor()[1]["huge pages"]["detail"]
+    code, checks = run_doctor("--set", "train.device=hpu")
     assert (code, checks["hpu"]["state"]) == (2, "fail")
     machine.card(hardware.HABANA)
     machine.put(machine.sys / "module/habanalabs/version", "1.21.0-cc")
-    _, checks = ask()
+    _, checks = run_doctor()
     assert state(checks["hpu"]) == ("warn", "1 x Gaudi, driver 1.21.0-cc, bridge absent")
     assert "vendor's PyTorch image" in checks["hpu"]["remedy"]
 
 
-def test_tpus(ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tpus(run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = machine.modules.parent / "packages"
     runtime = "def global_runtime_device_count(): return 4\ndef device_type(): return 'TPU'"
     machine.put(packages / "torch_xla" / "__init__.py", "")
@@ -157,13 +164,13 @@ def test_tpus(ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> No
         machine.put(packages / f"{name}-{version}.dist-info" / "METADATA", metadata)
     monkeypatch.syspath_prepend(str(packages))
     monkeypatch.setenv("PYTHONPATH", f"{machine.modules}:{packages}")
-    check = ask()[1]["tpu"]
+    check = run_doctor()[1]["tpu"]
     assert state(check) == ("warn", "torch_xla 2.8 with torch 2.9: no match")
     (packages / "torch_xla-2.8.0.dist-info").rename(packages / "torch_xla-2.9.0.dist-info")
     machine.put(
         packages / "torch_xla-2.9.0.dist-info" / "METADATA",
         "Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0",
     )
-    assert ask()[1]["tpu"]["detail"].startswith("4 x TPU, torch_xla 2.9")
+    assert run_doctor()[1]["tpu"]["detail"].startswith("4 x TPU, torch_xla 2.9")
     machine.put(packages / "torch_xla" / "runtime.py", "raise RuntimeError('chip is in use')")
-    assert "chip is in use" in ask()[1]["tpu"]["detail"]
+    assert "chip is in use" in run_doctor()[1]["tpu"]["detail"]

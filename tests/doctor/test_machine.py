@@ -1,4 +1,4 @@
-"""What the machine, its limits and its launchers are found to be."""
+"""The machine, its limits and its launchers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import time
 from pathlib import Path
 
 import pytest
-from doctor.machines import Ask, Machine, state
+from doctor.machines import Machine, RunDoctor, state
 from processes import is_alive
 
 from ssdctl.doctor import hardware
 
 
-def test_what_a_cgroup_grants(ask: Ask, machine: Machine) -> None:
-    _, checks = ask()
+def test_what_a_cgroup_grants(run_doctor: RunDoctor, machine: Machine) -> None:
+    _, checks = run_doctor()
     assert (checks["cores"]["state"], checks["memory"]["state"]) == ("ok", "ok")
     machine.put(machine.proc / "self/cgroup", "0::/pods/one")
     group = machine.sys / "fs/cgroup/pods"
     machine.put(group / "one/cpu.max", "max 100000")
     machine.put(group / "cpu.max", "50000 100000")
     machine.put(group / "one/memory.max", str(2**30))
-    _, checks = ask()
+    _, checks = run_doctor()
     assert checks["cores"]["state"] == "warn"
     assert "the cgroup grants 0.5" in checks["cores"]["detail"]
     assert "--workers 1" in checks["cores"]["remedy"]
@@ -35,26 +35,26 @@ def test_what_a_cgroup_grants(ask: Ask, machine: Machine) -> None:
     assert "the cgroup grants 1.0 GiB" in checks["memory"]["detail"]
 
 
-def test_what_an_older_cgroup_grants(ask: Ask, machine: Machine) -> None:
+def test_what_an_older_cgroup_grants(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.put(machine.proc / "self/cgroup", "5:cpu,cpuacct:/job\n3:memory:/other")
     machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_quota_us", "1")
     machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_period_us", "100000")
     machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_quota_us", "25000")
     machine.put(machine.sys / "fs/cgroup/cpu/job/cpu.cfs_period_us", "100000")
     machine.put(machine.sys / "fs/cgroup/memory/other/memory.limit_in_bytes", str(2**63 - 4096))
-    _, checks = ask()
+    _, checks = run_doctor()
     assert "the cgroup grants 0.25" in checks["cores"]["detail"]
     assert checks["memory"]["state"] == "ok"
 
 
-def test_numa_nodes_and_physical_cores(ask: Ask, machine: Machine) -> None:
+def test_numa_nodes_and_physical_cores(run_doctor: RunDoctor, machine: Machine) -> None:
     for cpu in os.sched_getaffinity(0):
         topology = machine.sys / f"devices/system/cpu/cpu{cpu}/topology"
         machine.put(topology / "physical_package_id", "0")
         machine.put(topology / "core_id", "0")  # all threads of one core
     for node in range(3):
         machine.put(machine.sys / f"devices/system/node/node{node}/cpulist", "0")
-    assert "1 physical on 1 socket(s), 3 NUMA node(s)" in ask()[1]["cores"]["detail"]
+    assert "1 physical on 1 socket(s), 3 NUMA node(s)" in run_doctor()[1]["cores"]["detail"]
 
 
 def test_a_low_limit_of_open_files(machine: Machine) -> None:
@@ -70,13 +70,13 @@ def test_a_low_limit_of_open_files(machine: Machine) -> None:
     assert checks["locked memory"]["detail"].startswith("limit 0.1 MiB")
 
 
-def test_memory_that_cannot_be_locked_for_rdma(ask: Ask, machine: Machine) -> None:
+def test_memory_that_cannot_be_locked_for_rdma(run_doctor: RunDoctor, machine: Machine) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
     try:
-        assert ask()[1]["locked memory"]["state"] == "ok"
+        assert run_doctor()[1]["locked memory"]["state"] == "ok"
         (machine.sys / "class/infiniband/mlx5_0").mkdir(parents=True)
-        check = ask()[1]["locked memory"]
+        check = run_doctor()[1]["locked memory"]
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
     assert check["state"] == "warn"
@@ -84,47 +84,47 @@ def test_memory_that_cannot_be_locked_for_rdma(ask: Ask, machine: Machine) -> No
 
 
 def test_little_shared_memory_matters_where_cards_are(
-    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ssdctl.doctor import limits
 
     monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without free space
-    assert ask()[1]["/dev/shm"]["state"] == "ok"
+    assert run_doctor()[1]["/dev/shm"]["state"] == "ok"
     machine.card(hardware.HABANA)
-    check = ask()[1]["/dev/shm"]
+    check = run_doctor()[1]["/dev/shm"]
     assert check["state"] == "warn"
     assert "--shm-size" in check["remedy"]
 
 
-def test_launchers(ask: Ask, machine: Machine) -> None:
-    code, checks = ask()
+def test_launchers(run_doctor: RunDoctor, machine: Machine) -> None:
+    code, checks = run_doctor()
     assert code == 0
     for name in ("mpirun", "sbatch", "srun", "kubectl"):
         assert checks[name]["state"] == "ok"
         assert checks[name]["detail"].startswith("not found; for ")
-    assert ask("--set", "launch.launcher=kubernetes")[1]["kubectl"]["state"] == "fail"
+    assert run_doctor("--set", "launch.launcher=kubernetes")[1]["kubectl"]["state"] == "fail"
     machine.program("mpirun", "[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.3'")
     machine.program("sbatch", "[ $1 = --version ] && printf 'slurm \\033[1m23.02.6\\007'")
     machine.program("kubectl", "echo 'no config' >&2; exit 1")
-    code, checks = ask()
+    code, checks = run_doctor()
     assert state(checks["mpirun"]) == ("ok", "mpirun (Open MPI) 5.0.3")
     assert state(checks["sbatch"]) == ("ok", "slurm  23.02.6"), "no escapes of others'"
     assert state(checks["kubectl"]) == ("warn", "does not answer: no config")
     machine.program("mpirun", "echo 'HYDRA build details: 4.1'")
-    check = ask()[1]["mpirun"]
+    check = run_doctor()[1]["mpirun"]
     assert check["state"] == "warn"
     assert "Open MPI" in check["remedy"]
 
 
 def test_a_program_that_hangs_is_killed_with_its_children(
-    ask: Ask, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from ssdctl.doctor import launchers
 
     monkeypatch.setattr(launchers, "VERSION_S", 0.5)
     machine.program("srun", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")
     start = time.monotonic()
-    assert state(ask()[1]["srun"]) == ("warn", "does not answer: no answer within 0.5 s")
+    assert state(run_doctor()[1]["srun"]) == ("warn", "does not answer: no answer within 0.5 s")
     assert time.monotonic() - start < 20
     child = int((tmp_path / "child").read_text())
     deadline = time.monotonic() + 5

@@ -22,7 +22,7 @@ from typing import Any
 
 @dataclass
 class Request:
-    """What a client asked for; `number` counts the requests of this route from 0."""
+    """A client's request; `number` counts the requests of this route from 0."""
 
     path: str
     headers: dict[str, str]
@@ -31,13 +31,13 @@ class Request:
     @property
     def range(self) -> tuple[int, int] | None:
         """(first, last) of the Range header."""
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
-        return (int(found[1]), int(found[2])) if found else None
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
+        return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass
 class Reply:
-    """What the server does: the head, then the body, `cut` short or slowly if so told."""
+    """The server's reply: the head, then the body, `cut` short or sent slowly."""
 
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def changed(route: Route, change: Callable[[Request, Reply], Any]) -> Route:
 
 
 class Server:
-    """Serves in threads until the block ends; then every connection and thread is gone."""
+    """Serves in threads until the block ends, which closes all connections and threads."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.scheme = "https" if tls else "http"

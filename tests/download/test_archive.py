@@ -1,4 +1,4 @@
-"""Faults 15 and 16: archives that lie, reach out, explode or end too early."""
+"""Faults 15 and 16: archives with false sizes, outside paths, bombs, or an early end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONTENT = {
 
 
 def open_up(folder: Path, archive: bytes, num_files: int | None = None) -> list[Entry]:
-    """Unpack `archive` into `folder/data`; it lies in `folder`."""
+    """Unpack `archive`, which is in `folder`, into `folder/data`."""
     folder.mkdir(exist_ok=True)
     path = folder / "a.zip"
     path.write_bytes(archive)
@@ -36,7 +36,7 @@ def open_up(folder: Path, archive: bytes, num_files: int | None = None) -> list[
 
 
 def refused(folder: Path, archive: bytes, match: str | None = None) -> None:
-    """Unpacking fails with 5 and leaves the archive alone in its folder."""
+    """Unpacking fails with 5 and leaves only the archive in its folder."""
     with pytest.raises(IntegrityError, match=match):
         open_up(folder, archive)
     assert list(tree(folder)) == ["a.zip"]
@@ -52,7 +52,7 @@ class TestUnpack:
         ]
         assert content_bytes(tmp_path / "a.zip") == sum(map(len, CONTENT.values()))
 
-    def test_a_folder_that_exists_gets_the_files_beside_its_own(self, tmp_path: Path) -> None:
+    def test_files_are_added_to_a_folder_that_exists(self, tmp_path: Path) -> None:
         there = tmp_path / "data" / "annotations"
         there.mkdir(parents=True)
         (there / "mine.json").write_bytes(b"mine")
@@ -81,7 +81,7 @@ class TestUnpack:
             }
         assert not (tmp_path / "data" / ".a.zip.unpacking").exists()
 
-    def test_what_a_killed_run_left_goes(self, tmp_path: Path) -> None:
+    def test_remains_of_a_killed_run_are_removed(self, tmp_path: Path) -> None:
         left = tmp_path / "data" / ".a.zip.unpacking" / "train2017"
         left.mkdir(parents=True)
         (left / "half.jpg").write_bytes(b"")
@@ -104,7 +104,7 @@ class TestUnpack:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
-    def test_whatever_is_zipped_comes_back(self, tmp_path: Path, data: st.DataObject) -> None:
+    def test_any_zip_round_trip(self, tmp_path: Path, data: st.DataObject) -> None:
         name = st.text("abé文 -", min_size=1, max_size=4).filter(lambda s: s not in (".", ".."))
         path = st.lists(name, min_size=1, max_size=3).map("/".join)
         content = data.draw(st.dictionaries(path, st.binary(max_size=300), min_size=1, max_size=5))
@@ -159,7 +159,7 @@ class TestUnsafe:
         refused(tmp_path, zipped(dict.fromkeys(order, b"")), "a file and a folder")
 
     @pytest.mark.parametrize("claimed", [0, 10, 2999, 3001, 100_000])
-    def test_lying_sizes(self, tmp_path: Path, claimed: int) -> None:
+    def test_false_sizes(self, tmp_path: Path, claimed: int) -> None:
         data = CONTENT["train2017/000000000009.jpg"]
         archive = bytearray(zipped({"a": data}))
         directory = archive.rindex(b"PK\1\2")
@@ -253,7 +253,7 @@ class TestBroken:
 
 
 def _all(content: bytearray, mark: bytes) -> list[int]:
-    found = [content.find(mark)]
-    while (place := content.find(mark, found[-1] + 1)) >= 0:
-        found.append(place)
-    return found
+    positions = [content.find(mark)]
+    while (place := content.find(mark, positions[-1] + 1)) >= 0:
+        positions.append(place)
+    return positions

@@ -67,12 +67,12 @@ def find_all(content: bytes, pattern: bytes) -> list[int]:
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_archives(tmp_path: Path, count: int) -> None:
-    whole = zipped(CONTENT)
+    complete = zipped(CONTENT)
     refused = 0
     tracemalloc.start()
     try:
         for seed in range(count):
-            archive = mutated(whole, random.Random(seed))
+            archive = mutated(complete, random.Random(seed))
             folder = tmp_path / str(seed)
             folder.mkdir()
             path = folder / "a.zip"

@@ -1,8 +1,9 @@
-"""Backbone weights: the cache, the names, the way to go on without network."""
+"""Backbone weights: the cache, the names, and use without network."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import subprocess
 import sys
@@ -13,14 +14,14 @@ from download.http_server import Server, file
 
 from ssdctl.download import sources
 from ssdctl.download.backbone_weights import cache_dir, fetch_weights, find_weights
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile, Weights
-from ssdctl.download.transfer import Patience
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 
 CONTENT = bytes(range(256)) * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
-QUICK = Patience(connect_s=1, read_s=1, stall_s=2, first_retries=0)
+QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, first_retries=0)
 
 
 @pytest.fixture
@@ -58,44 +59,46 @@ def test_the_cache_is_torch_hubs(name: str, value: str, expected: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("TORCH_HOME", "XDG_CACHE_HOME")}
     if value:
         environment[name] = value
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert said.stdout.strip() + "/checkpoints" == expected
+    assert output.stdout.strip() + "/checkpoints" == expected
 
 
-def test_fetched_once_then_found(server: Server, tiny: str, tmp_path: Path) -> None:
-    said: list[str] = []
+def test_fetched_once_then_cached(
+    server: Server, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
     assert find_weights(tiny) is None
-    path = fetch_weights("tiny-v1", patience=QUICK, say=said.append)
+    path = fetch_weights("tiny-v1", retry_policy=QUICK)
     assert path == tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
     assert path.read_bytes() == CONTENT
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
     assert find_weights(tiny) == path
     before = len(server.requests)
-    assert fetch_weights(tiny, patience=QUICK, say=said.append) == path
+    assert fetch_weights(tiny, retry_policy=QUICK) == path
     assert len(server.requests) == before
-    assert len(said) == 1
+    assert len(caplog.messages) == 1
 
 
 def test_a_cache_that_may_only_be_read(tiny: str) -> None:
-    """Found there without a lock file. Seen by the folder's time, as root may write anywhere."""
-    path = fetch_weights(tiny, patience=QUICK)
+    """Used without a lock file: the folder's time is unchanged (root could write anywhere)."""
+    path = fetch_weights(tiny, retry_policy=QUICK)
     stamp = path.parent.stat().st_mtime_ns
-    assert fetch_weights(tiny, patience=QUICK) == path
+    assert fetch_weights(tiny, retry_policy=QUICK) == path
     assert path.parent.stat().st_mtime_ns == stamp
 
 
 def test_a_broken_file_in_the_cache_is_replaced(tiny: str) -> None:
-    path = fetch_weights(tiny, patience=QUICK)
+    path = fetch_weights(tiny, retry_policy=QUICK)
     path.write_bytes(CONTENT[:-1])
     assert find_weights(tiny) is None
-    assert fetch_weights(tiny, patience=QUICK).read_bytes() == CONTENT
+    assert fetch_weights(tiny, retry_policy=QUICK).read_bytes() == CONTENT
 
 
 def test_another_folder_and_a_mirror(server: Server, tiny: str, tmp_path: Path) -> None:
     server.route(f"/mirror/{STEM}.pth", file(CONTENT))
-    path = fetch_weights(tiny, tmp_path / "here", mirror=server.url + "/mirror", patience=QUICK)
+    path = fetch_weights(tiny, tmp_path / "here", mirror=server.url + "/mirror", retry_policy=QUICK)
     assert path == tmp_path / "here" / f"{STEM}.pth"
     assert server.requests[-1].path.startswith("/mirror/")
 
@@ -103,15 +106,15 @@ def test_another_folder_and_a_mirror(server: Server, tiny: str, tmp_path: Path) 
 def test_a_mirror_with_other_weights(server: Server, tiny: str) -> None:
     server.route(f"/mirror/{STEM}.pth", file(CONTENT[::-1]))
     with pytest.raises(IntegrityError):
-        fetch_weights(tiny, mirror=server.url + "/mirror", patience=QUICK)
+        fetch_weights(tiny, mirror=server.url + "/mirror", retry_policy=QUICK)
     assert find_weights(tiny) is None
 
 
-def test_without_network_the_hint_says_which_file_to_put_where(tiny: str, tmp_path: Path) -> None:
-    with Server() as gone:
-        nowhere = gone.url
+def test_without_network_the_hint_names_the_file_and_its_place(tiny: str, tmp_path: Path) -> None:
+    with Server() as stopped:
+        nowhere = stopped.url
     with pytest.raises(NetworkError) as error:
-        fetch_weights(tiny, mirror=nowhere, patience=QUICK)
+        fetch_weights(tiny, mirror=nowhere, retry_policy=QUICK)
     hint = error.value.hint or ""
     assert f"/models/{STEM}.pth" in hint
     assert str(tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth") in hint

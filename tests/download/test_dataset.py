@@ -1,4 +1,4 @@
-"""A whole download: several files, archives unpacked, killed and gone on with."""
+"""A dataset's download: several files, unpacked archives, killed and resumed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files(server: Server) -> list[PinnedFile]:
 
 
 def content(dest: Path) -> dict[str, bytes]:
-    """What lies in `dest`, its records aside."""
+    """The files in `dest`, except for its records."""
     return {name: data for name, data in tree(dest).items() if not name.startswith(".ssdctl/")}
 
 
@@ -61,7 +61,7 @@ def test_archives_are_unpacked_and_removed(files: list[PinnedFile], tmp_path: Pa
     assert done[0]["files"] == 100
 
 
-def test_archives_may_stay(files: list[PinnedFile], tmp_path: Path) -> None:
+def test_archives_may_be_kept(files: list[PinnedFile], tmp_path: Path) -> None:
     download(files, tmp_path, keep_archives=True)
     assert set(content(tmp_path)) == set(WANTED) | {"images.zip", "notes.zip"}
 
@@ -98,7 +98,7 @@ def test_another_version_of_an_archive_is_fetched(server: Server, tmp_path: Path
 def test_an_archive_counts_as_unpacked_once_its_content_is_on_the_disk(
     files: list[PinnedFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power cut, a record of files that are not there would keep them from coming back."""
+    """After a power cut, a record of absent files would prevent their download."""
     seen: list[set[str]] = []
     monkeypatch.setattr(os, "sync", lambda: seen.append(set(tree(tmp_path))))
     download(files[:1], tmp_path)
@@ -114,7 +114,7 @@ LOCK = ".ssdctl/images.zip.json.lock"
 def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manifest need not say how large an archive's content is; the archive itself does."""
+    """A manifest need not list the size of an archive's content; the archive itself does."""
     archive = pinned(server, "zeros.zip", zipped({"a": bytes(1000) + IMAGES_BYTES}), unpack=True)
     free = SPARE_BYTES + 3 * (archive.bytes or 0)
     monkeypatch.setattr("ssdctl.download.fetch.free_bytes", lambda _: free)
@@ -126,7 +126,7 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
 IMAGES_BYTES = random.Random(0).randbytes(3000) * 20  # packs to a twentieth
 
 
-def test_verify_finds_one_bit_and_the_next_download_mends_it(
+def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:
     download(files, tmp_path)
@@ -134,9 +134,9 @@ def test_verify_finds_one_bit_and_the_next_download_mends_it(
     name = list(IMAGES)[50]
     (tmp_path / name).write_bytes(bytes([IMAGES[name][0] ^ 1]) + IMAGES[name][1:])
     (tmp_path / "README").write_bytes(b"A readme")
-    found = verify(files, tmp_path)
-    assert states(found) == ["broken", "intact", "broken"]
-    assert [row["problems"] for row in found] == [[name], [], ["README"]]
+    result = verify(files, tmp_path)
+    assert states(result) == ["broken", "intact", "broken"]
+    assert [row["problems"] for row in result] == [[name], [], ["README"]]
     download(files, tmp_path)
     assert content(tmp_path) == WANTED
 
@@ -186,7 +186,7 @@ def test_the_first_trouble_ends_it_and_keeps_what_is_done(
 
 
 class TestKills:
-    """Fault 13 for the whole way: fetching, unpacking, publishing."""
+    """Fault 13 in all stages: fetching, unpacking, publishing."""
 
     def test_a_few(self, server: Server, tmp_path: Path) -> None:
         self._kill(server, tmp_path, num_kills=4)
@@ -218,7 +218,7 @@ download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
             process.wait()
             process.stdout.close()
             if dice.random() < 0.2:
-                (dest / "train2017" / "000000").unlink(missing_ok=True)  # begin anew
+                (dest / "train2017" / "000000").unlink(missing_ok=True)  # start again
         subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
         assert content(dest) == many
         assert sorted(p.name for p in dest.iterdir()) == [".ssdctl", "train2017"]
@@ -226,7 +226,7 @@ download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
 
 
 def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
-    """Fault 12 with archives: one works, the other waits and finds it done."""
+    """Fault 12 with archives: one works, the other waits and has nothing to do."""
     archive = zipped(IMAGES)
     pin = pinned(server, "images.zip", archive, unpack=True, pause_s=0.2)
     program = f"""
@@ -240,8 +240,8 @@ print(download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}))[0]["state
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = sorted(process.communicate()[0].strip() for process in both)
-    assert said == ["fetched", "present"]
+    outcomes = sorted(process.communicate()[0].strip() for process in both)
+    assert outcomes == ["fetched", "present"]
     assert content(tmp_path) == IMAGES
     assert server.body_bytes == len(archive)
 
@@ -250,16 +250,16 @@ def test_resume_costs_little(server: Server, tmp_path: Path) -> None:
     """What arrived before a refusal is not fetched again."""
     data = random.Random(0).randbytes(3_000_000)
     pin = pinned(server, "a.bin", data)
-    whole = file(data)
+    complete = file(data)
 
     def failing(request: Request) -> Reply:
-        return whole(request) if request.number < 2 else Reply(400)
+        return complete(request) if request.number < 2 else Reply(400)
 
     server.route("/a.bin", failing)
     with pytest.raises(NetworkError):
         download([pin], tmp_path, connections=1)
     assert 0 < server.body_bytes < len(data)
-    server.route("/a.bin", whole)
+    server.route("/a.bin", complete)
     download([pin], tmp_path, connections=1)
     assert server.body_bytes == len(data)
 

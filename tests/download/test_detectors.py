@@ -1,4 +1,4 @@
-"""Detectors by name: fetched, checked, remembered, and used wherever a checkpoint is expected."""
+"""Detectors by name: fetched, checked, recorded, and used wherever a checkpoint is expected."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def published(
     """A loopback server that has NVIDIA's file, and an empty cache."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     url = server.route(f"/files/{nvidia_file.name}", file(nvidia_file.read_bytes()))
-    known = [
+    sources = [
         d._replace(file=d.file._replace(url=url)) if d.name == "nvidia-ssd300-coco" else d
         for d in detectors.DETECTORS
     ]
-    monkeypatch.setattr(detectors, "DETECTORS", tuple(known))
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(sources))
     return server
 
 
@@ -83,7 +83,7 @@ def test_a_file_that_changes_after_its_first_use_is_refused(
     assert new in result.err
 
 
-def test_a_file_that_is_no_checkpoint_is_not_remembered(
+def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
     cli: Cli, published: Server, tmp_path: Path
 ) -> None:
     published.route("/files/nvidia_ssdpyt_amp_200703.pt", file(b"not a checkpoint" * 100))
@@ -96,11 +96,11 @@ def test_without_network_the_error_names_url_and_place(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    known = [
+    sources = [
         d._replace(file=d.file._replace(url="http://127.0.0.1:9/x.pth"))
         for d in detectors.DETECTORS
     ]
-    monkeypatch.setattr(detectors, "DETECTORS", tuple(known))
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(sources))
     monkeypatch.setenv("SSDCTL_DOWNLOAD__TIMEOUT", "1")
     result = cli("export", "ssd300-vgg16-coco", "--format", "mlperf", "--out", tmp_path / "x.pt")
     assert result.code == 4
@@ -120,5 +120,5 @@ def test_models_lists_them(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tuple(row["name"] for row in rows) == NAMES
     assert [row["trust"] for row in rows] == ["prefix", "first use"]
     assert [row["path"] for row in rows] == [None, None]
-    shown = cli("models").out
-    assert all(name in shown for name in NAMES)
+    output = cli("models").out
+    assert all(name in output for name in NAMES)

@@ -21,12 +21,12 @@ from download.http_server import Reply, Request, Server, changed, file
 
 from ssdctl.download.fetch import claim, fetch
 from ssdctl.download.partial_file import Part
+from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Patience
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
-QUICK = Patience(
+QUICK = RetryPolicy(
     connect_s=2, read_s=0.4, stall_s=1.2, retries=3, first_retries=1, backoff_s=0.02, restarts=2
 )
 
@@ -36,7 +36,7 @@ def pinned(url: str, content: bytes = CONTENT, name: str = "a.bin") -> PinnedFil
 
 
 def fetch_quickly(pin: PinnedFile, folder: Path, connections: int = 4) -> Path:
-    return fetch(pin, folder, connections=connections, patience=QUICK)
+    return fetch(pin, folder, connections=connections, retry_policy=QUICK)
 
 
 def names(folder: Path) -> list[str]:
@@ -65,7 +65,7 @@ def leave_part(folder: Path, pin: PinnedFile, arrived: int, validator: str = '"1
 
 
 class TestFetch:
-    def test_a_file_arrives_whole_over_several_connections(
+    def test_a_file_is_complete_over_several_connections(
         self, server: Server, tmp_path: Path
     ) -> None:
         slow = changed(file(CONTENT), lambda _, reply: setattr(reply, "pause_s", 0.02))
@@ -81,7 +81,7 @@ class TestFetch:
         assert len(server.requests) > 1
         assert server.num_connections == 1
 
-    def test_a_whole_file_is_not_fetched_again(self, server: Server, tmp_path: Path) -> None:
+    def test_a_complete_file_is_not_fetched_again(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", file(CONTENT)))
         fetch_quickly(pin, tmp_path)
         before = len(server.requests)
@@ -93,7 +93,7 @@ class TestFetch:
         pin = pinned(server.route("/a.bin", file(CONTENT)))
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
-    def test_an_unknown_size_is_asked_for(self, server: Server, tmp_path: Path) -> None:
+    def test_an_unknown_size_is_requested(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", file(CONTENT)))._replace(bytes=None)
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
@@ -105,18 +105,18 @@ class TestFetch:
             fetch_quickly(wrong, tmp_path)
 
     def test_progress_ends_at_the_end(self, server: Server, tmp_path: Path) -> None:
-        told: list[tuple[str, int, int]] = []
+        reports: list[tuple[str, int, int]] = []
         pin = pinned(server.route("/a.bin", file(CONTENT)))
-        fetch(pin, tmp_path, patience=QUICK, report=lambda *what: told.append(what))
-        assert ("a.bin", len(CONTENT), len(CONTENT)) in told
-        assert told[-1] == ("verifying a.bin", len(CONTENT), len(CONTENT))
+        fetch(pin, tmp_path, retry_policy=QUICK, report=lambda *what: reports.append(what))
+        assert ("a.bin", len(CONTENT), len(CONTENT)) in reports
+        assert reports[-1] == ("verifying a.bin", len(CONTENT), len(CONTENT))
 
     def test_a_mirror_may_hold_files_flat_or_in_the_hosts_layout(
         self, server: Server, tmp_path: Path
     ) -> None:
         pin = pinned("https://example.invalid/bucket/zips/a.bin")
         server.route("/mirror/zips/a.bin", file(CONTENT))
-        fetch(pin, tmp_path, mirror=server.url + "/mirror/", patience=QUICK)
+        fetch(pin, tmp_path, mirror=server.url + "/mirror/", retry_policy=QUICK)
         assert (tmp_path / "a.bin").read_bytes() == CONTENT
 
     def test_a_proxy_of_the_environment_is_used(
@@ -133,10 +133,12 @@ class TestFetch:
         tls, certificate = tls_certificate(tmp_path)
         with Server(tls) as server:
             pin = pinned(server.route("/a.bin", file(CONTENT)))
+            patient = QUICK._replace(stall_s=20)
             with pytest.raises(NetworkError, match=r"(?i)certificate"):
-                fetch_quickly(pin, tmp_path / "data")
+                fetch(pin, tmp_path / "data", retry_policy=patient)
             monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificate))
-            assert fetch_quickly(pin, tmp_path / "data").read_bytes() == CONTENT
+            path = fetch(pin, tmp_path / "data", retry_policy=patient)
+            assert path.read_bytes() == CONTENT
 
     def test_certificates_that_are_not_there(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +197,7 @@ class TestFaults:
             fetch_quickly(pin, tmp_path)
         assert "a.bin" not in names(tmp_path)
 
-    def test_3_a_longer_range_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+    def test_3_a_longer_range_than_requested(self, server: Server, tmp_path: Path) -> None:
         """Its end would be written over what another connection brings."""
 
         def longer(request: Request, reply: Reply) -> None:
@@ -250,7 +252,7 @@ class TestFaults:
         assert server.body_bytes >= len(CONTENT)
         if honours_if_range:
             assert server.requests[0].headers["if-range"] == '"1"'
-        if not honours_if_range:  # seen by the ETag, not after the hash of the mixture was wrong
+        if not honours_if_range:  # detected by the ETag, not by the wrong hash of a mixture
             assert server.body_bytes < 1.3 * len(CONTENT)
 
     def test_5_etag_differs_with_every_reply(self, server: Server, tmp_path: Path) -> None:
@@ -302,15 +304,18 @@ class TestFaults:
             reply.pause_s = 0.05
             reply.slice_bytes = 1
 
-        self._ends_by_deadline(server, tmp_path, changed(file(CONTENT), dripping))
+        few = CONTENT[:200]  # without a deadline they arrive in ten seconds
+        self._ends_by_deadline(server, tmp_path, changed(file(few), dripping), few)
 
     def test_8_no_head(self, server: Server, tmp_path: Path) -> None:
         silent = changed(file(CONTENT), lambda _, reply: setattr(reply, "head_pause_s", 30))
         self._ends_by_deadline(server, tmp_path, silent)
 
     @staticmethod
-    def _ends_by_deadline(server: Server, tmp_path: Path, route: object) -> None:
-        pin = pinned(server.route("/a.bin", route))  # type: ignore[arg-type]
+    def _ends_by_deadline(
+        server: Server, tmp_path: Path, route: object, content: bytes = CONTENT
+    ) -> None:
+        pin = pinned(server.route("/a.bin", route), content)  # type: ignore[arg-type]
         begun = time.monotonic()
         with pytest.raises(NetworkError):
             fetch_quickly(pin, tmp_path)
@@ -342,8 +347,8 @@ class TestFaults:
 
         pin = pinned(server.route("/a.bin", busy))
         begun = time.monotonic()
-        # A wait that the server asked for is no stall, however long.
-        fetch(pin, tmp_path, patience=QUICK._replace(stall_s=0.6))
+        # A wait that the server requested is not a stall, however long.
+        fetch(pin, tmp_path, retry_policy=QUICK._replace(stall_s=0.6))
         assert time.monotonic() - begun >= 1
 
     def test_9_the_wait_is_capped(self, server: Server, tmp_path: Path) -> None:
@@ -355,8 +360,9 @@ class TestFaults:
             return file(CONTENT)(request)
 
         pin = pinned(server.route("/a.bin", busy))
-        path = fetch(pin, tmp_path, patience=QUICK._replace(longest_wait_s=0.1))
-        assert path.read_bytes() == CONTENT
+        policy = QUICK._replace(longest_wait_s=0.1)
+        assert policy.wait_s(1, 86400) == 0.1  # otherwise the download takes a day
+        assert fetch(pin, tmp_path, retry_policy=policy).read_bytes() == CONTENT
 
     def test_9_busy_for_ever_ends(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", lambda _: Reply(503)))
@@ -447,14 +453,14 @@ class TestFaults:
         with pytest.raises(IntegrityError, match=r"2,499,999.*2,500,000"):
             fetch_quickly(pin, tmp_path)
 
-    def test_11_a_longer_body_than_said(self, server: Server, tmp_path: Path) -> None:
+    def test_11_a_longer_body_than_declared(self, server: Server, tmp_path: Path) -> None:
         longer = Reply(200, {}, CONTENT + b"more", length=False)
         pin = pinned(server.route("/a.bin", lambda _: longer))
         with pytest.raises(IntegrityError, match="more than"):
             fetch_quickly(pin, tmp_path)
         assert "a.bin" not in names(tmp_path)
 
-    def test_11_a_longer_part_than_asked_for(self, server: Server, tmp_path: Path) -> None:
+    def test_11_a_longer_part_than_requested(self, server: Server, tmp_path: Path) -> None:
         def longer(_: Request, reply: Reply) -> None:
             reply.body += b"more"
 
@@ -475,7 +481,7 @@ class TestFaults:
         assert server.body_bytes == len(CONTENT)
 
     def test_12_a_lock_that_was_waited_for_is_the_one_that_others_see(self, tmp_path: Path) -> None:
-        """Its file goes with each holder: who waited must not hold one that is gone."""
+        """Each holder removes its file: a waiting process must not lock a deleted one."""
         target = tmp_path / "a.bin"
         has_it, may_go = threading.Event(), threading.Event()
 
@@ -517,7 +523,7 @@ class TestFaults:
             fetch_quickly(pin, tmp_path / "file" / "folder")
 
     def test_14_a_disk_that_takes_no_more(self, server: Server, tmp_path: Path) -> None:
-        """A refusal while writing (here: no file above 1 MB) is a disk error, and mended later."""
+        """A refusal while writing (here: no file above 1 MB) is a disk error, and can be repaired later."""
         pin = pinned(server.route("/a.bin", file(CONTENT)))
         program = f"""
 import resource
@@ -531,15 +537,15 @@ try:
 except DiskError as error:
     print(error)
 """
-        said = subprocess.run(
+        output = subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True
         )
-        assert "a.bin" in said.stdout
+        assert "a.bin" in output.stdout
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
     def test_no_server(self, tmp_path: Path) -> None:
-        with Server() as gone:
-            url = gone.url + "/a.bin"
+        with Server() as stopped:
+            url = stopped.url + "/a.bin"
         with pytest.raises(NetworkError, match="refused"):
             fetch_quickly(pinned(url), tmp_path)
 

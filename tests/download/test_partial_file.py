@@ -45,10 +45,10 @@ def change_header(target: Path, **changes: object) -> None:
     [
         ("the same", 400_000),  # the kernel kept what the process had written
         ("another", 300_000),  # the machine went down: what was not synced may be lost
-        ("", 300_000),  # a system that does not tell
+        ("", 300_000),  # a system that does not report it
     ],
 )
-def test_what_counts_after_a_death(
+def test_records_after_a_kill(
     boot: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "a.bin"
@@ -67,7 +67,7 @@ def test_what_counts_after_a_death(
 
 
 def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that dies between the two has claimed nothing that is not there."""
+    """A process that dies between the two has recorded nothing that is absent."""
     part = opened(tmp_path / "a.bin")
     pwrite, left = os.pwrite, [1]
 
@@ -90,7 +90,7 @@ def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_part_has_its_length_after_its_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part of full length without a state would pass for whole."""
+    """A part of full length without a state would be taken as complete."""
 
     def dies(*_: Any) -> None:
         raise OSError(errno.EIO, "died")
@@ -150,7 +150,7 @@ def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> 
         ({"piece_bytes": 7}, 0),  # its records are of other pieces
     ],
 )
-def test_a_state_that_makes_no_sense_is_not_believed(
+def test_an_invalid_state_is_ignored(
     changes: dict[str, object], expected: int, tmp_path: Path
 ) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
@@ -160,7 +160,7 @@ def test_a_state_that_makes_no_sense_is_not_believed(
     part.close()
 
 
-def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> None:
+def test_a_record_of_more_bytes_than_a_piece_starts_again(tmp_path: Path) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
     _, state = part_paths(tmp_path / "a.bin")
     content = bytearray(state.read_bytes())
@@ -171,7 +171,7 @@ def test_a_record_of_more_bytes_than_a_piece_has_starts_anew(tmp_path: Path) -> 
     part.close()
 
 
-def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> None:
+def test_a_complete_part_without_its_state_is_checked_by_the_hash(tmp_path: Path) -> None:
     path, state = part_paths(tmp_path / "a.bin")
     path.write_bytes(CONTENT)
     part = opened(tmp_path / "a.bin")
@@ -180,7 +180,7 @@ def test_a_whole_part_without_its_state_is_left_to_the_hash(tmp_path: Path) -> N
     part.close()
 
 
-def test_a_version_too_long_to_remember_is_not_remembered(tmp_path: Path) -> None:
+def test_a_version_too_long_to_store_is_not_stored(tmp_path: Path) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
     part = opened(tmp_path / "a.bin")
     part.adopt('"' + 2000 * "x" + '"')
@@ -192,6 +192,6 @@ def test_a_version_too_long_to_remember_is_not_remembered(tmp_path: Path) -> Non
 
 
 def test_a_part_that_cannot_be_made_is_a_disk_error(tmp_path: Path) -> None:
-    part_paths(tmp_path / "a.bin")[1].mkdir()  # where the state should lie
+    part_paths(tmp_path / "a.bin")[1].mkdir()  # the place of the state
     with pytest.raises(DiskError, match=r"a\.bin\.part"):
         opened(tmp_path / "a.bin")

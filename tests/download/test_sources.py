@@ -1,4 +1,4 @@
-"""What is pinned, and what a manifest may say."""
+"""What is pinned, and what a manifest may contain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def manifest(folder: Path, text: str) -> list[PinnedFile]:
     return read_manifest(path)
 
 
-def test_coco_is_pinned_whole() -> None:
+def test_coco_is_pinned_completely() -> None:
     assert set(COCO2017) == {"train", "val", "annotations"}
     for file in COCO2017.values():
         assert re.fullmatch("[0-9a-f]{64}", file.sha256)
@@ -30,7 +30,7 @@ def test_coco_is_pinned_whole() -> None:
         assert file.url.endswith("/" + file.name)
 
 
-def test_weights_pin_the_hash_that_their_names_say() -> None:
+def test_weights_pin_the_hash_in_their_names() -> None:
     for weights in WEIGHTS:
         assert re.fullmatch("[0-9a-f]{8}|[0-9a-f]{64}", weights.file.sha256)
         assert weights.file.sha256.startswith(weights.name.rpartition("-")[2])

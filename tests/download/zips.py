@@ -1,4 +1,4 @@
-"""Archives for tests, and what lies in a folder."""
+"""Archives for tests, and the contents of a folder."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def zipped(
 
 def tree(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`: path -> content."""
-    found = (p for p in folder.rglob("*") if not p.is_dir())
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in found}
+    files = (p for p in folder.rglob("*") if not p.is_dir())
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}

@@ -1,4 +1,4 @@
-"""The error analysis finds errors that were made on purpose, by type."""
+"""The error analysis detects deliberate errors by type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     ]
     categories = [{"id": 2, "name": "cat"}, {"id": 7, "name": "dog"}]
     path.write_text(json.dumps({"images": listed, "annotations": truth, "categories": categories}))
-    found = Detections(
+    detections = Detections(
         np.array([r[0] for r in rows], np.int64),
         np.array([r[2] for r in rows], np.float64).reshape(-1, 4),
         np.array([r[3] for r in rows], np.float64),
@@ -41,7 +41,7 @@ def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
     about = EvaluationInfo(
         source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
     )
-    return analyse(run_scoring(read_ground_truth(path), found), found, about)
+    return analyse(run_scoring(read_ground_truth(path), detections), detections, about)
 
 
 @pytest.mark.parametrize(

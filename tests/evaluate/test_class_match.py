@@ -71,10 +71,10 @@ def test_evaluation_matches_by_name(
     before = cli("evaluate", checkpoint, "--data", shapes, *options, "--detections", "before.json")
     after = cli("evaluate", checkpoint, "--data", root, *options, "--detections", "after.json")
     assert after.code == 0, after.err
-    expected, found = json.loads(before.out), json.loads(after.out)
-    assert found["AP"] == pytest.approx(expected["AP"], abs=1e-12)
+    expected, actual = json.loads(before.out), json.loads(after.out)
+    assert actual["AP"] == pytest.approx(expected["AP"], abs=1e-12)
     objects = {c["name"]: c["objects"] for c in expected["per_class"]}
-    assert {c["name"]: c["objects"] for c in found["per_class"]} == objects
+    assert {c["name"]: c["objects"] for c in actual["per_class"]} == objects
     rows = [json.loads(Path(name).read_text()) for name in ("before.json", "after.json")]
     assert len(rows[0]) > 0
     for row in rows[0]:
@@ -90,7 +90,7 @@ def test_evaluation_matches_by_name(
     assert "brick" not in message
 
 
-def test_a_resume_with_renumbered_classes_goes_on(
+def test_a_run_resumes_with_renumbered_classes(
     cli: Cli, tiny_run: Path, shapes: Path, tmp_path: Path
 ) -> None:
     exported_again(shapes, tmp_path / "again", reverse=False)

@@ -68,17 +68,19 @@ def test_equal_to_pycocotools(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]],
 ) -> None:
-    truth, found = case
+    truth, result = case
     path = annotations(tmp_path_factory.mktemp("case"), truth)
-    run_scoring(read_ground_truth(path), detections(found), verify=True)  # raises if they differ
-    run_scoring(read_ground_truth(path), detections(found), image_ids=np.array([0, 2]), verify=True)
+    run_scoring(read_ground_truth(path), detections(result), verify=True)  # raises if they differ
+    run_scoring(
+        read_ground_truth(path), detections(result), image_ids=np.array([0, 2]), verify=True
+    )
 
 
 def test_perfect_detections_score_one(tmp_path: Path) -> None:
     truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
     path = annotations(tmp_path, truth)
-    found = [(i, [10.0, 10, 50, 50], 0.9, 5) for i in range(3)]
-    result = run_scoring(read_ground_truth(path), detections(found)).scores
+    actual = [(i, [10.0, 10, 50, 50], 0.9, 5) for i in range(3)]
+    result = run_scoring(read_ground_truth(path), detections(actual)).scores
     assert result.figures["AP"] == pytest.approx(1.0)
     assert result.figures["APs"] == -1
     by_name = {c.name: c.AP for c in result.per_class}

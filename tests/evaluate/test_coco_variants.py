@@ -259,12 +259,12 @@ VARIANTS: dict[str, Variant] = {
 @functools.cache
 def reference(clean: str) -> tuple[float, ...]:
     """pycocotools' figures on a clean file."""
-    found = detections(lambda n: n, lambda n: n)
+    result = detections(lambda n: n, lambda n: n)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
         truth.dataset = json.loads(clean)
         truth.createIndex()
-        evaluation = COCOeval(truth, truth.loadRes(found.to_coco()), "bbox")
+        evaluation = COCOeval(truth, truth.loadRes(result.to_coco()), "bbox")
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
@@ -284,8 +284,8 @@ def test_figures_are_those_of_a_clean_file(tmp_path: Path, name: str) -> None:
         variant.clean(clean)
     path = tmp_path / "annotations.json"
     path.write_text(json.dumps(content))
-    found = detections(variant.image_id, variant.category_id)
-    scores = run_scoring(read_ground_truth(path), found, verify=True).scores
+    renamed = detections(variant.image_id, variant.category_id)
+    scores = run_scoring(read_ground_truth(path), renamed, verify=True).scores
     expected = reference(json.dumps(clean))
     assert list(scores.figures.values()) == pytest.approx(list(expected), abs=1e-12)
     assert 0.1 < scores.figures["AP"] < 0.95  # a comparison of zeros would show nothing

@@ -1,4 +1,4 @@
-"""Detection over a split: every image once, whatever the batches; bad outputs are named."""
+"""Detection over a split: every image once, for all batch sizes; bad outputs are named."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Cli = Callable[..., Result]
 @pytest.fixture(scope="module")
 def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
     store = tmp_path_factory.mktemp("store")
-    return open_dataset(shapes, store, say=lambda _: None)["val"]
+    return open_dataset(shapes, store)["val"]
 
 
 def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -> Detections:
     device = open_device("cpu")
     model = device.place(load_network(read_checkpoint(checkpoint)))
     options = DetectOptions(batch_size, "fp32", threads=2, score_threshold=0.02)
-    found = detect_split(model, split, np.array(rows, np.int64), device, options)
+    result = detect_split(model, split, np.array(rows, np.int64), device, options)
     assert model.training  # its mode is restored
-    return found
+    return result
 
 
 def table(found: Detections) -> np.ndarray:
@@ -57,9 +57,9 @@ def test_batches_do_not_matter(
 def test_images_that_do_not_open_have_no_detections(checkpoint: Path, split: Split) -> None:
     usable = split.usable.copy()
     usable[[0, 5]] = False
-    found = detected(checkpoint, split._replace(usable=usable), list(range(9)), 4)
+    detections = detected(checkpoint, split._replace(usable=usable), list(range(9)), 4)
     bad = set(split.image_ids[[0, 5]].tolist())
-    assert set(found.image_ids.tolist()) == set(split.image_ids.tolist()) - bad
+    assert set(detections.image_ids.tolist()) == set(split.image_ids.tolist()) - bad
 
 
 def test_nothing_to_look_at(checkpoint: Path, split: Split) -> None:

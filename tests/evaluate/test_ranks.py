@@ -34,16 +34,16 @@ def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     assert one.code == 0, one.err
     several = launch(ranks, checkpoint, "--json", *LOW, "--detections", "several.json")
     assert several.returncode == 0, several.stderr
-    expected, found = json.loads(one.out), json.loads(several.stdout)
-    assert found["images"] == 9
-    assert found["detections"] == expected["detections"] > 0
+    expected, actual = json.loads(one.out), json.loads(several.stdout)
+    assert actual["images"] == 9
+    assert actual["detections"] == expected["detections"] > 0
     for key, value in expected.items():
         if isinstance(value, float):
-            assert found[key] == pytest.approx(value, abs=1e-9), key
+            assert actual[key] == pytest.approx(value, abs=1e-9), key
     assert by_image("several.json") == by_image("one.json")
 
 
-def test_nan_on_every_rank_is_said_once(checkpoint: Path) -> None:
+def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")
     torch.save(payload, "bad.pt")

@@ -51,18 +51,18 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
         pixels = np.stack([resized(p) for p in pictures])
         boxes, scores, labels, count = deployed.run(None, {"images": pixels})
         assert boxes.shape == (batch, 200, 4)
-        for i, found in enumerate(predictor.predict_many(pictures)):
+        for i, detections in enumerate(predictor.predict_many(pictures)):
             n = int(count[i])
-            assert n == len(found) > 0
+            assert n == len(detections) > 0
             assert (labels[i, n:] == 0).all()
-            np.testing.assert_allclose(scores[i, :n], [f.score for f in found], atol=2e-5)
+            np.testing.assert_allclose(scores[i, :n], [f.score for f in detections], atol=2e-5)
             pixel_boxes = boxes[i, :n].clip(0, 1) * np.array([*pictures[i].size] * 2)
-            theirs = {
+            expected = {
                 (int(k), *np.round(box / 2).astype(int))
                 for k, box in zip(labels[i, :n], pixel_boxes, strict=True)
             }
-            ours = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in found}
-            assert len(ours & theirs) > 0.9 * len(ours)  # the rest: rounded to the other side
+            actual = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in detections}
+            assert len(actual & expected) > 0.9 * len(actual)  # the rest: rounded to the other side
     check_quantization(Path("ssd.onnx"))
 
 
@@ -80,7 +80,7 @@ def check_quantization(path: Path) -> None:
 
 @pytest.mark.parametrize("is_prepared", [True, False])
 def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
-    """The dataset's, wherever they lie in it, its store's where only that is left; else generated."""
+    """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
     root = tmp_path / "root"
     (root / "photos").mkdir(parents=True)
     shutil.copytree(shapes / "val2017", root / "photos/deep")
@@ -124,7 +124,7 @@ def test_a_file_that_differs_is_not_published(
 
 @pytest.mark.slow
 def test_raw_heads(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
-    """With the dataset gone, pictures are generated for the comparison."""
+    """Without the dataset, pictures are generated for the comparison."""
     result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx",
                  "--data", tmp_path / "none")  # fmt: skip
     assert result.code == 0, result.err

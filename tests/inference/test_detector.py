@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_network import made
+from tiny_network import build_training
 from torch import Tensor
 
 from ssdctl.device import open_device
@@ -19,7 +19,7 @@ def test_full_memory_names_a_batch_that_may_fit(
     num_images: int, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = open_device("cpu")
-    model, _, _ = made(device)
+    model, _, _ = build_training(device)
 
     def full(_: Tensor) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 TB")

@@ -44,15 +44,15 @@ def test_importing_ssdctl_imports_no_torch() -> None:
 
 
 def test_any_kind_of_picture(predictor: Predictor, picture: Path) -> None:
-    found = predictor.predict(picture)
-    assert found
+    detections = predictor.predict(picture)
+    assert detections
     with Image.open(picture) as image:
-        assert predictor.predict(image) == found
-        assert predictor.predict(np.asarray(image.convert("RGB"))) == found
+        assert predictor.predict(image) == detections
+        assert predictor.predict(np.asarray(image.convert("RGB"))) == detections
         width, height = image.size
-    assert predictor.predict(str(picture)) == found
-    assert [f.score for f in found] == sorted((f.score for f in found), reverse=True)
-    for item in found:
+    assert predictor.predict(str(picture)) == detections
+    assert [f.score for f in detections] == sorted((f.score for f in detections), reverse=True)
+    for item in detections:
         assert item.name == predictor.class_names[item.label - 1]
         left, top, right, bottom = item.box
         assert 0 <= left <= right <= width
@@ -62,10 +62,10 @@ def test_any_kind_of_picture(predictor: Predictor, picture: Path) -> None:
 def test_many_at_once_are_as_one_by_one(predictor: Predictor, shapes: Path) -> None:
     pictures = sorted((shapes / "val2017").iterdir())[:3]
     together = predictor.predict_many(pictures)
-    for found, path in zip(together, pictures, strict=True):
-        alone = predictor.predict(path)
-        assert [f.label for f in found] == [f.label for f in alone]
-        np.testing.assert_allclose([f.box for f in found], [f.box for f in alone], atol=0.05)
+    for result, path in zip(together, pictures, strict=True):
+        single = predictor.predict(path)
+        assert [f.label for f in result] == [f.label for f in single]
+        np.testing.assert_allclose([f.box for f in result], [f.box for f in single], atol=0.05)
     assert predictor.predict_many([]) == []
 
 
@@ -123,7 +123,7 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
 
 
 def test_letters_of_other_languages_are_drawn() -> None:
-    """Not the empty box that stands for a letter which the font lacks."""
+    """Not the empty box of a letter that is missing in the font."""
     font = label_font(16)
     missing = bytes(font.getmask("\U0010ffff"))
     for letter in "aäßñøřżжщλ":
@@ -141,7 +141,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
         "predict", checkpoint, "photos", "photos/deep/*", "--out", "drawn", "--bs", 2, "--json",
         "--score", 0.02, "--device", "cpu",
     )  # fmt: skip
-    assert result.code == 3  # one was bad, the rest went on
+    assert result.code == 3  # one was bad, the others were processed
     assert "photos/bad.png: " in result.err
     assert "1 of 4" in result.err
     answers = json.loads(result.out)
@@ -159,7 +159,7 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     ("name", "words"),
     [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "--recursive")],
 )
-def test_names_that_lead_nowhere(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
+def test_names_without_pictures(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
     Path("empty").mkdir()
     result = cli("predict", checkpoint, name)
     assert result.code == 2
@@ -183,8 +183,8 @@ def test_nms_iou(cli: Cli, checkpoint: Path, predictor: Predictor, picture: Path
 
     def count(*options: object) -> int:
         common = ("--score", score, "--device", "cpu", "--json")
-        found = json.loads(cli("predict", checkpoint, picture, *common, *options).out)
-        return len(found[0]["detections"])
+        pictures = json.loads(cli("predict", checkpoint, picture, *common, *options).out)
+        return len(pictures[0]["detections"])
 
     assert count("--nms-iou", 0.1) < count("--nms-iou", 0.9)
     assert count("--nms-iou", 0.5) == count() == count("--set", "evaluate.nms_iou=0.5")
@@ -235,12 +235,12 @@ def test_tiles_find_small_objects(
 
     monkeypatch.setattr(Detector, "__call__", counted)
     tiled = ssdctl.load(tiny_run, device="cpu", score=0.02, nms_iou=1, tile=400)
-    found = tiled.predict(large)
-    assert max(passes) <= 8  # whatever the size of the picture
+    detections = tiled.predict(large)
+    assert max(passes) <= 8  # for any size of the picture
     assert sum(passes) == len(tile_windows(1200, 1000, 400, 0.2))
     expected = np.add(complete.box, [800, 600, 800, 600])
-    assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in found)
-    assert [d.score for d in found] == sorted((d.score for d in found), reverse=True)
+    assert any(d.label == complete.label and np.abs(d.box - expected).max() < 1 for d in detections)
+    assert [d.score for d in detections] == sorted((d.score for d in detections), reverse=True)
     assert tiled.predict(corner) == single
 
 

@@ -1,4 +1,4 @@
-"""The pictures that names stand for: files, folders, patterns, URLs and lists."""
+"""The pictures that arguments name: files, folders, patterns, URLs and lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(*given: str, recursive: bool = False, stdin: bytes = b"") -> list[str]
     return [s.name for s in find_sources(given, recursive=recursive, stdin=io.BytesIO(stdin))]
 
 
-def test_folders_only_their_own_pictures_unless_recursive() -> None:
+def test_folders_contain_only_direct_pictures_unless_recursive() -> None:
     touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
     assert names("a") == ["a/1.tif", "a/2.JPG"]
     assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", "a/b/3.webp"]

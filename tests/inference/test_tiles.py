@@ -18,8 +18,8 @@ from ssdctl.inference.tiles import Window, cut_flags, merge, tile_windows
 def test_tiles_cover_the_picture_and_overlap(
     width: int, height: int, size: int, overlap: float
 ) -> None:
-    whole, *tiles = tile_windows(width, height, size, overlap)
-    assert whole == (0, 0, width, height)
+    complete, *tiles = tile_windows(width, height, size, overlap)
+    assert complete == (0, 0, width, height)
     for length, axis in ((width, 0), (height, 1)):
         spans = sorted({(tile[axis], tile[axis + 2]) for tile in tiles})
         assert spans[0][0] == 0
@@ -57,10 +57,13 @@ def test_one_object_of_two_tiles_is_one_detection() -> None:
 
 
 def test_a_part_of_an_object_does_not_replace_it() -> None:
-    whole, part = (0, 0, 100, 40), (0, 0, 30, 40)
-    assert merged((part, 0.9, 1, True), (whole, 0.4, 1, False)) == [1]
-    assert merged((part, 0.9, 1, False), (whole, 0.4, 1, False)) == [0, 1]  # a small one before it
-    assert merged((part, 0.9, 1, True), (whole, 0.4, 2, False)) == [0, 1]
+    full, part = (0, 0, 100, 40), (0, 0, 30, 40)
+    assert merged((part, 0.9, 1, True), (full, 0.4, 1, False)) == [1]
+    assert merged((part, 0.9, 1, False), (full, 0.4, 1, False)) == [
+        0,
+        1,
+    ]  # a small one before it
+    assert merged((part, 0.9, 1, True), (full, 0.4, 2, False)) == [0, 1]
 
 
 def test_no_detections() -> None:

@@ -67,7 +67,7 @@ def test_uniform(keys: tuple[np.ndarray | int, ...]) -> None:
 @pytest.mark.parametrize("place", range(4))
 @pytest.mark.parametrize("distance", [1, 2, 64])
 def test_neighbours_are_unrelated(place: int, distance: int) -> None:
-    """Correlation of numbers whose keys differ by little in one place."""
+    """Correlation of numbers with slightly different keys."""
     keys = [3, 0, 5, 11]
     draws = []
     for shift in (0, distance):

@@ -43,11 +43,11 @@ class Drawn(NamedTuple):
 
 def padded(boxes: list[reference.Box], count: int) -> tuple[np.ndarray, np.ndarray]:
     """(count, G + 2, 4) boxes and labels 1 to G, then padding, for `count` equal pictures."""
-    found = np.zeros((count, len(boxes) + 2, 4))
+    result = np.zeros((count, len(boxes) + 2, 4))
     labels = np.zeros((count, len(boxes) + 2), np.int64)
-    found[:, : len(boxes)] = boxes
+    result[:, : len(boxes)] = boxes
     labels[:, : len(boxes)] = np.arange(1, len(boxes) + 1)
-    return found, labels
+    return result, labels
 
 
 def drawn_by_ssdctl(boxes: list[reference.Box], seed: int = 0, count: int = NUM_DRAWS) -> Drawn:
@@ -126,15 +126,15 @@ def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
 @pytest.mark.parametrize("scene", SCENES)
 def test_statistics_equal_the_replaced_systems(scene: str) -> None:
     boxes = SCENES[scene]
-    ours, theirs = drawn_by_ssdctl(boxes), drawn_by_reference(boxes)
-    whole = [(d.rect == WHOLE).all(axis=1) for d in (ours, theirs)]
-    assert_same_mean(*(w.astype(float) for w in whole), "pictures left whole")
+    actual, expected = drawn_by_ssdctl(boxes), drawn_by_reference(boxes)
+    uncropped = [(d.rect == WHOLE).all(axis=1) for d in (actual, expected)]
+    assert_same_mean(*(w.astype(float) for w in uncropped), "pictures left whole")
     # The modes show in how many crops fit every box by more than each threshold.
-    fits = [least_iou(d.rect, boxes) for d in (ours, theirs)]
+    fits = [least_iou(d.rect, boxes) for d in (actual, expected)]
     for threshold in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
-        over = [((f > threshold) & ~w).astype(float) for f, w in zip(fits, whole, strict=True)]
+        over = [((f > threshold) & ~w).astype(float) for f, w in zip(fits, uncropped, strict=True)]
         assert_same_mean(*over, f"crops over {threshold}")
-    rects = [d.rect[~w] for d, w in zip((ours, theirs), whole, strict=True)]
+    rects = [d.rect[~w] for d, w in zip((actual, expected), uncropped, strict=True)]
     sides = [r[:, 2:] - r[:, :2] for r in rects]
     for axis, name in enumerate("xy"):
         assert_same_distribution(*(s[:, axis] for s in sides), f"side {name}")
@@ -142,10 +142,10 @@ def test_statistics_equal_the_replaced_systems(scene: str) -> None:
         assert_same_mean(*(s[:, axis] for s in sides), f"mean side {name}")
     assert_same_distribution(*(s[:, 0] / s[:, 1] for s in sides), "aspect")
     for g in range(len(boxes)):
-        assert_same_mean(*(d.kept[:, g].astype(float) for d in (ours, theirs)), f"box {g} kept")
-    assert_same_mean(*(d.kept.sum(axis=1).astype(float) for d in (ours, theirs)), "boxes kept")
+        assert_same_mean(*(d.kept[:, g].astype(float) for d in (actual, expected)), f"box {g} kept")
+    assert_same_mean(*(d.kept.sum(axis=1).astype(float) for d in (actual, expected)), "boxes kept")
     # Rounded, because whole pictures' boxes are equal but for fp32.
-    boxes_left = [d.first.round(5) for d in (ours, theirs)]
+    boxes_left = [d.first.round(5) for d in (actual, expected)]
     for axis, name in enumerate("xy"):
         centres = [(b[:, axis] + b[:, axis + 2]).round(5) for b in boxes_left]
         assert_same_distribution(*centres, f"centre {name} of the first box kept")
@@ -153,7 +153,7 @@ def test_statistics_equal_the_replaced_systems(scene: str) -> None:
         assert_same_distribution(*extents, f"side {name} of the first box kept")
 
 
-def test_share_of_whole_pictures_by_calculation() -> None:
+def test_share_of_uncropped_pictures_by_calculation() -> None:
     """A tiny box in the middle fails all five thresholds, so "whole" and "free" are left: an
     attempt ends whole with 1/7, cropped with 1/7 of the chance that a free crop is good."""
     side = 0.3 + 0.7 * (np.arange(1000) + 0.5) / 1000
@@ -182,7 +182,7 @@ def test_each_crop_is_one_that_the_modes_allow() -> None:
         assert kept.any()
 
 
-def test_pictures_without_boxes_stay_whole() -> None:
+def test_pictures_without_boxes_are_not_cropped() -> None:
     zeros, no_labels = np.zeros(50, np.int64), np.zeros((50, 3), np.int64)
     crops = sample_crops(0, zeros, np.arange(50), np.zeros((50, 3, 4)), no_labels)
     assert (crops.rect == WHOLE).all()
@@ -205,8 +205,8 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     together = sample_crops(5, epoch, row, boxes, labels)
     for i in (0, 13, 63):
         one = slice(i, i + 1)
-        alone = sample_crops(5, epoch[one], row[one], boxes[one], labels[one])
-        assert_equal(alone, Crops(*(part[one] for part in together)))
+        single = sample_crops(5, epoch[one], row[one], boxes[one], labels[one])
+        assert_equal(single, Crops(*(part[one] for part in together)))
     order = rng.permutation(64)
     shuffled = sample_crops(5, epoch[order], row[order], boxes[order], labels[order])
     assert_equal(shuffled, Crops(*(part[order] for part in together)))
@@ -240,7 +240,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_kept(crops: Crops, boxes: np.ndarray, labels: np.ndarray) -> None:
-    """Kept boxes lie in the crop, come first and in their order; the rest is zeros."""
+    """Kept boxes are in the crop, first and in their order; the rest is zeros."""
     assert crops.boxes.dtype == np.float32
     assert crops.boxes.min() >= 0
     assert crops.boxes.max() <= 1
@@ -265,7 +265,7 @@ def check_kept(crops: Crops, boxes: np.ndarray, labels: np.ndarray) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), arrays(np.float64, (2, 4), elements=UNIT))
-def test_any_crop_keeps_the_boxes_whose_centre_it_holds(
+def test_any_crop_keeps_the_boxes_with_their_centre_in_it(
     batch: tuple[np.ndarray, np.ndarray], draw: np.ndarray
 ) -> None:
     size = 0.3 + 0.7 * draw[:, :2]
@@ -275,7 +275,7 @@ def test_any_crop_keeps_the_boxes_whose_centre_it_holds(
 
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.integers(0, 2**31), st.integers(0, 10**6))
-def test_sampled_crops_keep_the_boxes_whose_centre_they_hold(
+def test_sampled_crops_keep_the_boxes_with_their_centre_in_them(
     batch: tuple[np.ndarray, np.ndarray], seed: int, row: int
 ) -> None:
     boxes, labels = batch
@@ -289,7 +289,7 @@ def test_many_boxes_keep_their_order() -> None:
     check_kept(crop_boxes(np.array([[0.2, 0.2, 0.8, 0.7]]), boxes, labels), boxes, labels)
 
 
-def test_whole_images_leave_boxes_alone() -> None:
+def test_whole_images_do_not_change_boxes() -> None:
     boxes, labels = padded(SCENES["three"], 2)
     crops = whole_images(boxes, labels)
     assert (crops.rect == WHOLE).all()

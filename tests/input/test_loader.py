@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -34,19 +35,19 @@ PLAN = LoaderConfig(
 
 @pytest.fixture(scope="module")
 def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
-    return open_dataset(shapes, tmp_path_factory.mktemp("store"), say=lambda _: None)
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"))
 
 
-def taken(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
+def read_batches(split: Split, plan: LoaderConfig, steps: range) -> list[Batch]:
     """Copies of a run's batches: the pixel buffers are reused."""
     loader = TrainLoader(split, SampleStream(split.trainable, plan.seed), plan)
     batches = loader.batches(steps.start, steps.stop)
     return [batch._replace(images=batch.images.clone()) for batch in batches]
 
 
-def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert a.rows.tolist() == b.rows.tolist()
         for name in ("images", "boxes", "labels", "jitter"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
@@ -54,29 +55,29 @@ def assert_same(ours: list[Batch], theirs: list[Batch]) -> None:
 
 def test_threads_change_nothing(splits: dict[str, Split]) -> None:
     steps = range(10)  # two epochs
-    once = taken(splits["train"], PLAN._replace(threads=1), steps)
-    assert_same(once, taken(splits["train"], PLAN._replace(threads=2), steps))
-    assert_same(once, taken(splits["train"], PLAN._replace(threads=5), steps))
+    once = read_batches(splits["train"], PLAN._replace(threads=1), steps)
+    assert_same(once, read_batches(splits["train"], PLAN._replace(threads=2), steps))
+    assert_same(once, read_batches(splits["train"], PLAN._replace(threads=5), steps))
 
 
-def test_a_resumed_run_goes_on_with_the_same_batches(splits: dict[str, Split]) -> None:
-    whole = taken(splits["train"], PLAN, range(8))
-    assert_same(whole[3:], taken(splits["train"], PLAN, range(3, 8)))
+def test_a_resumed_run_continues_with_the_same_batches(splits: dict[str, Split]) -> None:
+    complete = read_batches(splits["train"], PLAN, range(8))
+    assert_same(complete[3:], read_batches(splits["train"], PLAN, range(3, 8)))
     later = PLAN._replace(first_sample=3 * 5)
-    assert_same(whole[3:], taken(splits["train"], later, range(5)))
+    assert_same(complete[3:], read_batches(splits["train"], later, range(5)))
 
 
 def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
-    whole = taken(splits["train"], PLAN._replace(batch_size=8), range(4))
+    complete = read_batches(splits["train"], PLAN._replace(batch_size=8), range(4))
     shared = [
-        taken(
+        read_batches(
             splits["train"],
             PLAN._replace(batch_size=2, world_size=2, rank=r, accumulate=2),
             range(4),
         )
         for r in (0, 1)
     ]
-    for step, batch in enumerate(whole):
+    for step, batch in enumerate(complete):
         parts = [shared[rank][2 * step + part] for part in (0, 1) for rank in (0, 1)]
         assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
         assert torch.equal(torch.cat([p.boxes for p in parts]), batch.boxes)
@@ -86,9 +87,9 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 def test_a_steps_batches_are_good_until_the_next_step(
     splits: dict[str, Split], accumulate: int
 ) -> None:
-    """The caller holds all micro-batches of a step; no buffer of theirs may be written again."""
+    """The caller keeps all micro-batches of a step; none of their buffers may be reused."""
     plan = PLAN._replace(batch_size=1, accumulate=accumulate)
-    copies = taken(splits["train"], plan, range(4))
+    copies = read_batches(splits["train"], plan, range(4))
     loader = TrainLoader(splits["train"], SampleStream(splits["train"].trainable, plan.seed), plan)
     batches = loader.batches(0, 4)
     for step in range(4):
@@ -98,8 +99,8 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
-def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]) -> None:
-    for batch in taken(splits["train"], PLAN, range(20)):
+def test_shapes_are_static_and_boxes_are_in_the_picture(splits: dict[str, Split]) -> None:
+    for batch in read_batches(splits["train"], PLAN, range(20)):
         assert batch.images.shape == (5, 300, 300, 3)
         assert batch.images.dtype == torch.uint8
         assert batch.boxes.shape == (5, 12, 4)
@@ -114,7 +115,7 @@ def test_shapes_are_static_and_boxes_lie_in_the_picture(splits: dict[str, Split]
 def test_without_augmentation_pictures_are_resized_as_pillow_does(
     splits: dict[str, Split], shapes: Path
 ) -> None:
-    (batch,) = taken(splits["train"], PLAN._replace(augment=False), range(1))
+    (batch,) = read_batches(splits["train"], PLAN._replace(augment=False), range(1))
     assert batch.jitter is None
     for i, row in enumerate(batch.rows):
         name = f"{splits['train'].image_ids[row]:012d}.jpg"
@@ -123,23 +124,47 @@ def test_without_augmentation_pictures_are_resized_as_pillow_does(
         assert np.array_equal(batch.images[i].numpy(), expected)
 
 
-def test_flipped_pictures_and_boxes_belong_together(splits: dict[str, Split]) -> None:
-    """The mean colour inside each box is the same in the batch and in the picture it came from."""
-    split = splits["train"]
-    batches = taken(split, PLAN, range(30))
-    flipped = 0
-    for batch in batches:
-        for i, row in enumerate(batch.rows):
-            kept = int((batch.labels[i] > 0).sum())
-            truth = split.boxes[split.starts[row] : split.starts[row + 1]]
-            if kept != len(truth):
+def white_boxes(folder: Path) -> Path:
+    """Create a dataset of black pictures, each with one annotated white box on its left."""
+    images, annotations = [], []
+    (folder / "train2017").mkdir(parents=True)
+    for number in range(1, 7):
+        picture = np.zeros((90, 120, 3), np.uint8)
+        left, top, width, height = 5 + number, 10 * number, 30, 25
+        picture[top : top + height, left : left + width] = 255
+        name = f"{number}.jpg"
+        Image.fromarray(picture).save(folder / "train2017" / name, quality=95)
+        images.append({"id": number, "file_name": name, "width": 120, "height": 90})
+        box = [left, top, width, min(height, 90 - top)]
+        annotations.append({"id": number, "image_id": number, "category_id": 1, "bbox": box})
+    document = {
+        "images": images,
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "white"}],
+    }
+    (folder / "annotations").mkdir()
+    (folder / "annotations/instances_train2017.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_flipped_pictures_and_boxes_belong_together(tmp_path: Path) -> None:
+    """A white box stays where its annotation is, whatever the crop and the flip."""
+    data = white_boxes(tmp_path / "data")
+    split = open_dataset(data, tmp_path / "store", say=lambda _: None)["train"]
+    sides = []
+    for batch in read_batches(split, PLAN, range(20)):
+        for picture, boxes, labels in zip(batch.images, batch.boxes, batch.labels, strict=True):
+            left, top, right, bottom = (300 * boxes[0]).round().int().tolist()
+            if not labels[0] or min(right - left, bottom - top) < 30:
                 continue
-            centres = (batch.boxes[i, :kept, 0] + batch.boxes[i, :kept, 2]) / 2
-            order = np.argsort(centres.numpy())
-            reference = np.argsort((truth[:, 0] + truth[:, 2]) / 2)
-            if kept > 2 and order.tolist() == reference[::-1].tolist():
-                flipped += 1
-    assert flipped > 5
+            white = picture.numpy().mean(axis=2) > 127
+            area = (right - left) * (bottom - top)
+            inside = white[top:bottom, left:right].sum()
+            assert inside > 0.8 * area
+            assert white.sum() - inside < 0.2 * area
+            sides.append(left + right > 300)
+    assert len(sides) > 50
+    assert 5 < sum(sides) < len(sides) - 5
 
 
 def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> None:
@@ -154,10 +179,10 @@ def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> 
 def test_an_image_that_went_bad_is_named(shapes: Path, tmp_path: Path, content: bytes) -> None:
     root = tmp_path / "dataset"
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    split = open_dataset(root, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(root, tmp_path / "store")["train"]
     for path in (root / "train2017").iterdir():
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"image \d+ cannot be decoded"):
         list(evaluation_batches(split, split.trainable, 4, 2))
     with pytest.raises(DataError, match=r"images in a row cannot be decoded, the first .*\.jpg"):
-        taken(split, PLAN, range(1))
+        read_batches(split, PLAN, range(1))

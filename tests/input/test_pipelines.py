@@ -35,7 +35,7 @@ def damaged(shapes: Path, tmp_path: Path) -> Split:
     """A prepared dataset of which three images went bad afterwards: cut, replaced, lost."""
     root = tmp_path / "dataset"
     shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
-    split = open_dataset(root, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(root, tmp_path / "store")["train"]
     cut, page, lost = (Path(split.place(int(row))) for row in split.trainable[[2, 9, 15]])
     cut.write_bytes(cut.read_bytes()[:3000])
     page.write_bytes(b"<html>not found</html>")
@@ -43,16 +43,16 @@ def damaged(shapes: Path, tmp_path: Path) -> Split:
     return split
 
 
-def taken(
+def read_batches(
     split: Split, plan: LoaderConfig, first: int, last: int, pipeline: str = "native"
 ) -> list[Batch]:
     batches = open_input(pipeline, split, plan).batches(first, last)
     return [batch._replace(images=batch.images.clone()) for batch in batches]
 
 
-def assert_same(ours: list[Batch], theirs: list[Batch], levels: int = 0) -> None:
-    assert len(ours) == len(theirs)
-    for a, b in zip(ours, theirs, strict=True):
+def assert_same(actual: list[Batch], expected: list[Batch], levels: int = 0) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
         assert a.rows.tolist() == b.rows.tolist()
         assert a.bad == b.bad
         for name in ("boxes", "labels", "jitter"):
@@ -64,20 +64,22 @@ def assert_same(ours: list[Batch], theirs: list[Batch], levels: int = 0) -> None
 def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
     damaged: Split, pipeline: str
 ) -> None:
-    whole = taken(damaged, PLAN, 0, 12, pipeline)
+    complete = read_batches(damaged, PLAN, 0, 12, pipeline)
     bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
-    assert not bad_rows & {int(row) for batch in whole for row in batch.rows}
-    met = [bad for batch in whole for bad in batch.bad]
+    assert not bad_rows & {int(row) for batch in complete for row in batch.rows}
+    met = [bad for batch in complete for bad in batch.bad]
     assert {bad.image_id for bad in met} == set(damaged.image_ids[list(bad_rows)].tolist())
     assert all(bad.problem and bad.file == damaged.place(bad.image_id - 1) for bad in met)
     for threads in (1, 5):
-        assert_same(whole, taken(damaged, PLAN._replace(threads=threads), 0, 12, pipeline))
-    assert_same(whole[7:], taken(damaged, PLAN, 7, 12, pipeline))
+        assert_same(
+            complete, read_batches(damaged, PLAN._replace(threads=threads), 0, 12, pipeline)
+        )
+    assert_same(complete[7:], read_batches(damaged, PLAN, 7, 12, pipeline))
     ranks = [
-        taken(damaged, PLAN._replace(batch_size=1, world_size=5, rank=rank), 0, 12, pipeline)
+        read_batches(damaged, PLAN._replace(batch_size=1, world_size=5, rank=rank), 0, 12, pipeline)
         for rank in range(5)
     ]
-    for step, batch in enumerate(whole):
+    for step, batch in enumerate(complete):
         assert [int(rank[step].rows[0]) for rank in ranks] == batch.rows.tolist()
         images = torch.cat([rank[step].images for rank in ranks])
         assert (images.int() - batch.images.int()).abs().max() <= (2 if pipeline == "dali" else 0)
@@ -87,33 +89,35 @@ def test_a_replacement_is_the_next_good_sample_of_the_stream(damaged: Split) -> 
     places = PLAN.positions(0, 12)
     rows = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100).row
     bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
-    for start, batch in zip(places, taken(damaged, PLAN, 0, 12), strict=True):
+    for start, batch in zip(places, read_batches(damaged, PLAN, 0, 12), strict=True):
         for slot, row in enumerate(batch.rows):
             expected = next(int(r) for r in rows[start + slot :] if int(r) not in bad_rows)
             assert int(row) == expected
 
 
-def test_where_all_images_are_gone_the_run_ends(damaged: Split) -> None:
+def test_a_run_without_any_readable_image_ends(damaged: Split) -> None:
     for row in damaged.trainable:
         Path(damaged.place(int(row))).unlink(missing_ok=True)
     with pytest.raises(DataError, match="images in a row cannot be decoded"):
-        taken(damaged, PLAN, 0, 1)
+        read_batches(damaged, PLAN, 0, 1)
 
 
 @needs_dali
 @pytest.mark.parametrize("augment", [True, False])
 def test_dali_gives_the_native_batches_within_two_levels(shapes: Path, augment: bool) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     plan = PLAN._replace(augment=augment)
-    native = [b._replace(jitter=torch.zeros(1)) for b in taken(split, plan, 0, 6)]
-    dali = [b._replace(jitter=torch.zeros(1)) for b in taken(split, plan, 0, 6, "dali")]
+    native = [b._replace(jitter=torch.zeros(1)) for b in read_batches(split, plan, 0, 6)]
+    dali = [b._replace(jitter=torch.zeros(1)) for b in read_batches(split, plan, 0, 6, "dali")]
     assert_same(native, dali, levels=2)
 
 
 @needs_dali
-def test_dali_resumed_in_mid_epoch_goes_on_with_the_same_batches(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
-    assert_same(taken(split, PLAN, 0, 8, "dali")[3:], taken(split, PLAN, 3, 8, "dali"))
+def test_dali_resumed_in_mid_epoch_continues_with_the_same_batches(shapes: Path) -> None:
+    split = open_dataset(shapes, shapes / "prepared")["train"]
+    assert_same(
+        read_batches(split, PLAN, 0, 8, "dali")[3:], read_batches(split, PLAN, 3, 8, "dali")
+    )
 
 
 def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_path: Path) -> None:
@@ -125,13 +129,13 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
         ("shrunk", True, 300),
     ):
         prepare(shapes, tmp_path / name, pack=pack, shrink=shrink)
-        split = open_dataset(shapes, tmp_path / name, say=lambda _: None)["train"]
-        batches[name] = taken(split, PLAN, 0, 5)
+        split = open_dataset(shapes, tmp_path / name)["train"]
+        batches[name] = read_batches(split, PLAN, 0, 5)
     assert_same(batches["files"], batches["packed"])
-    for ours, theirs in zip(batches["files"], batches["shrunk"], strict=True):
-        assert not theirs.bad
-        assert ours.rows.tolist() == theirs.rows.tolist()
-        assert (ours.boxes - theirs.boxes).abs().max() < 0.03
+    for actual, expected in zip(batches["files"], batches["shrunk"], strict=True):
+        assert not expected.bad
+        assert actual.rows.tolist() == expected.rows.tolist()
+        assert (actual.boxes - expected.boxes).abs().max() < 0.03
 
 
 @settings(max_examples=40, deadline=None)
@@ -159,7 +163,7 @@ def test_any_world_size_sees_every_image_once_an_epoch(
 
 
 def test_next_batches_are_ready_while_the_device_works(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     batches = open_input("native", split, PLAN).batches(0, 50)
     next(batches)
     time.sleep(1.0)  # what a step of the device would take
@@ -171,7 +175,7 @@ def test_next_batches_are_ready_while_the_device_works(shapes: Path) -> None:
 
 
 def test_memory_stays_flat_over_epochs(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(shapes, shapes / "prepared")["train"]
     batches = open_input("native", split, PLAN).batches(0, 110)
     peaks = []
     for number, _ in enumerate(batches):
@@ -181,15 +185,15 @@ def test_memory_stays_flat_over_epochs(shapes: Path) -> None:
 
 
 def test_fake_batches_have_the_shapes_of_real_ones(shapes: Path) -> None:
-    split = open_dataset(shapes, shapes / "prepared", say=lambda _: None)["train"]
-    (real,) = taken(split, PLAN, 0, 1)
+    split = open_dataset(shapes, shapes / "prepared")["train"]
+    (real,) = read_batches(split, PLAN, 0, 1)
     for source in (split, fake_split()):
         fakes = list(open_input("native", source, PLAN, fake=True).batches(0, 3))
         assert len(fakes) == 3
         for fake in fakes:
             for name in ("images", "boxes", "labels", "jitter"):
-                ours, theirs = getattr(fake, name), getattr(real, name)
-                assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
+                actual, expected = getattr(fake, name), getattr(real, name)
+                assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
             real_boxes = fake.boxes[fake.labels > 0]
             assert (real_boxes[:, 2:] > real_boxes[:, :2]).all()
             assert real_boxes.max() <= 1

@@ -38,7 +38,7 @@ def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], f
     assert error.mean() < 0.1
 
 
-def test_a_whole_picture_is_exactly_pillows() -> None:
+def test_an_uncropped_picture_equals_pillows() -> None:
     image = picture(333, 222, 7)
     out = np.zeros((300, 300, 3), np.uint8)
     resize(np.asarray(image), out)

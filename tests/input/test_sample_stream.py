@@ -24,13 +24,13 @@ def test_each_epoch_is_a_permutation(images: int, batch: int, seed: int, offset:
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
 def test_ranks_share_the_global_batch(images: int, world: int, size: int, step: int) -> None:
     rows = np.arange(images)
-    whole = SampleStream(rows, 1).samples(step * world * size, world * size)
+    complete = SampleStream(rows, 1).samples(step * world * size, world * size)
     parts = [
         SampleStream(rows, 1).samples(step * world * size + rank * size, size)
         for rank in range(world)
     ]
-    assert np.concatenate([p.row for p in parts]).tolist() == whole.row.tolist()
-    assert np.concatenate([p.epoch for p in parts]).tolist() == whole.epoch.tolist()
+    assert np.concatenate([p.row for p in parts]).tolist() == complete.row.tolist()
+    assert np.concatenate([p.epoch for p in parts]).tolist() == complete.epoch.tolist()
 
 
 def test_epochs_and_seeds_differ() -> None:

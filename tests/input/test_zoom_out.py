@@ -20,7 +20,7 @@ CONFIG = LoaderConfig(5, 0, 256, 0, 1, 1, True, 18.0, 1, 8, zoom_out=True)
 
 @pytest.fixture(scope="module")
 def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
-    return open_dataset(shapes, tmp_path_factory.mktemp("store"), say=lambda _: None)["train"]
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"))["train"]
 
 
 def smooth_picture(width: int, height: int) -> np.ndarray:

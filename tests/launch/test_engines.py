@@ -1,6 +1,6 @@
-"""`ssdctl launch` on real engines: the same images, no clash, nothing left behind, named failures.
+"""`ssdctl launch` on real engines: the same images, no conflict, no remains, named failures.
 
-Ranks that train are ssdctl's own; where only their life and death matter they are a small program.
+Ranks that train are ssdctl's own; if only their start and end matter, they are a small program.
 """
 
 from __future__ import annotations
@@ -94,37 +94,54 @@ def probed(folder: Path, launcher: str, **environment: str) -> Iterator[tuple[An
 
 def marked(mark: str) -> list[int]:
     """The living processes of a launch, whoever their parents are by now."""
-    found = []
+    ranks = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                ranks.append(int(path.parent.name))
+    return ranks
 
 
 def images_of_bad_steps(run: Path) -> dict[str, list[int]]:
     return {p.name: json.loads(p.read_text())["image_ids"] for p in run.glob("nonfinite/*.json")}
 
 
-def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """A run that goes bad on purpose names the images of every step; two launches run at once."""
+def train_until_bad(
+    launchers: list[str], shapes: Path, folder: Path, cli: Cli
+) -> dict[str, dict[str, list[int]]]:
+    """Train on one rank, and at once with each launcher on two: the images of every bad step.
+
+    The runs go bad on purpose, and name the images of each such step.
+    """
     bad = ["--data", shapes, *OPTIONS, "--lr", "1e30", "--clip-grad", 0, "--steps", 4]
-    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
     with contextlib.ExitStack() as running:
-        launches = {}
+        launches = []
         for name in launchers:
             option, variables = environment_for(name)
-            more = ["--bs", 2, "--out", tmp_path / name, "--launcher", option, "--bind-to", "none"]
-            launches[name] = running.enter_context(start(tmp_path, *bad, *more, **variables))
-        cli("train", *bad, "--bs", 4, "--out", tmp_path / "alone", "--device", "cpu")
-        for process in launches.values():
+            more = ["--bs", 2, "--out", folder / name, "--launcher", option, "--bind-to", "none"]
+            launches.append(running.enter_context(start(folder, *bad, *more, **variables)))
+        cli("train", *bad, "--bs", 4, "--out", folder / "single", "--device", "cpu")
+        for process in launches:
             _, words = process.communicate(timeout=240)
             assert process.returncode == 7, words  # such a network is not scored
-    expected = images_of_bad_steps(tmp_path / "alone")
-    assert len(expected) >= 2
-    for name in launchers:
-        assert images_of_bad_steps(tmp_path / name) == expected
-        assert "NaN" in (tmp_path / name / "logs" / "rank-1.log").read_text()
+    return {name: images_of_bad_steps(folder / name) for name in ["single", *launchers]}
+
+
+def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    images = train_until_bad(["torchrun"], shapes, tmp_path, cli)
+    assert len(images["single"]) >= 2
+    assert images["torchrun"] == images["single"]
+    assert "NaN" in (tmp_path / "torchrun" / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="needs Open MPI")
+def test_launches_of_mpirun_and_torchrun_at_once_train_on_the_same_images(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    launchers = ["torchrun", *(f"mpirun-{version}" for version in INSTALLED)]
+    images = train_until_bad(launchers, shapes, tmp_path, cli)
+    assert all(images[name] == images["single"] for name in launchers)
 
 
 @pytest.mark.parametrize("phase", ["starting", "training", "saving"])
@@ -143,8 +160,8 @@ def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Pat
 
 @pytest.mark.parametrize("end", ["dies", "hangs"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_lost_rank_ends_the_job_with_its_name(launcher: str, end: str, tmp_path: Path) -> None:
-    """The other rank says 8 once it misses it, as training does."""
+def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
+    """The other rank exits with 8 when it notices the loss, as training does."""
     with probed(tmp_path, launcher, RANK_0="lost", RANK_1=end) as (process, mark):
         if end == "dies":
             wait_for(lambda: (tmp_path / "1.up").exists())
@@ -174,7 +191,7 @@ def test_restarts_are_counted(launcher: str, restarts: int, code: int, tmp_path:
 
 @pytest.mark.slow
 def test_a_crash_is_answered_by_a_restart(shapes: Path, tmp_path: Path) -> None:
-    """The second attempt goes on where the first was saved."""
+    """The second attempt continues where the first was saved."""
     run = tmp_path / "run"
     more = ["--data", shapes, "--out", run, *OPTIONS, "--bs", 1, "--steps", 6]
     more += ["--save-every", "2st", "--restarts", 1, "--resume", "never"]
@@ -227,7 +244,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
         agent.write_text(AGENT.format(prefix=prefix))
         agent.chmod(0o755)
         hosts = tmp_path / "hosts"
-        # The launching host is not the first, and has room for both ranks.
+        # The launching host is not the first, and has slots for both ranks.
         hosts.write_text("10.77.0.2 slots=2\n10.77.0.1 slots=2\n")
         yield f"{prefix}1", agent, hosts
     finally:
@@ -235,6 +252,7 @@ def two_hosts(tmp_path: Path) -> Iterator[tuple[str, Path, Path]]:
             subprocess.run(["ip", "netns", "del", prefix + number], capture_output=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", MPIRUNS)
 def test_open_mpi_on_two_hosts(
     launcher: str, two_hosts: tuple[str, Path, Path], shapes: Path, tmp_path: Path

@@ -1,11 +1,12 @@
 """Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
 
-No cluster is at hand: `kubectl` is a small program that records what it is asked.
+There is no cluster: `kubectl` is a small program that records its calls.
 golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, without its descriptions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -72,7 +73,7 @@ def crd() -> Any:
 
 
 def check(manifest: Any, crd: Any) -> None:
-    """A Job's pods are checked as those of an MPIJob: the schema holds all of a pod's."""
+    """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
     if manifest["kind"] == "MPIJob":
         rest = {key: value for key, value in manifest.items() if key != "metadata"}
         jsonschema.validate(rest, crd)
@@ -80,7 +81,7 @@ def check(manifest: Any, crd: Any) -> None:
     replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
-    # Job controllers take a podFailurePolicy with pods that are never restarted alone.
+    # Job controllers accept a podFailurePolicy only with pods that are never restarted.
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
 
@@ -160,7 +161,7 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     words = pods["launcher"]["command"]
     assert words[:4] == ["/opt/ssdctl/bin/python", "-m", "ssdctl", "launch"]
     assert {"--hpus=16", "--nodes=2", "--cores-per-node=48", "--bs=128", "--bf16"} <= set(words)
-    # The file that says so lies on this machine, not in the pod.
+    # The file with the setting is on this machine, not in the pod.
     environment = {entry["name"]: entry["value"] for entry in pods["launcher"]["env"]}
     assert environment["SSDCTL_TRAIN__DECAY_EPOCHS"] == "40.0,50.0"
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
@@ -223,15 +224,15 @@ def test_kinds(
     limits = list(containers(manifest).values())[-1]["resources"].get("limits", {})
     assert limits == ({resource: str(count // nodes)} if resource else {})
     with_devices = templates(manifest)[-1]
-    wanted = [{"key": resource, "operator": "Exists"}] if resource else None
-    assert with_devices["spec"].get("tolerations") == wanted
+    expected = [{"key": resource, "operator": "Exists"}] if resource else None
+    assert with_devices["spec"].get("tolerations") == expected
     for template in templates(manifest):
         for marks in (template["metadata"]["labels"], template["metadata"]["annotations"]):
             assert marks["sidecar.istio.io/inject"] == "false"
 
 
 def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
-    """The launcher waits for all workers: one must not be lost to one failed download."""
+    """The launcher waits for all workers: one failed download must not fail a worker."""
     manifest = plan_for("hpu", 16, nodes=2, install="a.whl").manifest
     assert manifest is not None
     replicas = manifest["spec"]["mpiReplicaSpecs"]
@@ -302,10 +303,10 @@ def test_what_is_refused(command: tuple[str, ...], settings: dict[str, Any], wor
 
 
 def test_ranks_of_a_pod_have_shared_memory_and_variables_travel() -> None:
-    """Container runtimes give 64 MB; mpirun takes variables along by name alone."""
-    (alone,) = containers(plan_for("cuda", 1).manifest).values()
+    """Container runtimes give 64 MB; mpirun passes on variables only by name."""
+    (single,) = containers(plan_for("cuda", 1).manifest).values()
     (several,) = containers(plan_for("cuda", 2).manifest).values()
-    assert "/dev/shm" not in [m["mountPath"] for m in alone["volumeMounts"]]
+    assert "/dev/shm" not in [m["mountPath"] for m in single["volumeMounts"]]
     assert "/dev/shm" in [m["mountPath"] for m in several["volumeMounts"]]
     plan = plan_for("hpu", 16, nodes=2, env=("TOKEN=1",))
     assert "--export-env=TOKEN" in containers(plan.manifest)["launcher"]["command"]
@@ -335,6 +336,68 @@ def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> 
     for token in yaml.scan(plan.text):
         if isinstance(token, yaml.ScalarToken) and token.plain and not token.value.isdigit():
             assert PLAIN.fullmatch(token.value)
+
+
+NAMES = {  # a value that is accepted, and the settings' other form: a list
+    "name": ("job", False),
+    "namespace": ("me", False),
+    "image": ("host:5000/image:1", False),
+    "service_account": ("trainer", False),
+    "pull_secret": ("secret", False),
+    "node_selector": ("kind=gpu", True),
+    "resources": ("memory=8Gi", True),
+    "env": ("A=b", True),
+    "volumes": ("claim:/data:ro", True),
+    "install": ("/runs/x.whl", False),
+    "python": ("python3", False),
+}
+HOSTILE = st.sampled_from(
+    ["\n", "\n- ", ": ", " #", "'", '"', "{", "&a ", "*a", "!!", "%", "`", "$(A)", "\t", "\x85",
+     "\u2028", "\u202e", "\x1b[2J", "\ufeff", "---\n", "...", "yes", "null", "1e3", "0x1f", "~"]
+)  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(NAMES)), st.lists(HOSTILE, min_size=1, max_size=3), st.integers(0, 20)
+)
+def test_hostile_names_are_refused_or_survive_yaml(name: str, parts: list[str], at: int) -> None:
+    """Nothing but the value of that setting changes, whatever is in it."""
+    good, is_list = NAMES[name]
+    hostile = good[:at] + "".join(parts) + good[at:]
+    volumes = ("runs:/runs",)
+
+    def plan(value: str) -> LaunchPlan:
+        settings: dict[str, Any] = {name: (value,) if is_list else value, "volumes": volumes}
+        if name == "volumes":
+            settings["volumes"] = (*volumes, value)
+        return plan_for("cpu", 1, **{"install": "image", **settings})
+
+    made: LaunchPlan | None = None
+    with contextlib.suppress(UsageError):
+        made = plan(hostile)
+    if made is None:
+        return
+    assert made.text is not None
+    assert made.text.isascii()
+    read = yaml.safe_load(made.text)
+    assert read == made.manifest
+    assert list(yaml.safe_load_all(made.text)) == [read]
+    assert _shape(read) == _shape(plan(good).manifest)
+
+
+def _shape(value: Any) -> Any:
+    """Return the keys and list lengths of a manifest; those of env, resources and labels differ."""
+    if isinstance(value, dict):
+        free = ("limits", "requests", "nodeSelector")
+        return {k: len(v) if k in free else _shape(v) for k, v in value.items()}
+    return [_shape(v) for v in value] if isinstance(value, list) else type(value)
+
+
+def test_a_name_that_is_not_utf8(cli: Cli) -> None:
+    """As a shell passes it: by surrogates, which YAML does not have."""
+    result = cli("launch", *IN_A_POD, "--data", "/runs/a\udcff", "--dry-run")
+    assert result.code == 2
+    assert "UTF-8" in result.err
 
 
 KUBECTL = """#!{python}
@@ -381,6 +444,24 @@ def test_submit_and_follow(
     assert ["logs", "-n", "me", "--follow", "pod-1"] in asked
 
 
+def test_what_a_pod_prints_cannot_control_the_terminal(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = KUBECTL.format(python=sys.executable, folder=str(tmp_path), code=0)
+    foreign = "loss 1.5\\tok\\r\\n\\x1b]0;title\\x07\\x1b[2J \u202e\\x9b2J"
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(text.replace("step 1 of ", foreign), encoding="utf-8")
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent))
+    monkeypatch.setenv("PYTHONUTF8", "1")
+    shown = "loss 1.5\tok\n\\x1b]0;title\\x07\\x1b[2J \\u202e\\x9b2Jpod-1\n"
+    assert cli("launch", *IN_A_POD, "--wait").out == shown
+    result = cli("launch", *IN_A_POD, "--wait", "--json")
+    assert json.loads(result.out)["exit_code"] == 0  # nothing else is on stdout
+    assert shown in result.err
+
+
 def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     result = cli("launch", *IN_A_POD)
@@ -389,11 +470,11 @@ def test_absent_kubectl_is_a_usage_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert "--write" in result.err
 
 
-def test_the_manifest_is_written_as_it_is_shown(cli: Cli) -> None:
+def test_the_written_manifest_equals_the_printed_one(cli: Cli) -> None:
     arguments = ["launch", *IN_A_POD, "--set", "kubernetes.name=mine"]
-    shown = cli(*arguments, "--dry-run").out
+    output = cli(*arguments, "--dry-run").out
     assert cli(*arguments, "--write", "job.yaml").code == 0
-    assert Path("job.yaml").read_text() == shown
+    assert Path("job.yaml").read_text() == output
     assert not os.access("job.yaml", os.X_OK)
 
 
@@ -416,7 +497,7 @@ def wheel(folder: Path, *requirements: str) -> Path:
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
-    """This interpreter stands for the image's; nothing is fetched."""
+    """This interpreter replaces the image's; nothing is fetched."""
     program = pod_install.__file__
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHONPATH": ""}
 
@@ -428,21 +509,21 @@ def test_the_pods_installation_keeps_the_images_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     find = "import importlib.util as u; print(*(u.find_spec(n).origin for n in ('torch', 'probe_package')))"
     argv = [str(tmp_path / "good/bin/python"), "-c", find]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    torch, package = found.stdout.split()
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    torch, package = result.stdout.split()
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert torch == spec.origin
     assert package.startswith(str(tmp_path / "good"))
-    # What wants another torch is refused instead of served.
+    # A package that needs another torch is refused.
     assert install(wheel(tmp_path, "torch>=99"), "bad").returncode != 0
 
 
 def with_pip(version: str) -> str | None:
     """An interpreter of that version that has pip, from the path or from pyenv's folder."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path("~/.pyenv").expanduser(), "versions")
-    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    for candidate in filter(None, found):
+    candidates = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for candidate in filter(None, candidates):
         argv = [str(candidate), "-c", "import pip, sys; print(*sys.version_info[:2], sep='.')"]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.stdout.strip() == version:
@@ -465,13 +546,13 @@ def test_the_pods_installation_on_python_3_10(tmp_path: Path) -> None:
         "-c",
         "import pip, probe_package as p; print(p.__file__)",
     ]
-    found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.startswith(str(tmp_path / "made"))
+    result = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith(str(tmp_path / "made"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="needs pip")
 def test_the_pods_installation_ends_on_sigterm(tmp_path: Path) -> None:
-    """It has a handler of its own: 143, where a signal without one says -15."""
+    """It has its own handler: 143; without one a signal gives -15."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/probe_package-1.0-py3-none-any.whl"

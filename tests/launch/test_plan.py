@@ -1,4 +1,4 @@
-"""What is run, for what was asked: pure, so every case is a comparison of data."""
+"""The command for a request: without side effects, so every case compares data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 GAUDI = Node(cores=48, sockets=2)
-# What can stand in an argument vector: any text without NUL and lone surrogates.
+# Valid arguments: any text without NUL and lone surrogates.
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 HOSTILE = ["; rm -rf x", "$(touch x)", "`touch x`", "a\nb", "-x", "--", "", "$$", "${local_rank}"]
 
@@ -37,7 +37,7 @@ def plan_for(
     open_mpi: int | None = 4,
     local_address: str | None = None,
     torch_version: tuple[int, int] = (2, 6),
-    is_written: bool = False,
+    is_planned: bool = False,
     **settings: Any,
 ) -> LaunchPlan:
     request = LaunchRequest(
@@ -53,7 +53,7 @@ def plan_for(
         open_mpi=open_mpi,
         local_address=local_address,
         torch_version=torch_version,
-        is_written=is_written,
+        is_planned=is_planned,
     )
     return make_plan(request, node)
 
@@ -210,16 +210,18 @@ def test_ranks_are_bound_next_to_their_gpu(
 @pytest.mark.parametrize(
     ("settings", "is_warned"),
     [
-        ({"is_written": True}, True),
+        ({"is_planned": True}, True),
         ({"open_mpi": None}, True),
         ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2}, True),
         ({"hosts": ("a", "b"), "hostfile": "hosts", "nodes": 2, "own_names": ("a",)}, False),
         ({}, False),
-        ({"is_written": True, "cores_per_node": 48}, False),
-        ({"is_written": True, "bind_to": "none"}, False),
+        ({"is_planned": True, "cores_per_node": 48}, False),
+        ({"is_planned": True, "bind_to": "none"}, False),
     ],
 )
-def test_cores_of_other_machines_are_asked_for(settings: dict[str, Any], is_warned: bool) -> None:
+def test_the_cores_of_other_machines_are_requested(
+    settings: dict[str, Any], is_warned: bool
+) -> None:
     warnings = plan_for("hpu", 16, **settings).warnings
     assert any("--cores-per-node" in warning for warning in warnings) == is_warned
 
@@ -269,7 +271,7 @@ def test_the_pci_bus_lists_chips_of_two_cores(tmp_path: Path) -> None:
     assert read_node(pci=tmp_path).two_core_tpus == 2
 
 
-def test_torchruns_nodes_meet_at_the_first_host() -> None:
+def test_torchruns_rendezvous_is_on_the_first_host() -> None:
     plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
     assert "--rdzv-endpoint=node-a:29400" in plan.argv
     assert plan.missing is None
@@ -280,7 +282,7 @@ def test_torchruns_nodes_meet_at_the_first_host() -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "hpu"])
-def test_a_host_still_to_be_said(device: str) -> None:
+def test_a_host_that_is_still_missing(device: str) -> None:
     missing = plan_for(device, 16, nodes=2).missing
     assert missing is not None
     assert "several nodes" in missing
@@ -317,7 +319,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("argument", ["a\0b", "\udcff"])
-def test_arguments_that_no_command_line_can_hold(argument: str) -> None:
+def test_arguments_that_no_command_line_can_contain(argument: str) -> None:
     with pytest.raises(UsageError, match="UTF-8"):
         plan_for("cpu", 2, "train", argument)
 

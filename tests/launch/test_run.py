@@ -1,6 +1,6 @@
-"""Real processes: exit codes, forwarded signals, no survivor.
+"""Real processes: exit codes, forwarded signals, no remaining process.
 
-The launchers are small stand-ins where torchrun's seconds of imports would buy nothing; torchrun
+The launchers are small fakes if torchrun's seconds of imports would add nothing; torchrun
 and mpirun themselves run where what they do is what matters.
 """
 
@@ -41,7 +41,7 @@ given["stop_signal"] = signal.Signals(given["stop_signal"])
 sys.exit(module.run(LaunchPlan(**given)).code)
 """
 
-# A rank: says who it is, waits to be asked to stop, saves for a while, leaves with 75.
+# A rank: prints its number, waits for the stop signal, saves for a while, exits with 75.
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -129,7 +129,7 @@ def children(pid: int) -> list[int]:
 
 
 def ranks_of(folder: Path) -> list[dict[str, Any]] | None:
-    """What both ranks said, once both have."""
+    """The output of both ranks, when both have printed."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
     return None
@@ -146,23 +146,23 @@ def test_exit_code_passes_through(code: int, tmp_path: Path) -> None:
     ("launcher_code", "exits", "stop_signal", "expected"),
     [
         (0, [0, 0], None, 0),
-        (1, [75, 75], None, 75),  # torchrun says 1 whatever its ranks said
+        (1, [75, 75], None, 75),  # torchrun exits with 1 whatever its ranks returned
         (1, [75], None, 8),  # the other rank died without a word
         (1, [75], 15, 75),  # ... of the signal, before it had begun
         (1, [], 15, 75),
         (-15, [], 15, 75),
         (-9, [], None, 8),
-        (-9, [75, 75], None, 75),  # the launcher was killed, and yet all is saved
+        (-9, [75, 75], None, 75),  # the launcher was killed, but everything is saved
         (1, [75, 6], 15, 6),
-        (1, [8, 7], None, 7),  # 8 is only what the loss of the other looked like
+        (1, [8, 7], None, 7),  # 8 only reports the loss of the other
         (1, [8, 75], None, 8),
         (1, [2, 2], None, 2),
         (1, [], None, 8),
-        (137, [], None, 8),  # mpirun's way to say that a rank was killed
+        (137, [], None, 8),  # mpirun's code for a killed rank
         (75, [], None, 75),  # mpirun hands a rank's code on
         (0, [75, 75], None, 75),  # to their launcher, ranks that saved and stopped ended well
         (0, [0, 0], 15, 0),
-        (143, [], 10, 75),  # mpirun, asked to end before it had ranks
+        (143, [], 10, 75),  # mpirun, signalled before it had ranks
     ],
 )
 def test_exit_code_of_a_job(
@@ -221,12 +221,12 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
         assert not is_alive(launcher)
 
 
-def test_a_rank_that_failed_ends_those_that_hang(tmp_path: Path) -> None:
+def test_a_failed_rank_ends_the_hanging_ones(tmp_path: Path) -> None:
     with started(plan_of(sys.executable, "-c", DEAF), tmp_path, HANG_S="0.3") as launch:
         assert launch.wait(20) == 3
 
 
-def test_nohup_is_meant(tmp_path: Path) -> None:
+def test_nohup_is_respected(tmp_path: Path) -> None:
     code = "import time; print('up', flush=True); time.sleep(1)"
     plan = json.dumps(dataclasses.asdict(plan_of(sys.executable, "-c", code)))
     argv = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", sys.executable, "-c", DRIVER, plan]
@@ -243,7 +243,7 @@ def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
 
 
 def test_two_torchruns_at_once_save_and_stop(tmp_path: Path) -> None:
-    """Arguments arrive as typed, ports do not clash; SIGTERM, or a terminal that goes, is a stop."""
+    """Arguments arrive as typed, ports do not clash; SIGTERM, or a closed terminal, stops it."""
     one, two = tmp_path / "one", tmp_path / "two"
     with started(probe_plan("cpu"), one) as first, started(probe_plan("cpu"), two) as second:
         ranks = [*wait_for(lambda: ranks_of(one)), *wait_for(lambda: ranks_of(two))]
@@ -273,7 +273,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs 
 def test_mpirun_lets_its_ranks_save(tmp_path: Path) -> None:
     """mpirun itself would kill them two seconds after a SIGTERM.
 
-    A rank of another job, in whose shell this one was started, does not lend its number.
+    The rank number of an outer job, in which this one was started, is not used.
     """
     with started(probe_plan("hpu"), tmp_path, SAVE_S="4", RANK="9", WORLD_SIZE="10") as launch:
         ranks = wait_for(lambda: ranks_of(tmp_path))
@@ -296,7 +296,7 @@ def test_killed_mpirun_leaves_no_rank(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
+def test_mpirun_passes_on_a_ranks_exit_code(tmp_path: Path) -> None:
     with started(probe_plan("hpu"), tmp_path, LEAVE_WITH="7") as launch:
         ranks = wait_for(lambda: ranks_of(tmp_path))
         os.kill(ranks[1]["pid"], signal.SIGTERM)
@@ -313,7 +313,9 @@ def test_mpirun_hands_a_ranks_exit_code_on(tmp_path: Path) -> None:
         ({0: 0, 1: 0}, 2, None),
     ],
 )
-def test_who_failed(exits: dict[int, int], num_ranks: int | None, words: str | None) -> None:
+def test_the_rank_that_failed(
+    exits: dict[int, int], num_ranks: int | None, words: str | None
+) -> None:
     assert describe_failure(exits, num_ranks) == words
 
 
@@ -345,7 +347,7 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> No
     start_rank_log(tmp_path / "logs" / "rank-1.log", 1)
 
 
-def test_a_rank_leaves_its_code_once(tmp_path: Path) -> None:
+def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
     """Processes that a rank starts do not write in its name."""
     code = (
         "import os, sys\n"

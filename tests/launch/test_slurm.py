@@ -30,10 +30,10 @@ from processes import wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig, SlurmConfig
 from ssdctl.errors import UsageError
-from ssdctl.launch.batch import follow, submit
 from ssdctl.launch.node import Node
 from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
+from ssdctl.launch.submit import follow, submit
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
@@ -81,15 +81,15 @@ def plan_for(
 
 
 def directives(plan: LaunchPlan) -> list[str]:
-    """The options as sbatch reads them: up to the first line that is no comment."""
+    """The options as sbatch reads them: up to the first line that is not a comment."""
     assert plan.text is not None
     head = plan.text.partition("\nset -u\n")[0]
     return [line.removeprefix("#SBATCH ") for line in head.splitlines() if "#SBATCH" in line]
 
 
-def test_what_is_asked_of_slurm() -> None:
-    wanted = {"time": "1-00:00:00", "partition": "gaudi", "options": ("--exclusive",)}
-    plan = plan_for("hpu", 16, nodes=2, cores_per_node=48, slurm=wanted)
+def test_options_for_slurm() -> None:
+    settings = {"time": "1-00:00:00", "partition": "gaudi", "options": ("--exclusive",)}
+    plan = plan_for("hpu", 16, nodes=2, cores_per_node=48, slurm=settings)
     assert directives(plan) == [
         *("--job-name=ssdctl", "--nodes=2", "--ntasks=16", "--ntasks-per-node=8"),
         *(
@@ -115,7 +115,7 @@ def test_hostile_settings_are_refused(name: str, value: str) -> None:
         plan_for("cuda", 2, slurm={name: given})
 
 
-def test_options_of_srun_stand_quoted_before_ours() -> None:
+def test_options_of_srun_are_quoted_and_precede_others() -> None:
     mounts = "--container-mounts=/data:/data,$HOME:/home"
     plan = plan_for("cuda", 2, slurm={"srun_options": ("--mpi=none", mounts)})
     line = next(line for line in str(plan.text).splitlines() if line.startswith("  srun "))
@@ -127,7 +127,7 @@ def test_options_of_srun_stand_quoted_before_ours() -> None:
 @settings(max_examples=25, deadline=None)
 @given(ARGUMENTS)
 def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
-    """bash runs the script; small programs stand for Slurm's and show what they got."""
+    """bash runs the script; small programs replace Slurm's and print their arguments."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for program in ("srun", "scontrol", "python"):
@@ -236,18 +236,18 @@ def launch(run: Path, shapes: Path, *more: object) -> Iterator[subprocess.Popen[
 
 
 def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int) -> None:
-    """See the job queued again, spare it Slurm's two minutes, and see it go on and end."""
+    """Wait until the job is queued again, skip Slurm's two minutes, and wait for its end."""
     assert process.stderr is not None
-    found = re.search(r"submitted (\d+);", process.stderr.readline())
-    assert found is not None
-    wait_for(lambda: "Restarts=1" in asked("scontrol", "show", "job", found[1]), 150)
+    job = re.search(r"submitted (\d+);", process.stderr.readline())
+    assert job is not None
+    wait_for(lambda: "Restarts=1" in asked("scontrol", "show", "job", job[1]), 150)
     assert [r["signal"] for r in records(run, "event") if r["event"] == "stopped"] == ["SIGUSR1"]
-    # What the first life leaves is swept up by then; a second one must not begin before.
+    # The remains of the first run are removed by then; the second one must not start before.
     wait_for(lambda: asked("sinfo", "-h", "-o", "%T") == "idle")
-    time.sleep(3)  # slurmd removes the first life's script a little later, by the job's number
-    update = ["scontrol", "update", f"jobid={found[1]}", "StartTime=now", "TimeLimit=60"]
-    # Each update makes the scheduler look; otherwise it does once a minute.
-    show = ["scontrol", "show", "job", found[1]]
+    time.sleep(3)  # slurmd removes the first run's script a little later, by the job's number
+    update = ["scontrol", "update", f"jobid={job[1]}", "StartTime=now", "TimeLimit=60"]
+    # Each update triggers the scheduler; otherwise it runs once a minute.
+    show = ["scontrol", "show", "job", job[1]]
     wait_for(lambda: asked(*update) or "JobState=PENDING" not in asked(*show))
     out, words = process.communicate(timeout=200)
     assert process.returncode == 0, out + words
@@ -269,7 +269,7 @@ def finish_after_a_requeue(process: subprocess.Popen[str], run: Path, steps: int
     ],
 )
 def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: bool) -> None:
-    """Its ranks would be asked to stop, 300 s before the end, before they had begun."""
+    """Its ranks would be stopped 300 s before the end, before they had started."""
     if is_enough:
         text = plan_for("cuda", 8, slurm={"time": time}).text
         assert f"#SBATCH --time={time}\n" in str(text)
@@ -279,14 +279,14 @@ def test_a_job_that_would_be_requeued_for_ever_is_refused(time: str, is_enough: 
     assert plan_for("cuda", 8, slurm={"time": time, "requeue": False}).text
 
 
-def test_cores_that_are_only_guessed_are_told() -> None:
+def test_assumed_cores_cause_a_warning() -> None:
     assert "--cores-per-node" in plan_for("cuda", 8).warnings[0]
     assert plan_for("cuda", 8, cores_per_node=64).warnings == ()
 
 
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
-    """The signal is the one that comes before the time limit, here by hand."""
+    """The signal that Slurm sends before the time limit, here sent by the test."""
     run = tmp_path / "run"
     with launch(run, shapes, "--steps", 6, "--wait") as process:
         wait_for(lambda: records(run, "train"), 120)
@@ -321,7 +321,7 @@ with recorded_exit():
 
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize(("restarts", "code"), [(0, 8), (1, 0)])
-def test_a_dead_task_ends_the_job_with_its_name(
+def test_a_dead_task_ends_the_job_and_is_named(
     restarts: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "probe.py").write_text(PROBE)
@@ -329,10 +329,10 @@ def test_a_dead_task_ends_the_job_with_its_name(
     plan = plan_for("cpu", 2, "evaluate", restarts=restarts)
     assert plan.text is not None
     plan = dataclasses.replace(plan, text=plan.text.replace("-m ssdctl evaluate", "-m probe"))
-    said: list[str] = []
-    assert follow(submit(plan), plan, said.append) == code
-    assert "task 1: Killed" in "".join(said)
-    assert ("starting again" in "".join(said)) == (restarts == 1)
+    output: list[str] = []
+    assert follow(submit(plan), plan, output.append) == code
+    assert "task 1: Killed" in "".join(output)
+    assert ("starting again" in "".join(output)) == (restarts == 1)
 
 
 @pytest.mark.usefixtures("slurm")
@@ -343,8 +343,8 @@ def test_the_shell_of_a_batch_script_is_no_rank(tmp_path: Path) -> None:
     script = f"#!/bin/bash\n{python}\nsrun --label {python}\n"
     argv = ["sbatch", "--wait", "-n", "2", "-o", "out"]
     subprocess.run(argv, input=script, text=True, check=True, capture_output=True, timeout=60)
-    alone, *ranks = (tmp_path / "out").read_text().splitlines()
-    assert alone == "0 1 0"
+    single, *ranks = (tmp_path / "out").read_text().splitlines()
+    assert single == "0 1 0"
     assert sorted(ranks) == ["0: 0 2 0", "1: 1 2 1"]
 
 

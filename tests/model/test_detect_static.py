@@ -45,7 +45,7 @@ def test_nothing_found() -> None:
 
 
 @pytest.mark.parametrize("num_boxes", [1, 8732])
-def test_padding_is_as_long_as_it_says(num_boxes: int) -> None:
+def test_padding_has_the_declared_length(num_boxes: int) -> None:
     boxes, scores = torch.rand(1, num_boxes, 4), torch.rand(1, 2, num_boxes)
     labels = detect_static(boxes, scores, 0.05, 0.5)[2]
     assert labels.shape == (1, min(200, 2 * min(200, num_boxes)))

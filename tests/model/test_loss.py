@@ -76,7 +76,7 @@ def exact_loss() -> MultiboxLoss:
 def one_picture(
     box: tuple[float, ...], num_classes: int = 5, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Predictions that want a gradient, and one picture with one ground truth, padded."""
+    """Predictions that require a gradient, and one picture with one padded ground truth."""
     generator = torch.Generator().manual_seed(0)
     offsets = (scale * torch.randn(1, 4, 8732, generator=generator)).requires_grad_()
     logits = (scale * torch.randn(1, num_classes, 8732, generator=generator)).requires_grad_()
@@ -96,7 +96,7 @@ def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: fl
         np.testing.assert_allclose(actual, case.expected("mlperf"), rtol=rtol)
 
 
-def test_more_negatives_asked_for_than_there_are() -> None:
+def test_more_negatives_requested_than_available() -> None:
     """Positives that are counted as negatives too: NVIDIA's ORed masks, not MLPerf's sum."""
     case = random_case(0, 0.6, torch.float64)
     assert (3 * (case.labels > 0).sum(1) > (case.labels == 0).sum(1)).any()
@@ -106,7 +106,7 @@ def test_more_negatives_asked_for_than_there_are() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
-def test_the_whole_loss_is_the_golden_one(dtype: torch.dtype, rtol: float) -> None:
+def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> None:
     """Matching, coding and loss of 8732 boxes and 81 classes; one picture has no object."""
     loss = exact_loss() if dtype is torch.float64 else MultiboxLoss()
     actual = loss(*whole_loss_inputs(dtype))
@@ -115,7 +115,7 @@ def test_the_whole_loss_is_the_golden_one(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
-def test_the_whole_loss_equals_the_loop_on_random_boxes() -> None:
+def test_the_loss_equals_the_loop_on_random_boxes() -> None:
     rng = np.random.default_rng(3)
     corner, size = rng.uniform(0, 0.8, (3, 2)), rng.uniform(0.01, 0.7, (3, 2))
     truths = np.concatenate([corner, corner + size], 1)  # one leaves the picture
@@ -156,7 +156,7 @@ def test_a_batch_without_objects_is_zero_with_zero_gradients() -> None:
 @pytest.mark.parametrize(
     "box",
     [
-        (0.4, 0.6, 0.42, 0.6),  # COCO has two boxes of zero height, the peers' NaN
+        (0.4, 0.6, 0.42, 0.6),  # COCO has two boxes of zero height: NaN in third-party systems
         (0.4, 0.6, 0.4, 0.6),
         (1.0, 1.0, 1.0, 1.0),
         (0.0, 0.0, 1e-30, 1.0),
@@ -214,7 +214,7 @@ def test_an_infinity_in_a_picture_without_objects_does_not_reach_the_loss() -> N
 
 
 def test_nan_in_a_selected_box_is_seen() -> None:
-    """The guard can only skip what it sees."""
+    """The guard can only skip values that it reads."""
     case = random_case(9, 0.1, torch.float32)
     positive = case.labels[0].nonzero()[0]
     for field in ("offsets", "logits"):

@@ -93,7 +93,7 @@ def test_limits_are_those_of_the_replaced_systems() -> None:
 
 
 def test_candidates_are_cut_before_suppression() -> None:
-    """One class, 300 equal boxes with the best scores, then one far away: it is never looked at."""
+    """One class, 300 equal boxes with the best scores, then one far away: it is never reached."""
     defaults = DEFAULTS[:1].expand(301, 4).clone()
     defaults[300] = DEFAULTS[-1]
     logits = torch.zeros(1, 2, 301)

@@ -1,4 +1,4 @@
-"""The network: shapes, size, cost, the peers' names, and equality with plain functions."""
+"""The network: shapes, size, cost, the third-party names, and equality with plain functions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def norm_names(name: str) -> Iterator[str]:
 
 
 def peers_names(backbone: str, peer: str) -> set[str]:
-    """Every key of a peer's state dict, as the peers and torchvision name them."""
+    """Every key of a third-party state dict, as that system and torchvision name them."""
     root = "model." if peer == "mlperf" else "feature_extractor.feature_extractor."
     parts = {
         "mlperf": ("layer1.0", "layer1.1", "layer1.4", "layer1.5", "layer2.0"),
@@ -88,7 +88,7 @@ def test_output_and_feature_shapes(backbone: str, extra_norm: str) -> None:
     assert shapes == [(2, c, s, s) for c, s in zip(channels, sizes, strict=True)]
 
 
-def test_feature_channels_are_the_peers() -> None:
+def test_feature_channels_equal_the_third_party_systems() -> None:
     assert feature_channels("resnet18") == (256, 512, 512, 256, 256, 128)
     assert feature_channels("resnet34") == (256, 512, 512, 256, 256, 256)
     for deep in ("resnet50", "resnet101", "resnet152"):
@@ -127,9 +127,9 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
     with torch.inference_mode():
         actual = model(image)
         expected = reference.Network(to_third_party(model.state_dict(), peer), peer)(image)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.std() > 1e-3  # not a dead network
-        assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+    for own, other in zip(actual, expected, strict=True):
+        assert own.std() > 1e-3  # the output is not constant
+        assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
 def test_equal_to_the_functional_network_in_training() -> None:
@@ -140,11 +140,11 @@ def test_equal_to_the_functional_network_in_training() -> None:
     with torch.inference_mode():
         actual = model(images)
         expected = reference.Network(state, "nvidia", training=True)(images)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-10 * theirs.abs().max()
+    for own, other in zip(actual, expected, strict=True):
+        assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
-def test_outputs_lie_as_the_default_boxes_do() -> None:
+def test_outputs_have_the_order_of_the_default_boxes() -> None:
     """A head's bias of one shape shows up at the places of that shape, over rows and columns."""
     model = SSD300("resnet18", 3, "none").eval()
     with torch.no_grad():
@@ -165,23 +165,23 @@ def test_outputs_lie_as_the_default_boxes_do() -> None:
 
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
-def test_names_are_the_peers(backbone: str, peer: str) -> None:
-    theirs = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
-    assert set(theirs) == peers_names(backbone, peer)
-    assert source_of({"model": theirs}) == peer
-    assert backbone_of(from_third_party(theirs, peer)) == backbone
+def test_names_equal_the_third_party_systems(backbone: str, peer: str) -> None:
+    expected = to_third_party(on_meta(backbone, NORM[peer]).state_dict(), peer)
+    assert set(expected) == peers_names(backbone, peer)
+    assert source_of({"model": expected}) == peer
+    assert backbone_of(from_third_party(expected, peer)) == backbone
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
-def test_peers_round_trip_is_exact(peer: str, prefix: str) -> None:
+def test_third_party_round_trip_is_exact(peer: str, prefix: str) -> None:
     torch.manual_seed(1)
-    ours = SSD300("resnet18", 4, NORM[peer]).state_dict()
-    theirs = {prefix + name: tensor for name, tensor in to_third_party(ours, peer).items()}
-    assert source_of({"model": theirs}) == peer
-    back = from_third_party(theirs, peer)
-    assert list(back) == list(ours)
-    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    actual = SSD300("resnet18", 4, NORM[peer]).state_dict()
+    expected = {prefix + name: tensor for name, tensor in to_third_party(actual, peer).items()}
+    assert source_of({"model": expected}) == peer
+    back = from_third_party(expected, peer)
+    assert list(back) == list(actual)
+    assert all(torch.equal(back[name], tensor) for name, tensor in actual.items())
     SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
 
 
@@ -195,7 +195,7 @@ def test_the_backbone_follows_from_the_names(backbone: str) -> None:
     assert backbone_of(fewer) is None
 
 
-def test_what_is_no_peers_checkpoint() -> None:
+def test_not_a_third_party_checkpoint() -> None:
     assert source_of(None) is None
     assert source_of({"state": 1}) is None
     assert source_of({"model": [1]}) is None

@@ -68,10 +68,10 @@ def their_outputs(model: nn.Module, pictures: Tensor) -> tuple[Tensor, Tensor]:
 def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: Tensor) -> None:
     checkpoint = read_checkpoint(file)
     assert checkpoint.architecture.backbone == "vgg16"
-    ours, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
+    actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
     with torch.no_grad():
         pixels = Normalise(torch.float64, conventions=TORCHVISION_VGG16)(pictures)
-        offsets, logits = ours(pixels)
+        offsets, logits = actual(pixels)
         expected = [our_order(t) for t in their_outputs(theirs, pictures.double())]
     torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
@@ -80,27 +80,28 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
 def test_detections_are_torchvisions_one_to_one(
     theirs: nn.Module, file: Path, pictures: Tensor
 ) -> None:
-    ours = load_network(read_checkpoint(file)).eval()
+    actual = load_network(read_checkpoint(file)).eval()
     rules = TORCHVISION_VGG16
     detector = Detector(
-        ours,
+        actual,
         Cpu("eager"),
         score_threshold=rules.score_threshold,
         nms_iou=rules.nms_iou,
     )
     with torch.no_grad():
         expected = theirs(list(pictures.permute(0, 3, 1, 2) / 255))
-    for found, wanted in zip(detector(pictures), expected, strict=True):
-        assert len(found.scores) == len(wanted["scores"]) >= 1
+    for result, target in zip(detector(pictures), expected, strict=True):
+        assert len(result.scores) == len(target["scores"]) >= 1
         order = [
-            torch.argsort(s, descending=True, stable=True) for s in (found.scores, wanted["scores"])
+            torch.argsort(s, descending=True, stable=True)
+            for s in (result.scores, target["scores"])
         ]
         torch.testing.assert_close(
-            found.scores[order[0]], wanted["scores"][order[1]], atol=1e-5, rtol=0
+            result.scores[order[0]], target["scores"][order[1]], atol=1e-5, rtol=0
         )
-        assert torch.equal(found.labels[order[0]], wanted["labels"][order[1]])
+        assert torch.equal(result.labels[order[0]], target["labels"][order[1]])
         torch.testing.assert_close(
-            found.boxes[order[0]] * 300, wanted["boxes"][order[1]], atol=2e-3, rtol=0
+            result.boxes[order[0]] * 300, target["boxes"][order[1]], atol=2e-3, rtol=0
         )
 
 
@@ -117,11 +118,11 @@ def targets() -> tuple[Tensor, Tensor]:
 
 def their_losses(model: nn.Module, pictures: Tensor) -> dict[str, Tensor]:
     boxes, labels = targets()
-    wanted = [
+    expected = [
         {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
         for b, label in zip(boxes, labels, strict=True)
     ]
-    losses: dict[str, Tensor] = model(list(pictures.permute(0, 3, 1, 2) / 255), wanted)
+    losses: dict[str, Tensor] = model(list(pictures.permute(0, 3, 1, 2) / 255), expected)
     return losses
 
 
@@ -130,24 +131,24 @@ def test_six_training_steps_are_torchvisions(
     theirs: nn.Module, file: Path, pictures: Tensor
 ) -> None:
     theirs = deepcopy(theirs).train().double()
-    ours = load_network(read_checkpoint(file)).train().double()
+    actual = load_network(read_checkpoint(file)).train().double()
     loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
     normalise = Normalise(torch.float64, conventions=TORCHVISION_VGG16)
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
-        for m in (theirs, ours)
+        for m in (theirs, actual)
     ]
     for _ in range(6):
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected = their_losses(theirs, pictures.double())
-        found = loss(*ours(normalise(pictures)), *targets())
-        torch.testing.assert_close(found.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
+        result = loss(*actual(normalise(pictures)), *targets())
+        torch.testing.assert_close(result.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(
-            found.classification, expected["classification"], rtol=1e-6, atol=1e-6
+            result.classification, expected["classification"], rtol=1e-6, atol=1e-6
         )
         sum(expected.values()).backward()  # type: ignore[union-attr]
-        found.total.backward()
+        result.total.backward()
         for optimizer in optimizers:
             optimizer.step()
 
@@ -165,21 +166,21 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
         ImageList(torch.zeros(2, 3, 300, 300), [(300, 300)] * 2), maps
     )
     boxes, labels = targets()
-    wanted = [
+    target = [
         {"boxes": b[label > 0] * 300, "labels": label[label > 0]}
         for b, label in zip(boxes, labels, strict=True)
     ]
     matched = [
         theirs.proposal_matcher(box_iou(w["boxes"], a.double()))
-        for w, a in zip(wanted, anchors, strict=True)
+        for w, a in zip(target, anchors, strict=True)
     ]
     outputs = {"bbox_regression": offsets, "cls_logits": logits}
-    expected = theirs.compute_loss(wanted, outputs, [a.double() for a in anchors], matched)
+    expected = theirs.compute_loss(target, outputs, [a.double() for a in anchors], matched)
     loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
-    found = loss(our_order(offsets), our_order(logits), boxes, labels)
-    torch.testing.assert_close(found.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
+    actual = loss(our_order(offsets), our_order(logits), boxes, labels)
+    torch.testing.assert_close(actual.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        found.classification, expected["classification"], rtol=1e-5, atol=1e-6
+        actual.classification, expected["classification"], rtol=1e-5, atol=1e-6
     )
 
 

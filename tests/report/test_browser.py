@@ -1,4 +1,4 @@
-"""The report in a real browser: no script error, nothing asked of the network, nothing cut off at
+"""The report in a real browser: no script error, no network request, nothing cut off at
 1280 and 400 pixels."""
 
 from __future__ import annotations

@@ -157,9 +157,9 @@ def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = No
             entry["name"] = name
         (data / f"annotations/instances_{split}.json").write_text(json.dumps(content))
     keys = ("image_id", "category_id", "bbox")
-    found = [{k: a[k] for k in keys} | {"score": 0.9} for a in content["annotations"]]
+    detections = [{k: a[k] for k in keys} | {"score": 0.9} for a in content["annotations"]]
     results = folder.parent / "d.json"
-    results.write_text(json.dumps(found))
+    results.write_text(json.dumps(detections))
     result = cli("evaluate", results, "--data", data, "--report", folder)
     assert result.code == 0, result.err
     return data
@@ -185,8 +185,8 @@ def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path,
     data = evaluated(folder, shapes, cli)
     path = data / "annotations/instances_val2017.json"
     content = json.loads(path.read_text())
-    gone = content["images"].pop(0)["id"]
-    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != gone]
+    removed = content["images"].pop(0)["id"]
+    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != removed]
     path.write_text(json.dumps(content))
     result = cli("prepare", "--data", data, "--no-pack")
     assert result.code == 0, result.err

@@ -68,7 +68,7 @@ def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_another_machines_lock_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its node may be gone, and the run must be able to continue elsewhere."""
+    """Its node may have failed, and the run must be able to continue elsewhere."""
     monkeypatch.setattr(lock, "WAIT_S", 0.1)
     path = RunDir(tmp_path).lock
     with exclusive_run(tmp_path):

@@ -41,7 +41,7 @@ def test_an_allocation_finds_the_pages_of_the_one_before() -> None:
     assert page_faults("keep") < 100 < 5000 < page_faults("leave")
 
 
-def test_the_users_own_settings_win() -> None:
+def test_the_users_settings_take_precedence() -> None:
     from ssdctl.runtime.malloc import keep_freed_memory
 
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})

@@ -1,4 +1,4 @@
-"""Results come in order; calls are started as far ahead as asked, and not further."""
+"""Results are in order; calls are started up to the given number ahead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_results_are_in_order_whatever_finishes_first() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_items_are_taken_no_further_than_asked(ahead: int) -> None:
+def test_items_are_read_ahead_up_to_the_limit(ahead: int) -> None:
     taken = []
     items = (taken.append(item) or item for item in itertools.count())  # type: ignore[func-returns-value]
     results = take_ahead(items, ahead)

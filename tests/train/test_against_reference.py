@@ -1,8 +1,8 @@
 """Training equals an independent computation: the same loss, the same six steps (issue's bounds:
 first loss to 1e-5 in fp32, six SGD steps to 1e-7 in fp64).
 
-With `--augment none` and one batch that holds the whole dataset, order cannot matter. The other
-side is tests/reference.py: plain loops and functions of a state dict in the peers' own layout.
+With `--augment none` and one batch with the complete dataset, order cannot matter. The other
+side is tests/reference.py: plain loops and functions of a state dict in the third-party layout.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class Truth:
         labels = {c["id"]: rank for rank, c in enumerate(document["categories"], start=1)}
         pictures, self.boxes, self.labels = [], [], []
         for image in document["images"]:
-            found = [a for a in document["annotations"] if a["image_id"] == image["id"]]
-            assert found
+            objects = [a for a in document["annotations"] if a["image_id"] == image["id"]]
+            assert objects
             with Image.open(folder / "train2017" / image["file_name"]) as picture:
                 pixels = np.asarray(picture.resize((300, 300), Image.Resampling.BILINEAR))
             pictures.append(torch.from_numpy(pixels.copy()).to(dtype).permute(2, 0, 1) / 255)
             size = np.float32([image["width"], image["height"]] * 2)
-            corners = [(x, y, x + w, y + h) for x, y, w, h in (a["bbox"] for a in found)]
+            corners = [(x, y, x + w, y + h) for x, y, w, h in (a["bbox"] for a in objects)]
             self.boxes.append([[float(v) for v in np.float32(c) / size] for c in corners])
-            self.labels.append([labels[a["category_id"]] for a in found])
+            self.labels.append([labels[a["category_id"]] for a in objects])
         mean = torch.tensor([0.485, 0.456, 0.406], dtype=dtype)[:, None, None]
         std = torch.tensor([0.229, 0.224, 0.225], dtype=dtype)[:, None, None]
         self.images = (torch.stack(pictures) - mean) / std
@@ -124,7 +124,7 @@ def our_losses(
 ) -> tuple[list[float], list[float]]:
     """The losses of our steps, and their learning rates."""
     config = resolve(overrides=overrides, environment={"HOME": "/"}).config.train
-    split = open_dataset(dataset, folder, say=lambda _: None)["train"]
+    split = open_dataset(dataset, folder)["train"]
     plan = make_plan(config, len(split.trainable), 1)
     loader = TrainLoader(
         split,
@@ -172,8 +172,8 @@ def test_loss_and_six_steps_equal_the_reference(
         Truth(dataset, torch.float32),
         layout,
     ).item()
-    (ours, *_), _ = our_losses(model, dataset, tmp_path / "store", overrides, 1)
-    assert math.isclose(ours, first, rel_tol=1e-5)
+    (actual, *_), _ = our_losses(model, dataset, tmp_path / "store", overrides, 1)
+    assert math.isclose(actual, first, rel_tol=1e-5)
 
     torch.manual_seed(1)
     model = SSD300(backbone, NUM_CLASSES, "none" if layout == "mlperf" else "batch").double()
@@ -190,7 +190,7 @@ def test_loss_and_six_steps_equal_the_reference(
 
 @pytest.mark.parametrize("layout", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
-def test_peers_checkpoint_evaluates_as_the_naive_decode(
+def test_third_party_checkpoint_evaluates_as_the_naive_decode(
     dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
 ) -> None:
     torch.manual_seed(2)
@@ -208,11 +208,13 @@ def test_peers_checkpoint_evaluates_as_the_naive_decode(
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [43, 54])
         payload |= {"epoch": 7, "iteration": 99}
         payload |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-    path, found = tmp_path / "peer.pt", tmp_path / "found.json"
+    path, detections_file = tmp_path / "peer.pt", tmp_path / "found.json"
     torch.save(payload, path)
 
     options = ["--split", "train", "--device", "cpu", "--score-threshold", 0.25]
-    result = cli("evaluate", path, "--data", dataset, "--detections", found, *options, "--json")
+    result = cli(
+        "evaluate", path, "--data", dataset, "--detections", detections_file, *options, "--json"
+    )
     assert result.code == 0, result.err
     assert json.loads(result.out)["epoch"] == (7 if layout == "nvidia" else 0)
 
@@ -220,14 +222,16 @@ def test_peers_checkpoint_evaluates_as_the_naive_decode(
         truth = Truth(dataset, torch.float32)
         offsets, logits = reference.Network(state, layout)(truth.images)
     document = json.loads((dataset / "annotations/instances_train2017.json").read_text())
-    ours = json.loads(found.read_text())
+    detections = json.loads(detections_file.read_text())
     for i, image in enumerate(document["images"]):
         naive = reference.detect(
             offsets[i].double().numpy(), logits[i].double().numpy(), reference.default_boxes(), 0.25
         )
-        mine = sorted((d for d in ours if d["image_id"] == image["id"]), key=lambda d: -d["score"])
-        assert len(mine) == len(naive) > 0
-        for a, b in zip(mine, naive, strict=True):
+        of_image = sorted(
+            (d for d in detections if d["image_id"] == image["id"]), key=lambda d: -d["score"]
+        )
+        assert len(of_image) == len(naive) > 0
+        for a, b in zip(of_image, naive, strict=True):
             assert a["category_id"] == [1, 2, 4, 7, 8][b.label - 1]
             assert a["score"] == pytest.approx(b.score, abs=1e-5)
             scale = np.array([image["width"], image["height"]] * 2)
@@ -236,7 +240,7 @@ def test_peers_checkpoint_evaluates_as_the_naive_decode(
             np.testing.assert_allclose(a["bbox"], expected, atol=1e-2)
 
 
-def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
+def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     tmp_path: Path, shapes: Path, cli: Callable[..., Result]
 ) -> None:
     """From 80 classes to 5, of which two are known by name."""
@@ -279,7 +283,9 @@ def test_init_from_a_peer_with_other_classes_keeps_what_matches_by_name(
     assert f"starting from the weights of {run / 'checkpoints'}" in result.err
 
 
-def test_peer_with_a_broken_network_is_refused(tmp_path: Path, cli: Callable[..., Result]) -> None:
+def test_third_party_file_with_a_broken_network_is_refused(
+    tmp_path: Path, cli: Callable[..., Result]
+) -> None:
     state = to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")
     path = tmp_path / "peer.pt"
     for spoil, words in (

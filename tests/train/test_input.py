@@ -1,4 +1,4 @@
-"""Runs whose data goes bad, runs without data, runs that ask for what is not installed."""
+"""Runs with damaged data, runs without data, runs that need a package that is not installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
     """Cut some training images once the run has checked its data; return their ids."""
     from ssdctl.train import loop
 
-    split = open_dataset(root, root / "prepared", say=lambda _: None)["train"]
+    split = open_dataset(root, root / "prepared")["train"]
     rows = split.trainable[:number]
     begin = loop.load_or_initialize
 
@@ -82,8 +82,8 @@ def test_too_many_bad_images_end_the_run(
 
 @pytest.mark.slow
 def test_two_ranks_end_alike_when_images_are_lost(dataset: Path, tmp_path: Path) -> None:
-    """Deleted under a run without a packed store; each rank meets another half of them."""
-    split = open_dataset(dataset, dataset / "prepared", say=lambda _: None)["train"]
+    """Deleted under a run without a packed store; each rank reads another half of them."""
+    split = open_dataset(dataset, dataset / "prepared")["train"]
     run = tmp_path / "run"
     options = [*OPTIONS, "--bs", "1", "--epochs", "1000"]
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(dataset)]

@@ -1,4 +1,4 @@
-"""What the loop offers besides steps: when it evaluates, ends, averages, and what it tells."""
+"""Options of the loop: when it evaluates and ends, averaging, and its messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records
 
 from ssdctl.train.early_stopping import EarlyStopping
+from ssdctl.train.ema import EMA
 from ssdctl.train.throughput import ThroughputMeter
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_evaluates_at_the_given_epochs_and_ends_without_gain(
+    shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
     """A network that learns nothing (a rate near 0) has the same AP again and again."""
     run = tmp_path / "run"
     # 20 images in batches of 2: an epoch is 10 steps.
@@ -29,7 +32,11 @@ def test_evaluates_where_told_and_ends_without_gain(shapes: Path, tmp_path: Path
     steps = [r["step"] for r in records(run, "eval")]
     assert steps[:4] == [1, 2, 3, 6]  # the one of step 6 is the third without a gain
     assert "--patience" in result.err
-    assert last(run).step < 30  # a score comes some steps after its images were seen
+    stopped = last(run).step
+    assert stopped < 30  # a score is recorded some steps after its detections
+    # The next start counts the evaluations of this one.
+    assert cli("train", "--data", shapes, "--out", run, *OPTIONS, *options).code == 0
+    assert last(run).step == stopped
 
 
 def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -53,24 +60,35 @@ def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cl
 
 
 def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
-    """It is what one evaluates; training goes on from the weights themselves, resumed or not."""
+    """It is evaluated; training continues from the weights themselves, resumed or not."""
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"
     command = ["train", "--data", shapes, *OPTIONS, "--lr", "1e-2"]
     assert cli(*command, "--out", plain, "--steps", 4).code == 0
     assert cli(*command, "--out", averaged, "--steps", 2, "--ema", 0.5).code == 0
     result = cli(*command, "--out", averaged, "--steps", 4, "--ema", 0.5)
     assert result.code == 0, result.err
-    ours, theirs = last(averaged), last(plain)
-    assert ours.trained is not None
-    assert_same_state(ours._replace(model=ours.trained), theirs)
+    actual, expected = last(averaged), last(plain)
+    assert actual.trained is not None
+    assert_same_state(actual._replace(model=actual.trained), expected)
     name = "box_heads.0.weight"
-    assert not torch.equal(ours.model[name], ours.trained[name])
+    assert not torch.equal(actual.model[name], actual.trained[name])
     straight = tmp_path / "straight"
     assert cli(*command, "--out", straight, "--steps", 4, "--ema", 0.5).code == 0
-    assert_same_state(ours, last(straight))
+    assert_same_state(actual, last(straight))
 
 
-def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+def test_average_keeps_the_share_of_its_decay() -> None:
+    model = torch.nn.Linear(2, 1)
+    start = model.weight.detach().clone()
+    ema = EMA(model, 0.75)
+    for _ in range(2):
+        model.weight.data += 1
+        ema.update()
+    # 0.75 x 0.25 of the first step, 0.25 x 2 of the second
+    assert torch.allclose(ema.state()["weight"], start + 0.6875)
+
+
+def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     pytest.importorskip("tensorboard", reason="the extra is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -93,7 +111,9 @@ def test_tells_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cl
     assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
 
 
-def test_pace_tells_once_that_the_input_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_reports_once_that_training_is_input_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     pace = ThroughputMeter(global_batch=8)

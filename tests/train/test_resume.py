@@ -1,4 +1,4 @@
-"""Going on with a run whose surroundings changed: nothing is lost, mixed up or trained for nothing."""
+"""Resume a run after changes around it: nothing is lost, mixed up or trained in vain."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from conftest import TINY_RUN, Result
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
+from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -24,7 +25,7 @@ OPTIONS = TINY_RUN.split()
 
 @pytest.fixture
 def run(tiny_run: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny run (three steps of two images) that a test may go on with."""
+    """A copy of the tiny run (three steps of two images) that a test may resume."""
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder)
     return folder
@@ -35,7 +36,9 @@ def steps(run: Path, kind: str = "train") -> list[int]:
     return [r["step"] for r in map(json.loads, lines) if r["kind"] == kind]
 
 
-def test_going_back_retires_what_comes_later(run: Path, shapes: Path, cli: Cli) -> None:
+def test_resuming_from_an_earlier_step_retires_later_checkpoints(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "1st", "--keep", 9]
     assert cli(*train, "--steps", 6).code == 0
     earlier = run / "checkpoints/step-00000004.pt"
@@ -63,7 +66,7 @@ def test_no_intact_checkpoint_is_an_integrity_error(run: Path, shapes: Path, cli
 
 
 def test_a_resume_needs_no_first_weights(run: Path, shapes: Path, cli: Cli) -> None:
-    """The backbone's weights lie elsewhere, or nowhere, by the time a run goes on."""
+    """The backbone's weights were moved or deleted before a run is resumed."""
     options = [o for o in OPTIONS if o not in ("--backbone-weights", "none")]
     train = ["train", "--data", shapes, "--out", run, *options, "--steps", 4]
     result = cli(*train, "--backbone-weights", "/nowhere/resnet.pth")
@@ -95,7 +98,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     assert steps(run) == [1, 2, 3, 4]
 
 
-def test_a_peers_checkpoint_is_no_run_to_go_on_with(shapes: Path, cli: Cli, tmp_path: Path) -> None:
+def test_a_third_party_checkpoint_cannot_be_resumed(shapes: Path, cli: Cli, tmp_path: Path) -> None:
     peer = tmp_path / "peer.pt"
     torch.save(
         {"model": to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer
@@ -121,8 +124,8 @@ def test_a_dataset_of_other_classes_or_another_size_is_refused(
     assert "brick" not in result.err  # only the differences
     for path in root.glob("annotations/*.json"):
         document = json.loads(path.read_text().replace('"globe"', '"ball"'))
-        gone = document["images"].pop(0)["id"]
-        document["annotations"] = [a for a in document["annotations"] if a["image_id"] != gone]
+        removed = document["images"].pop(0)["id"]
+        document["annotations"] = [a for a in document["annotations"] if a["image_id"] != removed]
         path.write_text(json.dumps(document))
     result = cli(*train)
     assert result.code == 2
@@ -142,14 +145,16 @@ def test_another_global_batch_is_refused_or_counted_again(
     assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 6 + 2 * 4
 
 
-def test_the_same_global_batch_in_other_parts_goes_on(run: Path, shapes: Path, cli: Cli) -> None:
+def test_resumes_with_the_same_global_batch_in_other_parts(
+    run: Path, shapes: Path, cli: Cli
+) -> None:
     options = [*OPTIONS, "--bs", 1, "--accumulate", 2]
     result = cli("train", "--data", shapes, "--out", run, *options, "--steps", 4)
     assert result.code == 0, result.err
     assert read_checkpoint(run / "checkpoints/last.pt").samples_seen == 8
 
 
-def test_changed_optimizer_settings_take_hold(run: Path, shapes: Path, cli: Cli) -> None:
+def test_changed_optimizer_settings_apply(run: Path, shapes: Path, cli: Cli) -> None:
     train = ["train", "--data", shapes, "--out", run, *OPTIONS, "--resume-changed"]
     assert cli(*train, "--steps", 4, "--weight-decay", "0.25").code == 0
     groups = read_checkpoint(run / "checkpoints/last.pt").optimizer["param_groups"]
@@ -193,6 +198,17 @@ def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
     ]  # fmt: skip
 
 
+def test_without_metrics_the_best_ap_is_the_checkpoints(run: Path, shapes: Path, cli: Cli) -> None:
+    (run / "metrics.jsonl").unlink()
+    newest = run / "checkpoints/step-00000003.pt"
+    payload = torch.load(newest, weights_only=True)
+    write_checkpoint(newest, {**payload, "best_ap": 0.9})
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
+    assert result.code == 0, result.err
+    assert read_checkpoint(run / "checkpoints/last.pt").best_ap == 0.9
+    assert read_checkpoint(run / "checkpoints/best.pt").step == 3  # the new AP is worse
+
+
 def test_splits_of_other_classes_are_refused_before_training(
     shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:
@@ -221,9 +237,9 @@ def test_a_validation_image_that_does_not_open_counts_without_detections(
     assert result.code == 0, result.err
     assert "1 images cannot be decoded" in result.err
     assert json.loads(result.out)["images"] == 9
-    found = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
-    assert 2 not in found
-    assert found
+    image_ids = {d["image_id"] for d in json.loads(Path("found.json").read_text())}
+    assert 2 not in image_ids
+    assert image_ids
 
 
 def test_weights_of_another_backbone_are_refused_at_once(cli: Cli) -> None:
@@ -247,7 +263,7 @@ def test_data_of_an_option_or_a_variable_beat_the_checkpoints_and_those_of_a_fil
         assert "nowhere" in result.err
 
 
-def test_a_broken_local_config_does_not_keep_others_from_being_checked(cli: Cli) -> None:
+def test_a_broken_local_config_does_not_prevent_checks_of_others(cli: Cli) -> None:
     Path("ssdctl.toml").write_text("[train]\nlrr = 1\n")
     Path("good.toml").write_text("[train]\nlr = 1\n")
     assert cli("config", "validate", "good.toml").code == 0
@@ -258,7 +274,7 @@ def test_a_broken_local_config_does_not_keep_others_from_being_checked(cli: Cli)
     assert cli("config", "validate").code == 0
 
 
-def test_torch_is_not_surprised_by_the_payload(tiny_run: Path) -> None:
+def test_a_checkpoint_records_batch_and_precision(tiny_run: Path) -> None:
     payload = torch.load(tiny_run / "checkpoints/last.pt", weights_only=True)
     assert payload["global_batch"] == 2
     assert payload["config"]["train.precision"] == "fp32"

@@ -1,4 +1,4 @@
-"""Whole runs: resumed bit-equal, stopped by signals, refused where they would lie, on two ranks."""
+"""Runs: resumed bit-equal, stopped by signals, refused if figures would be wrong, on two ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
-def test_run_folder_holds_what_the_contract_names(tiny_run: Path, shapes: Path) -> None:
+def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) -> None:
     for name in ("config.toml", "environment.json", "metrics.jsonl", "logs", "checkpoints/last.pt"):
         assert (tiny_run / name).exists(), name
     train = records(tiny_run, "train")
@@ -83,7 +83,7 @@ def test_each_epoch_has_a_record(shapes: Path, tmp_path: Path, cli: Cli) -> None
     assert all(r["duration_s"] > 0 and r["images_per_second"] > 0 for r in epochs)
 
 
-def test_going_on_with_another_folder_is_told(
+def test_resuming_with_another_folder_is_reported(
     tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
@@ -189,7 +189,7 @@ def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("module", ["typer", "torch.version"])
 def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
-    """Python tells of each import when it is through: the package's own comes after its parts."""
+    """Python reports each import at its end: a package's own comes after its modules."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", *map(str, options)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -207,7 +207,7 @@ def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, modul
 def test_a_signal_while_it_prepares_ends_it_there(
     tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large dataset takes minutes, and there is nothing to save yet."""
+    """A large dataset takes minutes, and nothing needs to be saved yet."""
     went_on: list[bool] = []
 
     def interrupted(*_: object, **__: object) -> None:
@@ -246,23 +246,23 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     assert checkpoint.step == 2
     assert checkpoint.samples_seen == 4
     (evaluation,) = records(run, "eval")
-    alone = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
-    assert alone.code == 0, alone.err
-    figures = json.loads(alone.out)
+    evaluated = cli("evaluate", run / "checkpoints/last.pt", "--json", "--device", "cpu")
+    assert evaluated.code == 0, evaluated.err
+    figures = json.loads(evaluated.out)
     for name in ("AP", "AP50", "AR100", "ARm"):
         assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
     assert figures["images"] == 9
 
 
-def spoiled_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
+def broken_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
     """Make the colours of some batches infinite, as a broken sample would."""
     from ssdctl.input import samples
 
-    made = samples.colour_jitter
+    original = samples.colour_jitter
     calls = iter(range(10_000))
 
     def jitter(draw: Any, hue_degrees: float) -> Any:
-        result = made(draw, hue_degrees)
+        result = original(draw, hue_degrees)
         return result * float("inf") if next(calls) in bad_calls else result
 
     monkeypatch.setattr(samples, "colour_jitter", jitter)
@@ -273,7 +273,7 @@ def test_what_a_bad_step_leads_to(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     run = tmp_path / "run"
-    spoiled_step(shapes, monkeypatch, {3})  # the fourth batch
+    broken_step(shapes, monkeypatch, {3})  # the fourth batch
     saved: list[tuple[int, int]] = []
     write = CheckpointDir.write
 
@@ -300,7 +300,7 @@ def test_what_a_bad_step_leads_to(
     assert checkpoint.samples_seen == (12 if policy == "skip" else 16)
     kinds = [r["event"] for r in records(run, "event")]
     assert ("rolled_back" in kinds) == (policy == "rollback")
-    # Whoever goes on from there must not meet the offending images again.
+    # A run resumed from there must not read the offending images again.
     assert saved[1] == ((4, 8) if policy == "skip" else (2, 8))
     assert all(
         r["loss"] == -1 for r in records(run, "train") if r["step"] == 4 and policy == "skip"

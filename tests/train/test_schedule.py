@@ -23,6 +23,7 @@ from ssdctl.train.schedule import (
     checkpoint_bytes,
     every,
     make_plan,
+    next_evaluation,
     split_duration,
 )
 
@@ -111,9 +112,7 @@ def test_durations() -> None:
     batch_size=st.integers(1, 64),
     epochs=st.sampled_from(["1", "0.3ep", "7", "1.1"]),
 )
-def test_what_comes_every_epoch_comes_with_its_end(
-    images: int, batch_size: int, epochs: str
-) -> None:
+def test_epoch_periods_end_with_their_epochs(images: int, batch_size: int, epochs: str) -> None:
     plan = make_plan(config(batch_size=batch_size, warmup="0st"), images, 1)
     period = Fraction(epochs.removesuffix("ep")) * images / batch_size
     ends = {int(n * period) for n in range(1, 202)} if period >= 1 else set(range(1, 201))
@@ -138,3 +137,32 @@ def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., R
                 network = SSD300(backbone, num_classes, "none")
             number = sum(p.numel() for p in network.parameters())
             assert number == shared + num_classes * per_class
+
+
+@given(images=st.integers(1, 200), batch=st.integers(1, 300), step=st.integers(0, 50))
+def test_an_epoch_ends_with_the_step_that_its_images_fill(
+    images: int, batch: int, step: int
+) -> None:
+    plan = make_plan(config(batch_size=batch, warmup="0st", epochs=1000), images, world_size=1)
+    epoch = 1
+    while max(epoch * images // batch, 1) <= step:
+        epoch += 1
+    assert plan.epochs_ended(step) == epoch - 1
+
+
+def test_the_last_epoch_ends_with_the_last_step() -> None:
+    plan = make_plan(config(batch_size=4, epochs=3, warmup="0st"), 95, world_size=1)
+    assert plan.total_steps == 71  # of 71.25
+    assert plan.epochs_ended(70) == 2
+    assert plan.epochs_ended(71) == 3
+
+
+def test_the_next_evaluation() -> None:
+    options = config(preset="nvidia-r50", batch_size=128)
+    plan = make_plan(options, COCO, world_size=8)
+    assert next_evaluation(options, plan, 0) == int(22 * COCO / 1024)
+    assert next_evaluation(options, plan, int(22 * COCO / 1024)) == int(32 * COCO / 1024)
+    options = config(preset="mlperf-r34")
+    plan = make_plan(options, COCO, world_size=8)
+    assert next_evaluation(options, plan, 600) == int(10 * COCO / 1024)
+    assert next_evaluation(options, plan, plan.total_steps - 1) == plan.total_steps

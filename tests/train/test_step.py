@@ -38,7 +38,7 @@ def batch(size: int, seed: int = 0, *, jitter: float = 1.0) -> Batch:
     return Batch(images, boxes, labels, colours, rows=None)  # type: ignore[arg-type]
 
 
-def made(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, TrainStep]:
+def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, TrainStep]:
     torch.manual_seed(0)
     settings = config(**changes)
     model = SSD300("resnet18", 4, "none").train()
@@ -54,8 +54,10 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
-def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip: float) -> None:
-    model, optimizer, step = made(optimizer=optimizer_name, clip_grad=clip)
+def test_a_bad_step_changes_nothing_and_training_continues(
+    optimizer_name: str, clip: float
+) -> None:
+    model, optimizer, step = build_training(optimizer=optimizer_name, clip_grad=clip)
     step([batch(1)], 1e-3)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     momenta = [
@@ -79,11 +81,11 @@ def test_a_bad_step_moves_nothing_and_training_goes_on(optimizer_name: str, clip
 
 def test_accumulation_equals_the_larger_batch() -> None:
     """Batch norm sees other batches, so it is frozen; the rest is a mean of means."""
-    whole = batch(2)
-    halves = [Batch(*(field[i : i + 1] for field in whole[:4]), rows=None) for i in (0, 1)]  # type: ignore[arg-type]
+    full_batch = batch(2)
+    halves = [Batch(*(field[i : i + 1] for field in full_batch[:4]), rows=None) for i in (0, 1)]  # type: ignore[arg-type]
     ends = []
-    for batches in ([whole], halves):
-        model, _, step = made(clip_grad=0)
+    for batches in ([full_batch], halves):
+        model, _, step = build_training(clip_grad=0)
         freeze_batch_norm(model)
         step(batches, 1e-2)
         ends.append(model.state_dict())
@@ -92,7 +94,7 @@ def test_accumulation_equals_the_larger_batch() -> None:
 
 
 def test_clipping_bounds_the_update() -> None:
-    model, _, step = made(clip_grad=0.5, momentum=0, weight_decay=0)
+    model, _, step = build_training(clip_grad=0.5, momentum=0, weight_decay=0)
     before = [p.detach().clone() for p in model.parameters()]
     result = step([batch(1)], 1.0).read(SINGLE_PROCESS)
     assert result["grad_norm"] > 0.5
@@ -100,8 +102,8 @@ def test_clipping_bounds_the_update() -> None:
     assert moved.norm().item() == pytest.approx(0.5, rel=1e-3)
 
 
-def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
-    model, optimizer, _ = made()
+def test_biases_and_norms_are_not_decayed_by_default() -> None:
+    model, optimizer, _ = build_training()
     decayed, others = optimizer.param_groups
     assert decayed["weight_decay"] == 5e-4
     assert others["weight_decay"] == 0
@@ -115,7 +117,7 @@ def test_biases_and_norms_are_not_decayed_unless_asked() -> None:
 
 @pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True)])
 def test_decay_of_biases_and_of_batch_norm_are_two_switches(bias: bool, norm: bool) -> None:
-    model, _, _ = made()
+    model, _, _ = build_training()
     groups = build_optimizer(model, config(decay_bias=bias, decay_norm=norm), CPU).param_groups
     decayed = {id(p) for p in groups[0]["params"]}
     norms = [m for m in model.modules() if isinstance(m, torch.nn.BatchNorm2d)]
@@ -141,7 +143,7 @@ def test_guard_names_bad_steps_once() -> None:
     assert not guard.should_roll_back([BadStep(2, [20])], "folder")
 
 
-def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
+def test_guard_raises_only_after_many_consecutive_bad_steps() -> None:
     guard = NonFiniteGuard("skip")
     flags(guard, *[True, False] * MAX_CONSECUTIVE)
     guard.should_roll_back([BadStep(1, [1])], "folder")
@@ -151,7 +153,7 @@ def test_guard_gives_up_after_many_in_a_row_but_not_otherwise() -> None:
         guard.should_roll_back([BadStep(1, [1])], "folder")
 
 
-def test_guard_stops_at_the_first_where_told() -> None:
+def test_guard_stops_at_the_first_bad_step_with_the_policy_stop() -> None:
     with pytest.raises(NonFiniteError, match="step 4"):
         NonFiniteGuard("stop").should_roll_back([BadStep(4, [1])], "folder")
 
@@ -186,7 +188,7 @@ def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
     """The step after it is the one that a fresh run would have taken."""
     ends = []
     for batches in ([batch(1, jitter=float("inf")), batch(1)], [batch(1)]):
-        model, _, step = made(optimizer=optimizer_name)
+        model, _, step = build_training(optimizer=optimizer_name)
         for entry in batches:
             result = step([entry], 1e-3)
         assert result.read(SINGLE_PROCESS)["is_bad"] == 0

@@ -42,12 +42,12 @@ def killed_at_random(command: list[object], number: signal.Signals, within_s: fl
 def survive(
     shapes: Path, tmp_path: Path, cli: Cli, signals: list[signal.Signals], steps: int
 ) -> None:
-    """Kill a run again and again, let it end, and compare it with one that was left alone."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    """Kill a run repeatedly, let it end, and compare it with an uninterrupted one."""
+    uninterrupted, run = tmp_path / "whole", tmp_path / "run"
     command = ["train", "--data", shapes, *OPTIONS, "--steps", steps]
     command += ["--save-every", "2st", "--eval-every", "5st"]
     begin = time.monotonic()
-    process = start(*command, "--out", whole)
+    process = start(*command, "--out", uninterrupted)
     _, words = process.communicate(timeout=600)
     assert process.returncode == 0, words
     alone_s = time.monotonic() - begin
@@ -57,16 +57,16 @@ def survive(
         expected = {0, -sent} if sent == signal.SIGKILL else {0, 75, -sent}
         assert code in expected
         if code == 0:  # it came to its end before the signal: begin again
-            assert_same_state(last(run), last(whole))
+            assert_same_state(last(run), last(uninterrupted))
             shutil.rmtree(run)
     result = cli(*command, "--out", run)
     assert result.code == 0, result.err
-    assert_same_state(last(run), last(whole))
+    assert_same_state(last(run), last(uninterrupted))
     for kind in ("train", "eval"):
-        ours, theirs = records(run, kind), records(whole, kind)
-        assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+        actual, reference = records(run, kind), records(uninterrupted, kind)
+        assert [r["step"] for r in actual] == [r["step"] for r in reference]
         key = "loss" if kind == "train" else "AP"
-        assert [r[key] for r in ours] == [r[key] for r in theirs]
+        assert [r[key] for r in actual] == [r[key] for r in reference]
     assert not list(run.rglob("*.tmp"))
 
 
@@ -159,15 +159,15 @@ def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path
     done = subprocess.run(
         [sys.executable, script, run], capture_output=True, text=True, timeout=300
     )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert found, done.stderr
-    codes, steps = [f[0] for f in found], [f[1] for f in found]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert outcomes, done.stderr
+    codes, steps = [f[0] for f in outcomes], [f[1] for f in outcomes]
     assert codes == [9] * (len(codes) - 1) + [0]
     assert len(codes) > 8  # there were that many operations
     assert steps[0] == 3  # it died before the new one was there
     assert steps[-1] == 4
     assert steps == sorted(steps)
-    for _, _, warnings, hidden, kept in found:
+    for _, _, warnings, hidden, kept in outcomes:
         assert not warnings
         assert not hidden
         assert kept <= 3
@@ -198,7 +198,6 @@ def in_small_disk(
     )
 
 
-@pytest.mark.full_network  # checkpoints that fill the disk
 def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     """The write fails during training; the next step raises it, and the older checkpoint is intact."""
     place = tmp_path / "disk"
@@ -206,7 +205,7 @@ def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     if not is_mountable(place):
         pytest.skip("mounting needs rights that this user lacks")
     command = ["train", "--data", shapes, "--out", place / "run", *OPTIONS, "--steps", 6]
-    done = in_small_disk(place, 110, *command, "--save-every", "2st", "--keep", 5)
+    done = in_small_disk(place, 3, *command, "--save-every", "2st", "--keep", 5)
     assert done.returncode == 6, done.stderr
     assert "no space left" in done.stderr
     assert "Traceback" not in done.stderr
@@ -214,6 +213,20 @@ def test_disk_full_in_a_save(shapes: Path, tmp_path: Path) -> None:
     assert "step-00000002.pt" in files
     assert "last.pt" in files
     assert not [name for name in files if name.endswith(".tmp")]
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise DiskError("no space left")
+
+    monkeypatch.setattr(CheckpointDir, "write", full)
+    run = tmp_path / "run"
+    command = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "3st"]
+    result = cli(*command, "--steps", 9)
+    assert result.code == 6, result.err
+    assert 3 <= records(run, "train")[-1]["step"] < 6  # before the next save
 
 
 def test_what_a_signal_could_not_save_is_not_called_saved(
@@ -238,7 +251,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_lost_rank_is_named_and_ends_the_others(shapes: Path, tmp_path: Path, how: str) -> None:
+def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, how: str) -> None:
     """Without a launcher's help: the ranks notice by themselves."""
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 10_000]

@@ -445,7 +445,7 @@ class TrainConfig(Section, frozen=True):
     eval_at: Annotated[
         tuple[Positive, ...],
         setting(
-            "Also evaluate after these epochs",
+            "Also evaluate after these epochs; those of a preset only without --eval-every",
             metavar="E,E",
             panel="Evaluation",
             removed_flags={

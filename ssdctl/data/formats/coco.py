@@ -10,117 +10,36 @@ Whole numbers written as floats, `iscrowd: false`, null areas and a byte order m
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.formats.coco_json import (
+    AnnotationColumns,
+    Category,
+    Content,
+    ImageEntry,
+    NotWholeError,
+    Tables,
+    column,
+)
+from ssdctl.data.formats.coco_slices import decode_tables, open_content
 from ssdctl.errors import DataError
-from ssdctl.files import refuse_utf16
 
 MAX_NAMED = 5  # offenders named in a message
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-T = TypeVar("T")
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-
-
-class ImageEntry(msgspec.Struct, gc=False):
-    """An image of an annotation file; width and height in pixels, 0 = not given."""
-
-    id: Int64
-    file_name: str = ""
-    width: Int64 | None = 0
-    height: Int64 | None = 0
-
-
-class Bbox(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
-    """A box in pixels. A struct, not a tuple: half the time and two thirds of the memory.
-
-    Numbers that the file does not give are NaN, which JSON cannot contain.
-    """
-
-    left: float = np.nan
-    top: float = np.nan
-    width: float = np.nan
-    height: float = np.nan
-
-
-NO_BBOX = Bbox()
-
-
-class Annotation(msgspec.Struct, gc=False):
-    """An object of an image. `bbox` and `area` are None if the file does not give them."""
-
-    id: Int64
-    image_id: Int64
-    category_id: Int64
-    bbox: Bbox | None = None
-    area: float | None = None
-    iscrowd: Int64 | bool | None = 0
-
-
-class Category(msgspec.Struct, gc=False):
-    """A class of an annotation file."""
-
-    id: Int64
-    name: str
-    supercategory: Any = None
 
 
 class Annotations(NamedTuple):
     """What training and scoring need of an annotation file."""
 
     images: list[ImageEntry]
-    annotations: list[Annotation]
+    annotations: AnnotationColumns
     categories: list[Category]
     supercategories: Sequence[Category] = ()  # listed as categories, but not classes: left out
-
-
-class _File(msgspec.Struct):
-    """The JSON document, decoded strictly: the fast path."""
-
-    images: list[ImageEntry]
-    annotations: list[Annotation]
-    categories: list[Category]
-
-
-# The same fields with every number type that tools write: the fallback.
-Number = int | float
-
-
-class _LooseImage(msgspec.Struct):
-    id: Number
-    file_name: str = ""
-    width: Number | None = 0
-    height: Number | None = 0
-
-
-class _LooseAnnotation(msgspec.Struct):
-    id: Number
-    image_id: Number
-    category_id: Number
-    bbox: Bbox | None = None
-    area: Any = None
-    iscrowd: Number | bool | None = 0
-
-
-class _LooseCategory(msgspec.Struct):
-    id: Number
-    name: str | int | float
-    supercategory: Any = None
-
-
-class _LooseFile(msgspec.Struct):
-    images: list[_LooseImage]
-    annotations: list[_LooseAnnotation]
-    categories: list[_LooseCategory]
 
 
 class ClassName(msgspec.Struct, frozen=True):
@@ -146,55 +65,33 @@ def read(path: Path) -> Annotations:
     Raises:
         DataError: It cannot be read, is not JSON, or a field is absent or of the wrong type.
     """
-    return parse(read_bytes(path), path)
+    return parse(read_content(path), path)
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of an annotation file.
+def read_content(path: Path) -> Content:
+    """Return the content of an annotation file; a large one is mapped into memory.
 
     Raises:
         DataError: It cannot be read.
     """
     try:
-        return path.read_bytes()
+        return open_content(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def parse(content: bytes, path: Path) -> Annotations:
+def parse(content: Content, path: Path) -> Annotations:
     """Return the content of an annotation file, typed; see `read`."""
     try:
-        file = decode(content, _File)
-    except msgspec.ValidationError as error:
-        try:
-            file = _normalized(decode(content, _LooseFile))
-        except _NotWholeError as fraction:
-            raise _not_coco(path, fraction) from None
-        except msgspec.ValidationError as loose_error:
-            # The strict error says what was expected if both fail at the same place.
-            is_same = _place(error) == _place(loose_error)
-            raise _not_coco(path, error if is_same else loose_error) from None
+        tables = decode_tables(content)
+    except (msgspec.ValidationError, NotWholeError) as error:
+        raise _not_coco(path, error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
-    categories, supercategories = _without_supercategories(file)
-    return Annotations(file.images, file.annotations, categories, supercategories)
-
-
-def decode(content: bytes, kind: type[T]) -> T:
-    """Decode JSON, which may begin with a byte order mark.
-
-    Raises:
-        msgspec.DecodeError, UnicodeDecodeError: It is not JSON, or not of that type.
-    """
-    refuse_utf16(content)
-    start = len(BYTE_ORDER_MARK) if content.startswith(BYTE_ORDER_MARK) else 0
-    with _without_gc():
-        try:
-            return msgspec.json.decode(memoryview(content)[start:], type=kind)
-        except RecursionError:
-            raise msgspec.DecodeError("nested too deeply") from None
+    categories, supercategories = _without_supercategories(tables)
+    return Annotations(tables.images, tables.annotations, categories, supercategories)
 
 
 def _not_coco(path: Path, error: Exception) -> DataError:
@@ -205,76 +102,21 @@ def _not_coco(path: Path, error: Exception) -> DataError:
     )
 
 
-def _place(error: Exception) -> str:
-    """The JSON path at the end of a msgspec message."""
-    return str(error).rpartition(" - at ")[2]
-
-
-class _NotWholeError(ValueError):
-    """Raised for a fraction where a whole number belongs."""
-
-
-def _normalized(file: _LooseFile) -> _File:
-    images = [
-        ImageEntry(
-            _whole(image.id, "images", i, "id"),
-            image.file_name,
-            _whole(image.width or 0, "images", i, "width"),
-            _whole(image.height or 0, "images", i, "height"),
-        )
-        for i, image in enumerate(file.images)
-    ]
-    annotations = [
-        Annotation(
-            _whole(entry.id, "annotations", i, "id"),
-            _whole(entry.image_id, "annotations", i, "image_id"),
-            _whole(entry.category_id, "annotations", i, "category_id"),
-            entry.bbox,
-            float(entry.area) if isinstance(entry.area, int | float) else None,
-            _whole(entry.iscrowd or 0, "annotations", i, "iscrowd"),
-        )
-        for i, entry in enumerate(file.annotations)
-    ]
-    categories = [
-        Category(_whole(c.id, "categories", i, "id"), str(c.name), c.supercategory)
-        for i, c in enumerate(file.categories)
-    ]
-    return _File(images, annotations, categories)
-
-
-def _whole(value: float, table: str, index: int, key: str) -> int:
-    """A whole number of 64 bits, whatever JSON type it has."""
-    number = int(value) if abs(value) < 2**63 else None
-    if number is None or number != value:
-        raise _NotWholeError(f"Expected int, got {value} - at $.{table}[{index}].{key}")
-    return number
-
-
-def _without_supercategories(file: _File) -> tuple[list[Category], list[Category]]:
+def _without_supercategories(tables: Tables) -> tuple[list[Category], list[Category]]:
     """The classes, and the entries that only name other entries' supercategory (Roboflow's 0)."""
-    parents = {c.supercategory for c in file.categories if isinstance(c.supercategory, str)}
+    parents = {c.supercategory for c in tables.categories if isinstance(c.supercategory, str)}
     candidates = [
         c
-        for c in file.categories
-        if c.name in parents and c.supercategory in (None, "", "none") and len(file.categories) > 1
+        for c in tables.categories
+        if c.name in parents
+        and c.supercategory in (None, "", "none")
+        and len(tables.categories) > 1
     ]
     if not candidates:
-        return file.categories, []
-    used = {a.category_id for a in file.annotations}
+        return tables.categories, []
+    used = set(np.unique(tables.annotations.category_id).tolist())
     unused = [c for c in candidates if c.id not in used]
-    return [c for c in file.categories if c not in unused], unused
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Disable garbage collection: searching millions of live objects takes longer than decoding."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    return [c for c in tables.categories if c not in unused], unused
 
 
 def class_names(annotations: Annotations) -> list[ClassName]:
@@ -284,32 +126,17 @@ def class_names(annotations: Annotations) -> list[ClassName]:
 
 def box_columns(annotations: Annotations) -> BoxColumns:
     """Return the annotated boxes as arrays; annotations without a bbox are left out."""
-    entries = annotations.annotations
-    bbox = bboxes(entries)
-    area = np.array([np.nan if a.area is None else a.area for a in entries], np.float64)
-    area = np.where(np.isnan(area), bbox[:, 2] * bbox[:, 3], area)
+    columns = annotations.annotations
+    bbox = columns.bbox
+    area = np.where(np.isnan(columns.area), bbox[:, 2] * bbox[:, 3], columns.area)
     has_bbox = ~np.isnan(bbox).any(axis=1)
     return BoxColumns(
-        column(entries, "image_id")[has_bbox],
-        column(entries, "category_id")[has_bbox],
+        columns.image_id[has_bbox],
+        columns.category_id[has_bbox],
         bbox[has_bbox],
         area[has_bbox],
-        crowd_flags(entries)[has_bbox],
+        columns.is_crowd[has_bbox],
     )
-
-
-def bboxes(entries: Sequence[Annotation]) -> NDArray[np.float64]:
-    """Return the boxes of annotations, M x 4: left, top, width, height; NaN if not given."""
-    result = np.empty((len(entries), 4))
-    boxes = [entry.bbox or NO_BBOX for entry in entries]
-    for index, side in enumerate(Bbox.__struct_fields__):
-        result[:, index] = column(boxes, side, np.float64)
-    return result
-
-
-def crowd_flags(entries: Sequence[Annotation]) -> NDArray[np.bool_]:
-    """Return which annotations are crowds."""
-    return column(entries, "iscrowd", np.bool_)
 
 
 def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -318,25 +145,20 @@ def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArr
     Raises:
         DataError: Duplicate ids, ids that refer to nothing.
     """
-    entries = annotations.annotations
+    columns = annotations.annotations
     image_ids, category_ids = column(annotations.images, "id"), column(annotations.categories, "id")
     _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "annotation ids", column(entries, "id"))
+    _refuse_duplicates(path, "annotation ids", columns.id)
     _refuse_duplicates(path, "category ids", category_ids)
-    row = _positions(image_ids, column(entries, "image_id"))
-    _refuse_unlisted(path, "image", [entries[i] for i in np.nonzero(row < 0)[0]])
-    label = 1 + _positions(category_ids, column(entries, "category_id"))
-    _refuse_unlisted(path, "category", [entries[i] for i in np.nonzero(label < 1)[0]])
+    row = positions(image_ids, columns.image_id)
+    _refuse_unlisted(path, "image", columns.id[row < 0], columns.image_id[row < 0])
+    label = 1 + positions(category_ids, columns.category_id)
+    _refuse_unlisted(path, "category", columns.id[label < 1], columns.category_id[label < 1])
     return row, label
 
 
-def column(structs: Sequence[Any], name: str, kind: Any = np.int64) -> NDArray[Any]:
-    """Return one field of many structs as an array, without a Python step for each."""
-    return np.fromiter(map(attrgetter(name), structs), kind, len(structs))
-
-
-def _positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The position of each wanted id in `listed`; -1 if it is not listed."""
+def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each wanted id in `listed`; -1 if it is not listed."""
     if not len(listed):
         return np.full(len(wanted), -1)
     order = np.argsort(listed, kind="stable")
@@ -351,10 +173,12 @@ def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
     refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must occur once")
 
 
-def _refuse_unlisted(path: Path, kind: str, entries: Sequence[Annotation]) -> None:
+def _refuse_unlisted(
+    path: Path, kind: str, ids: NDArray[np.int64], references: NDArray[np.int64]
+) -> None:
     """Refuse annotations of images or categories that the file does not list."""
     plural = {"image": "images", "category": "categories"}[kind]
-    named = [f"{a.id} ({kind} {getattr(a, f'{kind}_id')})" for a in entries]
+    named = [f"{i} ({kind} {reference})" for i, reference in zip(ids, references, strict=True)]
     hint = f"each {kind}_id must be the id of an entry in {plural}"
     refuse(path, f"annotations of {plural} that the file does not list", named, hint)
 

@@ -10,20 +10,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.formats.coco import (
-    Annotations,
-    ImageEntry,
-    bboxes,
-    column,
-    crowd_flags,
-    link,
-)
+from ssdctl.data.formats.coco import Annotations, link, positions
+from ssdctl.data.formats.coco_json import ImageEntry, column
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
 MAX_SIDE = 65535  # of a JPEG
 UNIT_BOX_PX = 1.5  # a box in fractions of its image is at most 1 x 1
 NEARLY_ALL = 0.95
+BLOCK = 1 << 18  # boxes that are clipped at a time
 MIN_CLIPPED, MIN_CLIPPED_SHARE = 5, 0.1  # fewer overshoots are not a sign of another box format
 
 OK, CLIPPED, NO_SIZE, OUTSIDE, NO_BBOX = range(5)
@@ -72,16 +67,15 @@ def check(annotations: Annotations, path: Path) -> tuple[Boxes, list[Finding]]:
     if not annotations.categories:
         raise DataError(f"{path}: no categories")
     sizes = _sizes(path, annotations.images)
-    entries = annotations.annotations
-    ltrb, fractions, kind = _clipped(bboxes(entries), sizes[row])
+    columns = annotations.annotations
+    ltrb, fractions, kind = _clipped(columns.bbox, sizes, row)
     findings = [_finding(annotations, int(i), int(row[i]), kind[i]) for i in np.nonzero(kind)[0]]
     kept = np.nonzero(kind <= CLIPPED)[0]
     kept = kept[np.argsort(row[kept], kind="stable")]  # image by image, in the file's order
     starts = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(np.bincount(row[kept], minlength=len(sizes)), out=starts[1:])
-    is_crowd = crowd_flags(entries)
     labels = label[kept].astype(np.int32)
-    return Boxes(starts, ltrb[kept], fractions[kept], labels, is_crowd[kept]), findings
+    return Boxes(starts, ltrb[kept], fractions[kept], labels, columns.is_crowd[kept]), findings
 
 
 def format_warnings(
@@ -95,7 +89,7 @@ def format_warnings(
         findings: Those of `check`.
 
     Returns:
-        At most one sentence with its remedy. It is not an error: such boxes may be meant.
+        At most one sentence with its remedy. It is not an error: such boxes may be intended.
     """
     low, high = boxes.ltrb[:, :2], boxes.ltrb[:, 2:]
     number = len(boxes.ltrb)
@@ -109,9 +103,10 @@ def format_warnings(
     clipped = sum(f.kind == KINDS[CLIPPED] for f in findings)
     if clipped < max(MIN_CLIPPED, MIN_CLIPPED_SHARE * number):
         return []
-    bbox = bboxes(annotations.annotations)
-    image_sizes = {i.id: (i.width, i.height) for i in annotations.images}
-    size = np.array([image_sizes[a.image_id] for a in annotations.annotations])
+    bbox = annotations.annotations.bbox
+    images = annotations.images
+    sizes = np.stack([column(images, "width"), column(images, "height")], axis=1)
+    size = sizes[positions(column(images, "id"), annotations.annotations.image_id)]
     fits_as_corners = (bbox[:, 2:] > bbox[:, :2]) & (bbox[:, 2:] <= size + 1)
     if fits_as_corners.all(axis=1).mean() < NEARLY_ALL:
         return []
@@ -123,10 +118,31 @@ def format_warnings(
 
 
 def _clipped(
+    bbox: NDArray[np.float64], sizes: NDArray[np.int64], row: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
+    """Clip boxes to their images, block by block, because the intermediate arrays are large.
+
+    Args:
+        bbox: (M, 4) left, top, width, height in pixels.
+        sizes: (N, 2) width and height of the images.
+        row: (M,) the image of each box.
+
+    Returns:
+        (M, 4) ltrb in pixels, (M, 4) ltrb in fractions of the image, and (M,) what was done:
+        nothing, clipped, or dropped for a reason.
+    """
+    ltrb, fractions = np.empty(bbox.shape), np.empty(bbox.shape, np.float32)
+    kind = np.empty(len(bbox), np.uint8)
+    for start in range(0, len(bbox), BLOCK):
+        block = slice(start, start + BLOCK)
+        ltrb[block], fractions[block], kind[block] = _clipped_block(bbox[block], sizes[row[block]])
+    return ltrb, fractions, kind
+
+
+def _clipped_block(
     bbox: NDArray[np.float64], size: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float32], NDArray[np.uint8]]:
-    """Boxes (M x 4: left, top, width, height) as ltrb inside their images (M x 2), in pixels and in
-    fractions, and what was done to each: nothing, clipped, or dropped for a reason."""
+    """Clip boxes (B, 4) to their images' sizes (B, 2); see `_clipped`."""
     with np.errstate(all="ignore"):  # overflows show in the results
         low, extent = bbox[:, :2], bbox[:, 2:]
         high = low + extent
@@ -147,13 +163,11 @@ def _clipped(
 
 
 def _finding(annotations: Annotations, index: int, row: int, kind: int) -> Finding:
-    entry, image = annotations.annotations[index], annotations.images[row]
-    if kind == NO_BBOX or entry.bbox is None:
-        detail = image.file_name
-    else:
-        bbox = list(msgspec.structs.astuple(entry.bbox))
-        detail = f"bbox {bbox} in {image.width} x {image.height}"
-    return Finding(KINDS[kind], entry.image_id, entry.id, detail)
+    columns, image = annotations.annotations, annotations.images[row]
+    detail = image.file_name
+    if kind != NO_BBOX:
+        detail = f"bbox {columns.bbox[index].tolist()} in {image.width} x {image.height}"
+    return Finding(KINDS[kind], image.id, int(columns.id[index]), detail)
 
 
 def _sizes(path: Path, images: list[ImageEntry]) -> NDArray[np.int64]:

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
-from ssdctl.data.formats.coco import decode, parse
+from ssdctl.data.formats.coco import parse
+from ssdctl.data.formats.coco_json import decode
 from ssdctl.data.split_files import SPLITS
 from ssdctl.errors import DataError, UsageError
+
+log = logging.getLogger(__name__)
 
 
 class LabeledBox(NamedTuple):
@@ -95,7 +100,7 @@ def with_classes(content: bytes, classes: Sequence[str], path: Path) -> bytes:
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
             raise UsageError(f"--classes: {path} has no class {name!r}", hint=hint)
     ids = {category.id for category in annotations.categories if category.name in classes}
-    is_kept = [entry.category_id in ids for entry in annotations.annotations]
+    is_kept = np.isin(annotations.annotations.category_id, list(ids)).tolist()
     tables.annotations = _chosen(tables.annotations, is_kept)
     # The categories that `parse` left out are decoded with their id only.
     category_ids = [_category_id(raw) for raw in tables.categories]
@@ -119,13 +124,11 @@ def divided(content: bytes, share: float, path: Path) -> tuple[bytes, bytes]:
     order = sorted(images, key=lambda i: hashlib.sha256(i.file_name.encode()).digest())
     num_train = min(max(round(share * len(images)), 1), len(images) - 1)
     train_ids = {image.id for image in order[:num_train]}
+    is_in_train = np.isin(annotations.annotations.image_id, list(train_ids))
     parts = [
         _Tables(
             _chosen(tables.images, [(i.id in train_ids) == is_train for i in images]),
-            _chosen(
-                tables.annotations,
-                [(a.image_id in train_ids) == is_train for a in annotations.annotations],
-            ),
+            _chosen(tables.annotations, (is_in_train == is_train).tolist()),
             tables.categories,
         )
         for is_train in (True, False)
@@ -148,11 +151,9 @@ def _tables(content: bytes, path: Path) -> _Tables:
         raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
 
 
-def usable_splits(
-    splits: dict[str, list[LabeledImage]], report: Callable[[str], None]
-) -> dict[str, list[LabeledImage]]:
+def usable_splits(splits: dict[str, list[LabeledImage]]) -> dict[str, list[LabeledImage]]:
     """Return the splits that have images; if there is no validation split, test validates."""
     if splits.get("test") and not splits.get("val"):
-        report("no validation images are given: the test images are used to validate")
+        log.info("no validation images are given: the test images are used to validate")
         splits = {**splits, "val": splits["test"], "test": []}
     return {split: splits[split] for split in SPLITS if splits.get(split)}

@@ -1,6 +1,6 @@
 """Read CVAT's own XML: "CVAT for images 1.1" and "CVAT for video 1.1".
 
-    splits, classes = read_cvat_xml(path, root, report)
+    splits, classes = read_cvat_xml(path, root)
 
 Boxes are read, and polygons, masks and ellipses by their extent; a rotated box becomes the upright
 box around it. Points, polylines, cuboids, skeletons and tags are counted and left out, and so are
@@ -9,9 +9,9 @@ boxes of tracks outside their frame.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 
+log = logging.getLogger(__name__)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
 IGNORED = ("points", "polyline", "cuboid", "skeleton", "tag")
@@ -39,9 +40,7 @@ class _Frame(NamedTuple):
     boxes: list[LabeledBox]
 
 
-def read_cvat_xml(
-    path: Path, root: Path, report: Callable[[str], None]
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+def read_cvat_xml(path: Path, root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     """Return the images of each split below `root`, and the classes in the order of the file.
 
     Raises:
@@ -58,7 +57,7 @@ def read_cvat_xml(
     classes += [name for name in used if name not in classes]
     for kind, count in counts.items():
         left_out = "" if kind == ROTATED else ", left out"
-        report(f"{path.name}: {count:,} {kind}{left_out}")
+        log.info(f"{path.name}: {count:,} {kind}{left_out}")
     return _located(frames, root, path), classes
 
 
@@ -80,7 +79,7 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
 
 
 def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
-    """The frames of a video: each track has a box for each of its frames."""
+    """Return the frames of a video: each track has a box for each of its frames."""
     by_frame: dict[int, list[LabeledBox]] = {}
     for track in tree.iterfind("track"):
         for element in track:
@@ -109,7 +108,7 @@ def _side(element: Any, key: str) -> int:
 
 
 def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox:
-    """The upright box around a shape."""
+    """Return the upright box around a shape."""
     try:
         left, top, right, bottom = _extent(element)
         degrees = numbers([element.get("rotation") or "0"])[0]
@@ -142,7 +141,7 @@ def _extent(element: Any) -> list[float]:
 
 
 def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[LabeledImage]]:
-    """The images with their paths below `root`, by split."""
+    """Return the images with their paths below `root`, by split."""
     by_name: dict[str, list[str]] = {}
     for file in files_below(root):
         parts = file.split("/")

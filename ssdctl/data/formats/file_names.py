@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ssdctl.data.formats.coco import MAX_NAMED, ImageEntry, refuse
+from ssdctl.data.formats.coco import MAX_NAMED, refuse
+from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -51,8 +52,8 @@ def resolve_images(images: Sequence[ImageEntry], folder: Path) -> ResolvedImages
         replaced = _replace_names([images[row] for row in rows], folder)
         if replaced:
             notes.append(_note(replaced))
-            found = file_sizes(folder, [images[row].file_name for row in rows])
-            for row, size in zip(rows, found, strict=True):
+            new_sizes = file_sizes(folder, [images[row].file_name for row in rows])
+            for row, size in zip(rows, new_sizes, strict=True):
                 sizes[row] = size if is_plain_name(images[row].file_name) else None
     unsized = [
         image
@@ -102,7 +103,7 @@ def longest_tail(name: str, paths: Sequence[str]) -> str | None:
 
 
 def _is_tool_path(name: str) -> bool:
-    """Whether a path that leaves its folder is one of a labelling tool's server."""
+    """Return whether a path that leaves its folder is a path on a labelling tool's server."""
     return bool(TOOL_FOLDERS.intersection(name.split("/")))
 
 

@@ -1,6 +1,6 @@
 """Read Open Images' CSV files: boxes in fractions of the image, classes by their MID.
 
-    splits, classes = read_open_images(root, report)
+    splits, classes = read_open_images(root)
 
 The boxes are in files with the columns ImageID, LabelName, XMin, XMax, YMin, YMax and perhaps
 IsGroupOf (becomes a crowd); names are in class-descriptions*.csv. Images are ID.jpg anywhere below
@@ -9,7 +9,8 @@ the folder; boxes of images that were not downloaded are left out and counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 
+log = logging.getLogger(__name__)
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 CROWD = "IsGroupOf"
 HEADER_BYTES = 4096
@@ -49,13 +51,12 @@ def _header(path: Path) -> list[str]:
 
 
 def read_open_images(
-    root: Path, report: Callable[[str], None], files: list[Path] | None = None
+    root: Path, files: list[Path] | None = None
 ) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     """Return the images of each split, and the classes sorted by name.
 
     Args:
         root: The dataset folder.
-        report: Called with what the user should know.
         files: The CSV files of boxes; None searches for them.
 
     Raises:
@@ -79,13 +80,13 @@ def read_open_images(
             )
         if not (own := [f for f in images if split_of(str(Path(f).parent)) == split]):
             own = [f for f in images if split_of(str(Path(f).parent)) is None]
-        splits[split] = _read_split(root, file, own, names, report)
+        splits[split] = _read_split(root, file, own, names)
     used = {box.name for split in splits.values() for image in split for box in image.boxes}
     return {split: listed for split, listed in splits.items() if listed}, sorted(used)
 
 
 def _class_names(root: Path) -> dict[str, str]:
-    """Display names by MID; equal ones get their MID behind them."""
+    """Return the display names by MID; the MID is appended to names that occur twice."""
     names: dict[str, str] = {}
     for path in _csv_files(root):
         header = _header(path)
@@ -95,8 +96,8 @@ def _class_names(root: Path) -> dict[str, str]:
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
-    taken = list(names.values())
-    return {k: f"{v} ({k})" if taken.count(v) > 1 else v for k, v in names.items()}
+    all_names = list(names.values())
+    return {k: f"{v} ({k})" if all_names.count(v) > 1 else v for k, v in names.items()}
 
 
 def _read_split(
@@ -104,7 +105,6 @@ def _read_split(
     file: Path,
     images: list[str],
     names: dict[str, str],
-    report: Callable[[str], None],
 ) -> list[LabeledImage]:
     ids = {Path(image).stem: image for image in images}
     boxes: dict[str, list[tuple[str, Any, bool]]] = {}
@@ -116,7 +116,7 @@ def _read_split(
             num_absent += 1
             absent.add(image_id)
     if absent:
-        report(
+        log.info(
             f"{file.name}: {num_absent:,} boxes of {len(absent):,} images that are not below "
             f"{root} are left out"
         )

@@ -1,6 +1,6 @@
 """Read Pascal VOC's layout: an XML file per image, lists of images in ImageSets.
 
-    splits = read_voc(root, report) -> {"train": [LabeledImage, ...], "val": [...]}
+    splits = read_voc(root) -> {"train": [LabeledImage, ...], "val": [...]}
 
 `root` is a VOC folder, or holds several (VOCdevkit with VOC2007 and VOC2012), which are joined.
 Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. Objects marked
@@ -9,7 +9,6 @@ Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xm
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +45,7 @@ class _Folder(NamedTuple):
         return next((path for path in candidates if path.is_file()), None)
 
 
-def read_voc(root: Path, report: Callable[[str], None]) -> dict[str, list[LabeledImage]]:
+def read_voc(root: Path) -> dict[str, list[LabeledImage]]:
     """Return the images of each split, in the order of their lists.
 
     Without lists, folders called train, valid and test are the splits; else all images are for
@@ -64,11 +63,11 @@ def read_voc(root: Path, report: Callable[[str], None]) -> dict[str, list[Labele
             absent = [f"{s}.xml" for s, image in zip(stems, images, strict=True) if image is None]
             refuse(folder.images, "images of annotations are missing", absent)
             splits.setdefault(split, []).extend(image for image in images if image is not None)
-    return usable_splits(splits, report)
+    return usable_splits(splits)
 
 
 def _folders(root: Path) -> list[_Folder]:
-    """`root` itself, or each VOC folder in it."""
+    """Return `root` itself, or each VOC folder in it."""
     if folders := voc_folders(root):
         return folders
     raise DataError(
@@ -87,7 +86,7 @@ def voc_folders(root: Path) -> list[_Folder]:
 
 
 def _folder(root: Path, base: Path) -> _Folder | None:
-    """A VOC folder, by its usual names; XML files may also be in the image folder."""
+    """Return a VOC folder, by its usual names; XML files may also be in the image folder."""
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
         first = next(annotations.glob("*.xml"), None) if annotations.is_dir() else None
@@ -99,26 +98,26 @@ def _folder(root: Path, base: Path) -> _Folder | None:
 
 
 def _splits(folder: _Folder) -> dict[str, list[str]]:
-    """The stems of each split's images."""
+    """Return the stems of each split's images."""
     lists = folder.base / "ImageSets" / "Main"
     if not lists.is_dir():
         lists = folder.base / "ImageSets"
     named = {n: lists / f"{n}.txt" for n in ("train", "val", "trainval", "test")}
-    known = {name: _stems(path) for name, path in named.items() if path.is_file()}
-    if not {"train", "trainval"} & set(known):
+    stems = {name: _stems(path) for name, path in named.items() if path.is_file()}
+    if not {"train", "trainval"} & set(stems):
         # Exports with a folder per split, and undivided sets.
         split = FOLDER_SPLITS.get(folder.base.name, "train")
         return {split: sorted(path.stem for path in folder.annotations.glob("*.xml"))}
-    splits = {"train": known.get("train") or known.get("trainval", [])}
-    if "train" in known and "val" in known:
-        splits["val"] = known["val"]
-    if known.get("test") and (folder.annotations / f"{known['test'][0]}.xml").is_file():
-        splits["test"] = known["test"]  # of VOC2012 the list is public, the XML files are not
+    splits = {"train": stems.get("train") or stems.get("trainval", [])}
+    if "train" in stems and "val" in stems:
+        splits["val"] = stems["val"]
+    if stems.get("test") and (folder.annotations / f"{stems['test'][0]}.xml").is_file():
+        splits["test"] = stems["test"]  # of VOC2012 the list is public, the XML files are not
     return splits
 
 
 def _stems(path: Path) -> list[str]:
-    """The first word of each line: lists of one class have a flag behind it."""
+    """Return the first word of each line: lists of one class have a flag after it."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +134,7 @@ def _stems(path: Path) -> list[str]:
 
 
 def _read_image(folder: _Folder, stem: str) -> LabeledImage | None:
-    """An image and its boxes; None if the image does not exist."""
+    """Return an image and its boxes; None if the image does not exist."""
     path = folder.annotations / f"{stem}.xml"
     tree = read_xml(path)
     image = folder.image_of(stem, tree.findtext("filename", "").strip())

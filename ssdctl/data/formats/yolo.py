@@ -1,6 +1,6 @@
 """Read YOLO's layout: a text file per image, `class cx cy width height` in fractions of it.
 
-    splits, classes = read_yolo(root, report)
+    splits, classes = read_yolo(root)
 
 The names come from data.yaml (a list or a table), or from classes.txt or obj.names. Images are
 taken from the folders that data.yaml names, if they are below the dataset folder, or from the usual
@@ -10,7 +10,7 @@ folders. A line may also be a polygon, or have keypoints after the box.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
 from ssdctl.files import read_text
 
+log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 USUAL = {
     "train": ("images/train", "train/images", "images/train2017", "train", "obj_train_data"),
@@ -44,13 +45,12 @@ class _Description(NamedTuple):
 
 
 def read_yolo(
-    root: Path, report: Callable[[str], None], file: Path | None = None
+    root: Path, file: Path | None = None
 ) -> tuple[dict[str, list[LabeledImage]], list[str]]:
     """Return the images of each split by their names, and the classes by their numbers.
 
     Args:
         root: The dataset folder.
-        report: Called with what the user should know.
         file: The data.yaml; None searches for it in `root`.
 
     Raises:
@@ -60,10 +60,10 @@ def read_yolo(
     names = _class_names(root, description)
     has_keypoints = description is not None and "kpt_shape" in description.content
     splits = {
-        split: _read_split(root, files, names, has_keypoints, report)
-        for split, files in _image_files(root, description, report).items()
+        split: _read_split(root, files, names, has_keypoints)
+        for split, files in _image_files(root, description).items()
     }
-    return usable_splits(splits, report), names
+    return usable_splits(splits), names
 
 
 def is_yolo(root: Path) -> bool:
@@ -131,36 +131,35 @@ def _distinct(path: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _image_files(
-    root: Path, description: _Description | None, report: Callable[[str], None]
-) -> dict[str, list[Path]]:
-    """The image files of each split, sorted."""
-    found: dict[str, list[Path]] = {}
+def _image_files(root: Path, description: _Description | None) -> dict[str, list[Path]]:
+    """Return the image files of each split, sorted."""
+    by_split: dict[str, list[Path]] = {}
     if description is not None:
         for split in ("train", "val", "test"):
-            wanted = description.content.get(split)
-            for entry in wanted if isinstance(wanted, list) else [wanted]:
+            entries = description.content.get(split)
+            for entry in entries if isinstance(entries, list) else [entries]:
                 if isinstance(entry, str) and entry:
-                    files = _named_images(root, description, split, entry, report)
-                    found.setdefault(split, []).extend(files)
+                    files = _named_images(root, description, split, entry)
+                    by_split.setdefault(split, []).extend(files)
     for split, folders in USUAL.items():
-        if not found.get(split) and (description is None or not description.content.get(split)):
+        if not by_split.get(split) and (description is None or not description.content.get(split)):
             usual = (root / f for f in folders if (root / f).is_dir())
-            found[split] = next((files for f in usual if (files := _images_in(f))), [])
-    if not found.get("train"):
+            by_split[split] = next((files for f in usual if (files := _images_in(f))), [])
+    if not by_split.get("train"):
         undivided = (_images_in(root / f) for f in UNDIVIDED if (root / f).is_dir())
-        taken = {path for files in found.values() for path in files}
-        found["train"] = next((f for f in undivided if f and not taken.intersection(f)), [])
-    if not found["train"]:
+        assigned = {path for files in by_split.values() for path in files}
+        by_split["train"] = next((f for f in undivided if f and not assigned.intersection(f)), [])
+    if not by_split["train"]:
         raise DataError(f"{root}: no images to train on in any of the usual folders")
-    return {split: sorted(set(files)) for split, files in found.items() if files}
+    return {split: sorted(set(files)) for split, files in by_split.items() if files}
 
 
-def _named_images(
-    root: Path, description: _Description, split: str, entry: str, report: Callable[[str], None]
-) -> list[Path]:
-    """The images of a folder or list that data.yaml names; it must be below the dataset folder,
-    wherever it was when the file was written. Only the training images are required."""
+def _named_images(root: Path, description: _Description, split: str, entry: str) -> list[Path]:
+    """Return the images of a folder or list that data.yaml names.
+
+    It is searched for below the dataset folder, which may have another path than when the file was
+    written. Only the training images are required.
+    """
     tail = _tail(entry)
     base = description.content.get("path", "")
     base = _tail(base if isinstance(base, str) else "")
@@ -175,12 +174,12 @@ def _named_images(
     problem = f"{description.path}: {split}: {entry} is not below {root}, or contains no images"
     if split == "train":
         raise DataError(problem, hint="give the folder that holds images and labels as --data")
-    report(f"{problem}: there is no split {split}")
+    log.info("%s: there is no split %s", problem, split)
     return []
 
 
 def _tail(text: str) -> PurePosixPath:
-    """A path without what would leave the dataset folder."""
+    """Return a path without the parts that would leave the dataset folder."""
     return PurePosixPath(
         *(p for p in text.replace("\\", "/").split("/") if p not in ("", ".", ".."))
     )
@@ -217,7 +216,6 @@ def _read_split(
     files: list[Path],
     names: list[str],
     keypoints: bool,
-    report: Callable[[str], None],
 ) -> list[LabeledImage]:
     if not files:
         return []
@@ -236,16 +234,16 @@ def _read_split(
         results = list(pool.map(read, files))
     bad = [result for result in results if isinstance(result, DataError)]
     if bad:
-        report(f"{len(bad)} images cannot be opened and are left out, among them {bad[0]}")
+        log.info("%d images cannot be opened and are left out, among them %s", len(bad), bad[0])
     images = [result for result in results if isinstance(result, LabeledImage)]
     if images and not any(image.boxes for image in images):
         expected = _label_file(root, files[0])
-        report(f"no image of {files[0].parent} has a label: looked for {expected}")
+        log.info("no image of %s has a label: looked for %s", files[0].parent, expected)
     return images
 
 
 def _label_file(root: Path, image: Path) -> Path:
-    """`labels` in place of the last `images` of the path, or in the image's folder."""
+    """Return `labels` in place of the last `images` of the path, or in the image's folder."""
     parts = list(image.relative_to(root).parts)
     for i in reversed(range(len(parts) - 1)):
         if parts[i] == "images":
@@ -259,7 +257,7 @@ def _label_file(root: Path, image: Path) -> Path:
 def _boxes(
     path: Path, names: list[str], keypoints: bool, width: int, height: int
 ) -> list[LabeledBox]:
-    """The boxes of a label file; the same line twice counts once."""
+    """Return the boxes of a label file; the same line twice counts once."""
     try:
         lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:

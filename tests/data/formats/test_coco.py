@@ -139,7 +139,7 @@ NUMBERS = st.one_of(
 def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
     tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
 ) -> None:
-    """Kept boxes have a size and lie inside; each other one is listed; the plain rule agrees."""
+    """Kept boxes have a size and are inside; all others are listed; as by the plain rule."""
     entries = [
         {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
         for i, bbox in enumerate(bboxes)
@@ -173,6 +173,16 @@ def test_any_damage_is_a_data_error(
         check(read(path), path)
     except DataError as error:
         assert str(path) in str(error)  # noqa: PT017
+
+
+def test_json_that_breaks_after_a_number_of_another_type(tmp_path: Path) -> None:
+    """The second reading, of numbers as text, sees what the first did not reach."""
+    path = tmp_path / "a.json"
+    content = json.dumps(document(annotations=[])).replace('"id": 7,', '"id": 7.0,')
+    assert '"id": 7.0' in content
+    path.write_text(content[:-1] + "!")
+    with pytest.raises(DataError, match=f"{path}: broken JSON"):
+        read(path)
 
 
 def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> None:

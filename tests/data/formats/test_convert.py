@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from ssdctl.data.convert import Conversion, convert, describe_made
+from ssdctl.data.convert import Conversion, convert, describe_conversion
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.formats.coco_writer import (
     LabeledBox,
@@ -38,24 +39,22 @@ def picture(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> Non
     Image.new("RGB", size, "teal").save(path, **more)
 
 
-def make(root: Path, source: str | None, split: float | None = None, *classes: str) -> list[str]:
-    said: list[str] = []
-    convert(root, Conversion(source, split, classes), said.append)
-    return said
+def make(root: Path, source: str | None, split: float | None = None, *classes: str) -> None:
+    convert(root, Conversion(source, split, classes))
 
 
 def boxes_of(root: Path, split: str = "train") -> dict[str, list[tuple[str, list[float], int]]]:
     """Image -> (class, bbox, crowd), as the written annotations have them."""
     content = json.loads(find_splits(root)[split].annotations.read_text())
     names = {c["id"]: c["name"] for c in content["categories"]}
-    found: dict[str, list[tuple[str, list[float], int]]] = {
+    boxes: dict[str, list[tuple[str, list[float], int]]] = {
         i["file_name"]: [] for i in content["images"]
     }
     files = {i["id"]: i["file_name"] for i in content["images"]}
     for a in content["annotations"]:
         entry = (names[a["category_id"]], a["bbox"], a["iscrowd"])
-        found[files[a["image_id"]]].append(entry)
-    return found
+        boxes[files[a["image_id"]]].append(entry)
+    return boxes
 
 
 def xml(*objects: str, size: tuple[int, int] | None = (100, 50), file: str = "x.jpg") -> str:
@@ -105,16 +104,17 @@ class TestVoc:
             "JPEGImages/c.jpg": [("bird", [0, 0, 10, 10], 0)],
             "JPEGImages/d.jpg": [],
         }
-        splits = open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)
+        splits = open_dataset(tmp_path, tmp_path / "store")
         assert [c.name for c in splits["train"].classes] == ["bird", "cat", "dog"]
         assert splits["train"].classes == splits["val"].classes
 
-    def test_a_devkit_of_two_years(self, tmp_path: Path) -> None:
+    def test_a_devkit_of_two_years(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         for year in ("VOC2007", "VOC2012"):
             stems = {f"{year}_{i}": xml(thing("cat", 1, 1, 9, 9)) for i in range(2)}
             voc(tmp_path / year, stems, {"trainval": [f"{year}_0"], "test": [f"{year}_1"]})
-        said = make(tmp_path, "voc")
-        assert "test images are used to validate" in said[0]
+        caplog.set_level(logging.INFO, "ssdctl")
+        make(tmp_path, "voc")
+        assert "test images are used to validate" in caplog.messages[0]
         assert list(boxes_of(tmp_path)) == [
             "VOC2007/JPEGImages/VOC2007_0.jpg",
             "VOC2012/JPEGImages/VOC2012_0.jpg",
@@ -132,7 +132,7 @@ class TestVoc:
         report = prepare(tmp_path, tmp_path / "store", pack=False).splits[0]
         assert report.findings == []
 
-    def test_xml_beside_the_images_in_a_folder_a_split(self, tmp_path: Path) -> None:
+    def test_xml_next_to_the_images_in_a_folder_per_split(self, tmp_path: Path) -> None:
         for split in ("train", "valid", "test"):
             picture(tmp_path / split / f"{split}.jpg")
             (tmp_path / split / f"{split}.xml").write_text(xml(thing("nut", 2, 2, 4, 4)))
@@ -222,7 +222,7 @@ class TestYolo:
             ("names: [cat, dog]\nkpt_shape: [2, 3]\n", "images/train2017"),
         ],
     )
-    def test_where_images_may_lie(self, tmp_path: Path, yaml: str, images: str) -> None:
+    def test_places_of_images(self, tmp_path: Path, yaml: str, images: str) -> None:
         line = "0 .5 .5 .2 .4" + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
         yolo(tmp_path, {f"{images}/a.jpg": line}, yaml)
         make(tmp_path, "yolo")
@@ -243,7 +243,7 @@ class TestYolo:
         with pytest.raises(DataError, match=r"val\.txt: images that do not exist: images/z\.jpg"):
             make(tmp_path, "yolo")
 
-    def test_names_without_yaml_and_labels_beside(self, tmp_path: Path) -> None:
+    def test_names_without_yaml_and_labels_next_to_images(self, tmp_path: Path) -> None:
         yolo(tmp_path, {"a.jpg": "1 .5 .5 .2 .4"}, None)
         (tmp_path / "classes.txt").write_text("cat\ndog\n")
         make(tmp_path, "yolo")
@@ -255,15 +255,18 @@ class TestYolo:
         make(tmp_path, "yolo")
         assert boxes_of(tmp_path)["images/a.jpg"][0][1] == [20, 30, 10, 40]
         prepare(tmp_path, tmp_path / "store", pack=True)
-        split = open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)["train"]
+        split = open_dataset(tmp_path, tmp_path / "store")["train"]
         assert len(split.trainable) == 1
 
-    def test_what_does_not_open_is_left_out_and_said(self, tmp_path: Path) -> None:
+    def test_unreadable_images_are_left_out_and_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
         (tmp_path / "images/b.jpg").write_bytes(b"?")
-        said = make(tmp_path, "yolo")
-        assert "1 images cannot be opened" in said[0]
-        assert "b.jpg" in said[0]
+        caplog.set_level(logging.INFO, "ssdctl")
+        make(tmp_path, "yolo")
+        assert "1 images cannot be opened" in caplog.messages[0]
+        assert "b.jpg" in caplog.messages[0]
         assert list(boxes_of(tmp_path)) == ["images/a.jpg"]
 
     @pytest.mark.parametrize(
@@ -329,20 +332,20 @@ class TestDividing:
         shutil.copytree(shapes / "train2017", tmp_path / "train2017")
         path = tmp_path / "annotations/instances_train2017.json"
         path.parent.mkdir()
-        whole = json.loads((shapes / "annotations/instances_train2017.json").read_text())
-        path.write_text(json.dumps(whole))
+        complete = json.loads((shapes / "annotations/instances_train2017.json").read_text())
+        path.write_text(json.dumps(complete))
         make(tmp_path, None, 0.75)
         train, val = boxes_of(tmp_path), boxes_of(tmp_path, "val")
         assert (len(train), len(val)) == (18, 6)
         assert not set(train) & set(val)
-        names = [i["file_name"] for i in whole["images"]]
+        names = [i["file_name"] for i in complete["images"]]
         assert list(train) == [name for name in names if name in train]  # in the file's order
-        assert sum(map(len, [*train.values(), *val.values()])) == len(whole["annotations"])
-        whole["images"].reverse()
-        path.write_text(json.dumps(whole))
+        assert sum(map(len, [*train.values(), *val.values()])) == len(complete["annotations"])
+        complete["images"].reverse()
+        path.write_text(json.dumps(complete))
         make(tmp_path, None, 0.75)
         assert set(boxes_of(tmp_path)) == set(train)
-        open_dataset(tmp_path, tmp_path / "store", say=lambda _: None)
+        open_dataset(tmp_path, tmp_path / "store")
 
     def test_the_same_again_changes_nothing(self, tmp_path: Path) -> None:
         yolo(tmp_path, {f"images/{i}.jpg": "0 .5 .5 .2 .4" for i in range(10)})
@@ -353,7 +356,7 @@ class TestDividing:
         make(tmp_path, None, 0.8)  # from the same originals
         assert prepare(tmp_path, tmp_path / "store", pack=False).unchanged
         assert {p: p.stat().st_mtime_ns for p in written} == written
-        assert "source yolo, split 0.8" in (describe_made(tmp_path) or "")
+        assert "source yolo, split 0.8" in (describe_conversion(tmp_path) or "")
         make(tmp_path, "yolo")
         assert set(find_splits(tmp_path)) == {"train"}
         assert not list((tmp_path / "annotations").glob("ssdctl_val*"))
@@ -372,12 +375,12 @@ class TestDividing:
 
     def test_classes_keep_ids_and_fields(self, shapes: Path, tmp_path: Path) -> None:
         path = shapes / "annotations/instances_train2017.json"
-        whole = json.loads(path.read_text())
+        complete = json.loads(path.read_text())
         kept = json.loads(with_classes(path.read_bytes(), ["star", "ball"], path))
-        assert kept["categories"] == [c for c in whole["categories"] if c["id"] in (1, 7)]
-        assert kept["images"] == whole["images"]
+        assert kept["categories"] == [c for c in complete["categories"] if c["id"] in (1, 7)]
+        assert kept["images"] == complete["images"]
         assert kept["annotations"] == [
-            a for a in whole["annotations"] if a["category_id"] in (1, 7)
+            a for a in complete["annotations"] if a["category_id"] in (1, 7)
         ]
 
     def test_what_makes_no_sense(self, shapes: Path, tmp_path: Path) -> None:
@@ -398,14 +401,14 @@ class TestDividing:
         st.floats(0.01, 0.99),
     )
     def test_any_division(self, names: list[str], share: float) -> None:
-        """Every image and box comes once; both sides have some; fewer images move no others."""
+        """Every image and box occurs once; both sides have some; fewer images move no others."""
         images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
         parts = [json.loads(p) for p in divided(document(images, ["x"]), share, Path("a.json"))]
         sides: list[dict[str, Any]] = parts
-        found = [{i["file_name"] for i in part["images"]} for part in sides]
-        assert found[0] | found[1] == set(names)
-        assert not found[0] & found[1]
-        assert all(found)
+        file_names = [{i["file_name"] for i in part["images"]} for part in sides]
+        assert file_names[0] | file_names[1] == set(names)
+        assert not file_names[0] & file_names[1]
+        assert all(file_names)
         for part in sides:
             ids = [i["id"] for i in part["images"]]
             assert [a["image_id"] for a in part["annotations"]] == ids
@@ -418,7 +421,7 @@ from pathlib import Path
 from ssdctl.data.convert import Conversion, convert
 print("go", flush=True)
 for split, classes in itertools.cycle([(0.8, ()), (None, ()), (0.5, ()), (None, ("cat",))]):
-    convert(Path(sys.argv[1]), Conversion("yolo", split, classes), lambda _: None)
+    convert(Path(sys.argv[1]), Conversion("yolo", split, classes))
 """
 
 
@@ -454,7 +457,7 @@ class TestKills:
         make(tmp_path, "yolo", 0.8)
         both = [start(tmp_path), start(tmp_path)]
         time.sleep(1)
-        assert all(process.poll() is None for process in both)  # neither met the other's files
+        assert all(process.poll() is None for process in both)  # neither was disturbed by the other
         for process in both:
             end(process)
         self._check(tmp_path)
@@ -480,10 +483,12 @@ class TestKills:
 
     @staticmethod
     def _check(root: Path) -> None:
-        made = describe_made(root) or ""
+        description = describe_conversion(root) or ""
         sides = {split: set(boxes_of(root, split)) for split in find_splits(root)}
-        classes = {name for found in boxes_of(root).values() for name, _, _ in found}
-        assert ("split" in made) == ("val" in sides), made
-        assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == 20, made
-        assert len(sides["train"]) == (16 if "0.8" in made else 10 if "0.5" in made else 20), made
-        assert classes == ({"cat"} if "classes" in made else {"cat", "dog"}), made
+        classes = {name for boxes in boxes_of(root).values() for name, _, _ in boxes}
+        assert ("split" in description) == ("val" in sides), description
+        assert sum(map(len, sides.values())) == len(set().union(*sides.values())) == 20, description
+        assert len(sides["train"]) == (
+            16 if "0.8" in description else 10 if "0.5" in description else 20
+        ), description
+        assert classes == ({"cat"} if "classes" in description else {"cat", "dog"}), description

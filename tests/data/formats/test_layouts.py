@@ -1,4 +1,4 @@
-"""Exports of labelling tools are recognised, prepared, trained on and scored as they come."""
+"""Exports of labelling tools are recognised, prepared, trained on and scored unchanged."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from data.formats import exports
 
 from ssdctl.config import DataConfig
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.formats.coco import ImageEntry
-from ssdctl.data.formats.detect import find_layout
+from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.formats.find_layout import find_layout
 from ssdctl.data.prepare import count_trainable
 from ssdctl.data.store import Split, open_split
 from ssdctl.data.store_folder import dataset_folders
@@ -304,7 +304,7 @@ class TestDropped:
         [
             (lambda c: [a.update(bbox=[0, 0, 0, 5]) for a in c["annotations"][:1]], "no size"),
             (lambda c: [a.update(bbox=[900, 0, 9, 5]) for a in c["annotations"]], "outside"),
-            (lambda c: c["images"][0].update(width=50), "annotation says"),
+            (lambda c: c["images"][0].update(width=50), "annotation has"),
             (lambda c: c["annotations"].clear(), "nothing is left"),
         ],
     )

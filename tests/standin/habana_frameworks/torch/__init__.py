@@ -1,2 +1,2 @@
-calls: list[str] = []  # what was asked, in order
+calls: list[str] = []  # in order
 environment: dict[str, str] = {}  # as it was when the bridge was imported

@@ -11,7 +11,7 @@ import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 
@@ -24,6 +24,12 @@ from ssdctl.data.split_files import SPLITS, SplitFiles, split_of
 from ssdctl.errors import DataError
 
 Source = Literal["coco", "voc", "yolo", "openimages", "cvat-xml"]
+SOURCE_OF_SUFFIX: dict[str, Source] = {
+    ".yaml": "yolo",
+    ".yml": "yolo",
+    ".csv": "openimages",
+    ".json": "coco",
+}
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 WRITTEN_BY_SSDCTL = "ssdctl_"
 SAMPLE_BYTES, SAMPLE_NAMES = 1_000_000, 20
@@ -127,15 +133,15 @@ def _forced(root: Path, source: str) -> Layout:
             raise DataError(f"{root}: several XML files of CVAT: {named}", hint=hint)
         return Layout("cvat-xml", root, files[0], {})
     assert source in ("voc", "yolo", "openimages")
-    return Layout(source, root, root, {})  # type: ignore[arg-type]  # their readers refuse others
+    return Layout(cast(Source, source), root, root, {})  # its reader refuses other layouts
 
 
 def _of_file(path: Path, source: str | None) -> Layout:
-    """The layout of a dataset that is given by its file."""
+    """Return the layout of a dataset that the user named by its file."""
     suffix = path.suffix.lower()
-    by_suffix = {".yaml": "yolo", ".yml": "yolo", ".csv": "openimages", ".json": "coco"}
-    kind = "cvat-xml" if suffix == ".xml" and has_root(path, "annotations") else None
-    kind = kind or by_suffix.get(suffix)
+    kind = SOURCE_OF_SUFFIX.get(suffix)
+    if suffix == ".xml" and has_root(path, "annotations"):
+        kind = "cvat-xml"
     if kind is None or source not in (None, kind):
         raise DataError(
             f"{path}: not a dataset file" + (f" of {source}" if source else ""),
@@ -146,7 +152,7 @@ def _of_file(path: Path, source: str | None) -> Layout:
     if root.name in ANNOTATION_FOLDERS:
         root = root.parent
     if kind != "coco":
-        return Layout(kind, root, path, {})  # type: ignore[arg-type]
+        return Layout(kind, root, path, {})
     if not is_coco_file(path):
         raise DataError(f"{path}: not in COCO's format: no images, annotations and categories")
     return Layout("coco", root, path, {"train": SplitFiles(image_folder(path, root), path)})
@@ -195,7 +201,7 @@ def coco_splits(root: Path) -> dict[str, SplitFiles]:
 
 
 def _coco_files(root: Path) -> list[Path]:
-    """The COCO files of a folder; those called instances_* only, if there are any."""
+    """Return the COCO files of a folder; those called instances_* only, if there are any."""
     places = [root, *(root / name for name in ANNOTATION_FOLDERS)]
     places += sorted(p for p in root.glob("*") if split_of(p.name) and p.is_dir())
     files = [
@@ -240,7 +246,7 @@ def image_folder(annotations: Path, root: Path, split: str | None = None) -> Pat
 
 
 def _image_folders(annotations: Path, root: Path, split: str | None) -> Iterator[Path]:
-    """The usual places of images, the most specific first; the last one is `root`."""
+    """Return the usual places of images, the most specific first; the last one is `root`."""
     words = SPLIT_FOLDERS.get(split or "", ())
     subset = re.sub(r"^(instances|person_keypoints)_", "", annotations.stem)
     names = [f"images/{subset}", subset, *(f"images/{w}" for w in words), *words]
@@ -260,7 +266,7 @@ SPLIT_FOLDERS = {
 
 
 def _sample_names(annotations: Path) -> list[str]:
-    """The first file names of an annotation file, with slashes; those that stay in a folder."""
+    """Return the first file names of an annotation file that stay in a folder, with slashes."""
     with annotations.open("rb") as file:
         head = file.read(SAMPLE_BYTES)
         matches = FILE_NAME.findall(head) or FILE_NAME.findall(head + file.read())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from ssdctl.launch import pod_status
 from ssdctl.launch.exit_codes import PASSED_ON
 from ssdctl.launch.request import LaunchPlan
 
+log = logging.getLogger(__name__)
 Write = Callable[[str], object]
 POLL_S = 2.0
 UNREACHABLE_S = 120.0  # how long the engine may be unreachable
@@ -62,14 +64,13 @@ def end_command(job: str, plan: LaunchPlan) -> str:
     return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
 
 
-def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
+def follow(job: str, plan: LaunchPlan, write: Write) -> int:
     """Write the output of the first rank until the job ends; return the job's exit code.
 
     Args:
         job: The id that `submit` returned.
         plan: The plan of the job.
         write: Called with the job's output.
-        say: Called with a line about what the job waits for.
 
     Raises:
         DistributedError: The engine no longer answers or no longer lists the job; or a pod
@@ -77,7 +78,7 @@ def follow(job: str, plan: LaunchPlan, write: Write, say: Write = print) -> int:
     """
     if plan.launcher == "slurm":
         return _follow_slurm(job, write)
-    return _follow_kubernetes(job, plan, write, say)
+    return _follow_kubernetes(job, plan, write)
 
 
 def _follow_slurm(job: str, write: Write) -> int:
@@ -87,7 +88,7 @@ def _follow_slurm(job: str, write: Write) -> int:
         position = _copy_new(Path(fields.get("StdOut", "")), position, write)
         state = fields.get("JobState", "")
         if ENDED.match(state):
-            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written meanwhile
+            _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
             code = int(fields.get("ExitCode", "1:0").partition(":")[0])
             return _slurm_exit(state, code)
         time.sleep(POLL_S)
@@ -119,8 +120,8 @@ def _copy_new(path: Path, position: int, write: Write) -> int:
 class _Pods:
     """The pods of a job; each state of a pod is reported once."""
 
-    def __init__(self, job: str, plan: LaunchPlan, write: Write, say: Write) -> None:
-        self.write, self.say, self.end = write, say, end_command(job, plan)
+    def __init__(self, job: str, plan: LaunchPlan, write: Write) -> None:
+        self.write, self.end = write, end_command(job, plan)
         self.space = ["-n", n] if (n := _namespace(plan)) else []
         name = job.rpartition("/")[2]
         is_mpi = job.startswith("mpijob")
@@ -172,14 +173,14 @@ class _Pods:
         if self.reported.get(name) == state:
             return
         self.reported[name] = state
-        self.say(f"{name}: {state}")
+        log.info("%s: %s", name, state)
         if failure is not None:
             options = ["-c", failure.container, "--tail=20"]
             _copy_log(["kubectl", "logs", *self.space, name, *options], self.write)
 
 
-def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write, say: Write) -> int:
-    pods = _Pods(job, plan, write, say)
+def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write) -> int:
+    pods = _Pods(job, plan, write)
     while True:
         pods.copy_logs()
         answer = _query("kubectl", "get", *pods.space, job, "-o", "json")

@@ -1,0 +1,569 @@
+"""The parsers under test: for each one, inputs and what runs it as a command would.
+
+Most inputs go to the parser inside the boundary that turns errors into exit codes
+(`with_exit_codes`), one in `COMMAND_EVERY` through the whole command.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import shutil
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conftest import Result, run_cli
+from data.formats import exports
+from download.zips import zipped
+from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
+from hypothesis import strategies as st
+
+from ssdctl.cli.command import with_exit_codes
+from ssdctl.cli.console import Console
+from ssdctl.data.shapes import generate
+from ssdctl.errors import ExitCode
+
+COMMAND_EVERY = 20
+
+
+class Target(NamedTuple):
+    """A parser: its mutated inputs, and a function that gives it one."""
+
+    inputs: st.SearchStrategy[Any]
+    run: Callable[[Any], Result]
+
+
+def as_command(work: Callable[[], object]) -> Result:
+    """Run `work` inside the boundary of a command. An unexpected exception is a bug."""
+    err = io.StringIO()
+    code = 0
+    with redirect_stderr(err):
+        try:
+            with_exit_codes(Console(), lambda: work() and None)
+        except SystemExit as end:
+            code = int(end.code or 0)
+        except Exception:
+            code = ExitCode.BUG
+            traceback.print_exc()
+    return Result(code, "", err.getvalue())
+
+
+def _file_target(
+    path: Path,
+    inputs: st.SearchStrategy[bytes],
+    parse: Callable[[], object],
+    command: Callable[[], Result] | None = None,
+) -> Target:
+    """Write each input to `path`, then parse it, sometimes by the whole command."""
+    numbers = itertools.count()
+
+    def write_and_run(content: bytes) -> Result:
+        path.write_bytes(content)
+        if command is not None and next(numbers) % COMMAND_EVERY == 0:
+            return command()
+        return as_command(parse)
+
+    return Target(inputs, write_and_run)
+
+
+def _prepare(root: Path, store: Path) -> Callable[[], Result]:
+    return lambda: run_cli(
+        *("prepare", "--data", root, "--store", store, "--no-pack", "--force", "--jobs", 1)
+    )
+
+
+def _read_any(root: Path) -> None:
+    """Read the annotations of a dataset of any layout, up to the check of the images."""
+    from ssdctl.data.convert import read_unconverted
+    from ssdctl.data.dataset import NotConvertedError, find_splits
+    from ssdctl.data.formats import coco_check
+    from ssdctl.data.formats.coco import parse, read
+
+    try:
+        splits = {k: (v.annotations, read(v.annotations)) for k, v in find_splits(root).items()}
+    except NotConvertedError:
+        parts = read_unconverted(root).items()
+        splits = {k: (v.annotations, parse(text, v.annotations)) for k, (v, text) in parts}
+    for path, content in splits.values():
+        boxes, findings = coco_check.check(content, path)
+        coco_check.format_warnings(content, boxes, findings)
+
+
+# Annotations
+
+
+@contextmanager
+def coco(folder: Path) -> Iterator[Target]:
+    """Annotation files of COCO's layout, and of two labelling tools."""
+    root = folder / "data"
+    generate(root, num_train=2, num_val=1, seed=0)
+    path = root / "annotations/instances_train2017.json"
+    exports.cvat_coco(folder / "cvat")
+    other = json.loads((folder / "cvat/annotations/instances_default.json").read_bytes())
+    samples = [json.loads(path.read_bytes()), other]
+    command = _prepare(root, folder / "store")
+    yield _file_target(path, mutated_json(samples), lambda: _read_any(root), command)
+
+
+def _exported(
+    make: Callable[[Path], Path], name: str, tokens: tuple[bytes, ...]
+) -> Callable[[Path], AbstractContextManager[Target]]:
+    """Return the target of one file of a dataset in another layout."""
+
+    @contextmanager
+    def target(folder: Path) -> Iterator[Target]:
+        root = folder / "data"
+        root.mkdir()
+        made = make(root)
+        path = next(iter(sorted(root.glob(name))))
+        inputs = mutated_bytes([path.read_bytes()], tokens)
+        command = _prepare(made, folder / "store")
+        yield _file_target(path, inputs, lambda: _read_any(made), command)
+
+    return target
+
+
+ENTITY = b'<!DOCTYPE a [<!ENTITY b "cccccccccc"><!ENTITY d "&b;&b;">]>'
+XML = (ENTITY, b"&d;", b"<object>", b"</annotation>", b"<![CDATA[", b"<a>" * 2000, b"<?xml ?>")
+
+
+@contextmanager
+def dataset_toml(folder: Path) -> Iterator[Target]:
+    root = folder / "data"
+    generate(root, num_train=2, num_val=1, seed=0)
+    text = (
+        b'[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+        b'[val]\nimages = "val2017"\nannotations = "annotations/instances_val2017.json"\n'
+    )
+    tokens = (b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]")
+    path = root / "dataset.toml"
+    inputs = mutated_bytes([text], tokens)
+    yield _file_target(path, inputs, lambda: _read_any(root), _prepare(root, folder / "store"))
+
+
+@contextmanager
+def results(folder: Path) -> Iterator[Target]:
+    """Detections in COCO's results format."""
+    from ssdctl.evaluate.coco_ap import read_detections
+
+    root = folder / "data"
+    generate(root, num_train=1, num_val=2, seed=0)
+    box = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
+    inputs = mutated_json([[box, {**box, "image_id": 2, "score": 0.25}]])
+    path = folder / "detections.json"
+    command = ("evaluate", path, "--data", root)
+    yield _file_target(path, inputs, lambda: read_detections(path), lambda: run_cli(*command))
+
+
+@contextmanager
+def store(folder: Path) -> Iterator[Target]:
+    """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
+    from ssdctl.data.dataset import find_splits
+    from ssdctl.data.image_check import PackOptions
+    from ssdctl.data.prepare import _unchanged_outcome, prepare
+    from ssdctl.data.store import open_split
+
+    root, prepared = folder / "data", folder / "data" / "prepared"
+    generate(root, num_train=2, num_val=1, seed=0)
+    prepare(root, prepared, pack=True)
+    splits = find_splits(root, prepared)
+    paths = [prepared / "report.json", *prepared.glob("*train*.arrow")]
+    whole = {path: path.read_bytes() for path in paths}
+    inputs = [st.tuples(st.just(path), mutated_bytes([content])) for path, content in whole.items()]
+    report = json.loads(whole[paths[0]])
+    inputs.append(st.tuples(st.just(paths[0]), mutated_json([report])))
+
+    def read() -> None:
+        _unchanged_outcome(prepared, splits, PackOptions(True, None, False))
+        split = open_split(prepared, "train", splits["train"])
+        for row in range(len(split.image_ids)):
+            split.read(row)
+
+    def run(damaged: tuple[Path, bytes]) -> Result:
+        for path, content in whole.items():
+            path.write_bytes(damaged[1] if path == damaged[0] else content)
+        return as_command(read)
+
+    yield Target(st.one_of(*inputs), run)
+
+
+# Checkpoints
+
+
+def _load(path: Path) -> None:
+    """Read a checkpoint, build its network, resume from it and train a step."""
+    import torch
+
+    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.config import resolve
+    from ssdctl.device import open_device
+    from ssdctl.train.optimizer import build_optimizer
+    from ssdctl.train.resume import restore
+
+    checkpoint = read_checkpoint(path)
+    model = load_network(checkpoint)
+    if checkpoint.peer is None:
+        config = resolve(environment={}).config.train
+        optimizer = build_optimizer(model, config, open_device("cpu"))
+        restore(model, optimizer, checkpoint)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+
+
+def _payload(folder: Path) -> dict[str, Any]:
+    """Return the contents of a checkpoint after a step, with the optimizer's state."""
+    import torch
+    from checkpoint.test_hostile import payload
+
+    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.config import resolve
+    from ssdctl.device import open_device
+    from ssdctl.train.optimizer import build_optimizer
+
+    content = payload()
+    torch.save(content, folder / "first.pt")
+    model = load_network(read_checkpoint(folder / "first.pt"))
+    optimizer = build_optimizer(model, resolve(environment={}).config.train, open_device("cpu"))
+    return {**content, "optimizer": optimizer.state_dict()}
+
+
+@contextmanager
+def checkpoint(folder: Path) -> Iterator[Target]:
+    """Files that torch.save wrote, of contents with other values."""
+    import torch
+    from checkpoint.test_hostile import payload
+
+    from ssdctl.checkpoint.third_party import to_third_party
+
+    ours = _payload(folder)
+    ours["config"]["train.optimizer"] = "sgd"
+    state = to_third_party(payload(4)["model"], "nvidia")
+    theirs = {"model": state, "epoch": 3, "iteration": 40, "label_map": dict(enumerate("abcd"))}
+    tensors = [
+        torch.zeros(0),
+        torch.zeros(7),
+        torch.zeros(()),
+        torch.zeros(1).expand(10**12),
+        torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3, device="meta"),
+        torch.zeros(3).to_sparse(),
+        torch.full((3,), float("nan")),
+        torch.zeros(3, dtype=torch.bool),
+        torch.zeros(12, dtype=torch.int64),
+        torch.nn.Parameter(torch.zeros(12)),
+    ]
+    path = folder / "x.pt"
+
+    def run(content: Any) -> Result:
+        torch.save(content, path)
+        return as_command(lambda: _load(path))
+
+    yield Target(mutated_tree([ours, theirs], tensors), run)
+
+
+@contextmanager
+def checkpoint_bytes(folder: Path) -> Iterator[Target]:
+    """Damaged pickles in a zip with correct CRCs, and damaged zips."""
+    _payload(folder)
+    with zipfile.ZipFile(folder / "first.pt") as archive:
+        content = {info.filename: archive.read(info) for info in archive.infolist()}
+    whole = (folder / "first.pt").read_bytes()
+    name = next(n for n in content if n.endswith("data.pkl"))
+    path = folder / "x.pt"
+
+    def run(damaged: bytes) -> Result:
+        if damaged.startswith(b"PK"):
+            path.write_bytes(damaged)
+        else:
+            with zipfile.ZipFile(path, "w") as archive:
+                for entry, data in content.items():
+                    archive.writestr(entry, damaged if entry == name else data)
+        return as_command(lambda: _load(path))
+
+    codes = (
+        b"cos\nsystem\n",
+        b"R",
+        b"(",
+        b"\x93",
+        b"\x8a\xff",
+        b"ctorch\nzeros\n",
+        b"\x80\x05",
+        b".",
+    )
+    pickles = mutated_bytes([content[name]], codes)
+    yield Target(st.one_of(pickles, pickles, mutated_bytes([whole], (b"PK\1\2", b"PK\5\6"))), run)
+
+
+# Config
+
+
+@contextmanager
+def config(folder: Path) -> Iterator[Target]:
+    from ssdctl.config import resolve
+
+    path = folder / "c.toml"
+    template = folder / "template.toml"
+    run_cli("config", "init", template)
+    text = template.read_bytes().replace(b"\n# ", b"\n")
+    short = (
+        b'[train]\npreset = "stable-r34"\nlr = 0.1\nepochs = 2\nwarmup = "3ep"\ndecay_epochs = [1, 2]\n'
+        b'[data]\nroot = "data"\n[evaluate]\nnms_iou = 0.5\n[kubernetes]\nenv = ["A=b"]\n'
+    )
+    tokens = (
+        b"[train]",
+        b"train.lr = 1\n",
+        b'"""',
+        b"[[x]]",
+        b"inf",
+        b"1979-05-27",
+        b"# ",
+        b"bs = 2\n",
+    )
+    inputs = mutated_bytes([short, text], tokens)
+    yield _file_target(
+        path,
+        inputs,
+        lambda: resolve(file=str(path), environment={}),
+        lambda: run_cli("config", "validate", path),
+    )
+
+
+@contextmanager
+def assignments(folder: Path) -> Iterator[Target]:
+    """`--set KEY=VALUE`."""
+    from ssdctl.config import resolve
+    from ssdctl.config.resolve import parse_assignment
+
+    samples = [b"train.lr=0.1", b"data.root=/data", b"kubernetes.env=A=b,C=d", b"train.warmup=3ep"]
+    tokens = (b"train.", b"=", b",", b"evaluate.limit=", b"ep", b"st")
+
+    numbers = itertools.count()
+
+    def run(content: bytes) -> Result:
+        text = content.decode("utf-8", "surrogateescape")
+        if next(numbers) % COMMAND_EVERY == 0:
+            return run_cli("config", "show", "--set", text)
+        return as_command(lambda: resolve(overrides=[parse_assignment(text)], environment={}))
+
+    yield Target(mutated_bytes(samples, tokens), run)
+
+
+# Downloads
+
+
+@contextmanager
+def archive(folder: Path) -> Iterator[Target]:
+    from ssdctl.download.archive import content_bytes, unpack
+    from ssdctl.download.fetch import no_report
+
+    whole = zipped(
+        {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
+    )
+    path = folder / "a.zip"
+    dest = folder / "data"
+
+    def unpack_it() -> None:
+        content_bytes(path)
+        unpack(path, dest, report=no_report)
+
+    def run(content: bytes) -> Result:
+        path.write_bytes(content)
+        result = as_command(unpack_it)
+        assert {p.name for p in folder.iterdir()} <= {"a.zip", "data"}
+        shutil.rmtree(dest, ignore_errors=True)
+        return result
+
+    tokens = (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff\xff\xff\xff", b"\1\0\x10\0")
+    yield Target(mutated_bytes([whole], tokens), run)
+
+
+@contextmanager
+def manifest(folder: Path) -> Iterator[Target]:
+    from ssdctl.download.sources import read_manifest
+
+    text = (
+        b'[[file]]\nname = "a.zip"\nurl = "https://host/a.zip"\nbytes = 100\n'
+        b'sha256 = "' + b"0" * 64 + b'"\nunpack = true\n'
+    )
+    tokens = (
+        b"[[file]]\n",
+        b"name = 7\n",
+        b"http://",
+        b"file:///",
+        b"unpack = 1\n",
+        b"bytes = -1\n",
+    )
+    path = folder / "manifest.toml"
+    command = ("download", "--dest", folder / "dest", "--manifest", path, "--dry-run")
+    inputs = mutated_bytes([text], tokens)
+    yield _file_target(path, inputs, lambda: read_manifest(path), lambda: run_cli(*command))
+
+
+@contextmanager
+def http(folder: Path) -> Iterator[Target]:
+    """A server's status line, headers and body, byte by byte."""
+    import hashlib
+
+    from fuzz.raw_server import RawServer
+
+    from ssdctl.download.fetch import fetch
+    from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.sources import PinnedFile
+
+    body = bytes(range(256)) * 2
+    digest = hashlib.sha256(body).hexdigest()
+    policy = RetryPolicy(
+        connect_s=1, read_s=0.2, stall_s=0.5, retries=1, first_retries=1, backoff_s=0.0,
+        longest_wait_s=0.01, restarts=1,
+    )  # fmt: skip
+    common = b'ETag: "1"\r\nContent-Type: application/octet-stream\r\nConnection: close\r\n'
+    samples = [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 512\r\n" + common + b"\r\n" + body,
+        b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-511/512\r\nContent-Length: 512\r\n"
+        + common + b"\r\n" + body,
+        b"HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 0\r\n" + common + b"\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: /b\r\nContent-Length: 0\r\n" + common + b"\r\n",
+        b"HTTP/1.1 416 No\r\nContent-Range: bytes */512\r\nContent-Length: 0\r\n" + common + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n" + common + b"\r\n200\r\n" + body
+        + b"\r\n0\r\n\r\n",
+    ]  # fmt: skip
+    tokens = (
+        *(b"Retry-After: ", b"Content-Range: bytes ", b"Location: http://", b"\r\n\r\n", b"\r\n"),
+        *(b"Content-Encoding: gzip\r\n", b"Transfer-Encoding: chunked\r\n", b"Content-Length: "),
+        *(b"Fri, 31 Dec 9999 23:59:59 GMT", b"HTTP/1.1 100 Continue\r\n\r\n", b"://[", b"\x80"),
+    )
+    with RawServer() as server:
+
+        def run(content: bytes) -> Result:
+            server.reply = content
+            target = folder / "a.bin"
+            for size in (len(body), None):
+                pin = PinnedFile("a.bin", server.url, digest, size)
+                result = as_command(
+                    lambda pin=pin: fetch(pin, folder, connections=2, retry_policy=policy)
+                )
+                for path in folder.glob("a.bin*"):
+                    path.unlink()
+                if result.code:
+                    break
+            assert not target.exists()
+            return result
+
+        yield Target(mutated_bytes(samples, tokens), run)
+
+
+# Run folders
+
+
+@contextmanager
+def metrics(folder: Path) -> Iterator[Target]:
+    """metrics.jsonl, read by a resume and by the reader of reports."""
+    from report.test_damaged_runs import make_run
+
+    from ssdctl.runs.metrics import MetricsFile
+    from ssdctl.runs.reader import read_run
+
+    run_folder = make_run(folder / "run")
+    path = run_folder / "metrics.jsonl"
+
+    def read() -> None:
+        run = read_run(run_folder)
+        assert run.best is None or run.best["AP"] is not None
+        assert isinstance(run.class_ap, dict)
+        assert all(isinstance(name, str) for _, name, _ in run.shown_events)
+        MetricsFile(path, start_step=2)
+
+    tokens = (b'"kind"', b"eval", b'"step":', b'"AP": ', b"NaN", b"\n{}\n", b"null", b"true")
+    yield _file_target(path, mutated_bytes([path.read_bytes()], tokens), read)
+
+
+@contextmanager
+def report(folder: Path) -> Iterator[Target]:
+    """A page of a run folder with one file damaged."""
+    from report.test_damaged_runs import make_run
+
+    run_folder = make_run(folder / "run")
+    root = folder / "data"
+    generate(root, num_train=1, num_val=2, seed=0)
+    box = {"image_id": 1, "category_id": 1, "bbox": [1.0, 2.0, 30.0, 40.0], "score": 0.5}
+    (folder / "d.json").write_text(json.dumps([box]))
+    done = run_cli("evaluate", folder / "d.json", "--data", root, "--report", run_folder)
+    assert done.code == 0, done.err
+    names = ("metrics.jsonl", "environment.json", "evaluation.json", "config.toml")
+    whole = {name: (run_folder / name).read_bytes() for name in names}
+    lines = [json.loads(line) for line in whole["metrics.jsonl"].splitlines()]
+
+    def as_lines(value: Any) -> bytes:
+        records = value if isinstance(value, list) else [value]
+        return b"\n".join(json.dumps(record).encode() for record in records)
+
+    inputs = st.one_of(
+        st.tuples(st.just("metrics.jsonl"), mutated_tree([lines]).map(as_lines)),
+        *(st.tuples(st.just(name), mutated_json([json.loads(whole[name])])) for name in names[1:3]),
+        st.tuples(st.just("config.toml"), mutated_bytes([whole["config.toml"]])),
+    )
+
+    def run(damaged: tuple[str, bytes]) -> Result:
+        for name, content in whole.items():
+            (run_folder / name).write_bytes(damaged[1] if name == damaged[0] else content)
+        return run_cli("report", run_folder)
+
+    yield Target(inputs, run)
+
+
+# launch
+
+
+@contextmanager
+def host_file(folder: Path) -> Iterator[Target]:
+    from ssdctl.launch.mpirun import read_hosts
+
+    path = folder / "hosts"
+    text = b"# two nodes\nnode-1 slots=8\nnode-2 slots=8 max_slots=8\n10.0.0.3\n[fe80::1]\n"
+    tokens = (b"--mca", b"$(id)", b";", b" slots=", b"`", b"%", b"node-1\n", b"\x00", b"\xc2\xa0")
+    command = ("launch", "--cpus", 4, "--nodes", 2, "--hostfile", path, "--dry-run")
+
+    def run() -> Result:
+        first = run_cli(*command, "--launcher", "mpirun")
+        return first if first.code else run_cli(*command, "--launcher", "torchrun")
+
+    inputs = mutated_bytes([text], tokens)
+    yield _file_target(path, inputs, lambda: read_hosts(path), run)
+
+
+TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
+    "annotations: coco": coco,
+    "annotations: voc": _exported(exports.voc_lists, "Annotations/*.xml", XML),
+    "annotations: voc list": _exported(exports.voc_lists, "ImageSets/Main/train.txt", (b" -1",)),
+    "annotations: cvat": _exported(
+        exports.cvat_xml, "annotations.xml", (*XML, b"<box ", b"<track ")
+    ),
+    "annotations: yolo": _exported(exports.roboflow_yolo, "train/labels/*.txt", (b"0 ", b" 0.5")),
+    "annotations: data.yaml": _exported(
+        exports.roboflow_yolo,
+        "data.yaml",
+        (b"&a [*a]", b"!!python/object:os.system", b"<<: ", b": "),
+    ),
+    "annotations: open images": _exported(
+        exports.open_images, "*train*.csv", (b",", b"/m/0bolt", b'"')
+    ),
+    "annotations: dataset.toml": dataset_toml,
+    "annotations: results": results,
+    "store": store,
+    "checkpoint": checkpoint,
+    "checkpoint: bytes": checkpoint_bytes,
+    "config": config,
+    "config: --set": assignments,
+    "archive": archive,
+    "manifest": manifest,
+    "http": http,
+    "metrics": metrics,
+    "report": report,
+    "host file": host_file,
+}

@@ -1,0 +1,107 @@
+"""Mutated input of every parser ends with an exit code of the contract, never as a bug.
+
+    scripts/test -m slow tests/fuzz                       # a minute per parser
+    FUZZ_S=3600 scripts/test -m slow tests/fuzz -n 0      # an hour per parser
+
+The default suite runs a few inputs of each, always the same ones. Each bug is printed with one input
+that shows it, which becomes a test of its parser.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import sys
+import time
+from collections import Counter
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import pytest
+from fuzz.targets import TARGETS, Target
+from hypothesis import HealthCheck, Phase, given, settings
+
+from ssdctl.errors import ExitCode
+
+SECONDS = float(os.environ.get("FUZZ_S", "60"))
+EXAMPLES = 10  # in the default suite
+ROUND = 200  # examples between two looks at the clock
+MAX_GROWTH_BYTES = 1 << 30  # of this process
+BUG = re.compile("Traceback|this is a bug", re.IGNORECASE)
+CONTRACT = frozenset(ExitCode) - {ExitCode.BUG, ExitCode.INTERRUPTED}
+
+
+class Outcome(NamedTuple):
+    """What became of the inputs: exit codes, and an input for each bug by its place in the code."""
+
+    codes: Counter[int]
+    bugs: dict[str, Any]
+
+
+def fuzz(
+    target: Target, count: int, outcome: Outcome, *, seed: int | None = None, limit: float = inf
+) -> None:
+    """Run a target on `count` inputs, or until the time `limit`. Without a seed: always the same."""
+
+    @settings(
+        max_examples=count,
+        database=None,
+        derandomize=seed is None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(target.inputs)
+    def check(content: Any) -> None:
+        if time.monotonic() > limit:
+            return
+        result = target.run(content)
+        outcome.codes[result.code] += 1
+        if result.code not in CONTRACT or BUG.search(result.err):
+            place = "\n".join(re.findall(r"^ +File .*|^\w.*", result.err, re.MULTILINE)[-4:])
+            outcome.bugs.setdefault(place or result.err, content)
+
+    if seed is not None:
+        check = hypothesis.seed(seed)(check)
+    check()
+
+
+def report_bugs(bugs: dict[str, Any]) -> str:
+    return "\n".join(f"{place}\n  input: {content!r:.3000}" for place, content in bugs.items())
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name != "report"])
+@pytest.mark.filterwarnings("default")  # a command prints warnings, which is allowed
+def test_few_mutated_inputs(name: str, tmp_path: Path) -> None:
+    outcome = Outcome(Counter(), {})
+    with TARGETS[name](tmp_path) as target:
+        fuzz(target, EXAMPLES, outcome)
+    assert outcome.codes.total() >= EXAMPLES
+    assert not outcome.bugs, report_bugs(outcome.bugs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.filterwarnings("default")
+def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = Outcome(Counter(), {})
+    limit = time.monotonic() + SECONDS
+    seed = time.time_ns()
+    with TARGETS[name](tmp_path) as target:
+        fuzz(target, ROUND, outcome, seed=seed)
+        gc.collect()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        while time.monotonic() < limit:
+            seed += 1
+            fuzz(target, ROUND, outcome, seed=seed, limit=limit)
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    codes = ", ".join(f"{n} x exit {int(code)}" for code, n in sorted(outcome.codes.items()))
+    with capsys.disabled():
+        sys.stdout.write(f"\n{name}: {outcome.codes.total():,} inputs: {codes}\n")
+    assert not outcome.bugs, report_bugs(outcome.bugs)
+    assert len(outcome.codes) > 1, "every input had the same end"
+    assert growth < MAX_GROWTH_BYTES
