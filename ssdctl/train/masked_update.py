@@ -7,6 +7,7 @@ would launch several operations per parameter. Its results are those of PyTorch'
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,11 @@ def _sgd(group: Group, factor: Tensor | None, is_skipped: Tensor) -> None:
         p.sub_(change * lr)
 
 
+def _bias_correction(beta: float, count: Tensor) -> Tensor:
+    """Return 1 - beta^count without cancellation, which costs two digits in fp32."""
+    return -torch.expm1(count * math.log(beta))
+
+
 def _adamw(group: Group, factor: Tensor | None, is_skipped: Tensor) -> None:
     first, second = group.options["betas"]
     decay, epsilon = group.options["weight_decay"], group.options["eps"]
@@ -104,7 +110,7 @@ def _adamw(group: Group, factor: Tensor | None, is_skipped: Tensor) -> None:
         count = state["step"].add_(torch.where(is_skipped, 0.0, 1.0))
         mean = state["exp_avg"].lerp_(clean, first_weight)
         square = state["exp_avg_sq"].lerp_(clean.square(), second_weight)
-        root = (1 - second**count).sqrt()
-        rate = group.lr * root / (1 - first**count)
+        root = _bias_correction(second, count).sqrt()
+        rate = group.lr * root / _bias_correction(first, count)
         new = p * (1 - group.lr * decay) - rate * mean / (square.sqrt() + epsilon * root)
         p.copy_(torch.where(is_skipped, p, new))
