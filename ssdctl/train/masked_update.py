@@ -96,7 +96,7 @@ def _sgd(group: Group, factor: Tensor | None, is_skipped: Tensor) -> None:
 
 def _bias_correction(beta: float, count: Tensor) -> Tensor:
     """Return 1 - beta^count without cancellation, which costs two digits in fp32."""
-    return -torch.expm1(count * math.log(beta))
+    return -torch.expm1(count * math.log(beta)) if beta else torch.ones_like(count)
 
 
 def _adamw(group: Group, factor: Tensor | None, is_skipped: Tensor) -> None:
