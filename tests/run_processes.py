@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,3 +57,12 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def is_mountable(tmp_path: Path) -> bool:
+    """Return whether this user may mount a disk in memory, in a namespace of its own."""
+    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    return (
+        shutil.which("unshare") is not None
+        and not subprocess.run(command, capture_output=True).returncode
+    )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
+MAX_MESSAGE = 20_000  # characters
 STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
 
 
@@ -159,6 +160,8 @@ class Console:
         """Print a message, which may contain untrusted text and URLs with secrets."""
         if label:
             label = self.painted(f"{label}:", style, sys.stderr) + " "
+        if len(text) > MAX_MESSAGE:  # a hostile file can have a name of any length
+            text = f"{text[:MAX_MESSAGE]}... ({len(text) - MAX_MESSAGE:,} more characters)"
         text = redact_urls(text)
         # A leading newline is our own.
         text = printable(text) if text.startswith("\n") else printable_message(text)

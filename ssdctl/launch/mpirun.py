@@ -21,7 +21,7 @@ from ssdctl.launch.request import LaunchRequest
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
 # (On one node run.py signals the ranks directly.)
 STOP_SIGNAL = signal.SIGUSR1
-HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]*")
+HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # Variables that ranks on other nodes need; mpirun does not export any by default.
 EXPORTED = re.compile(
@@ -173,7 +173,7 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         if not words:
             continue
         if not HOST.fullmatch(words[0]):
-            raise UsageError(f"--hostfile {path}:{number}: {words[0]!r} is not a host name")
+            raise UsageError(f"--hostfile {path}:{number}: {words[0][:60]!r} is not a host name")
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: contains no host")

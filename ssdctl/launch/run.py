@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ssdctl.errors import ExitCode, UsageError
+from ssdctl.errors import DiskError, ExitCode, UsageError
 from ssdctl.launch.exit_codes import (
     EXITS_VARIABLE,
     RANK_VARIABLES,
@@ -117,7 +117,7 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
         signals.append(signal.SIGHUP)
-    exits = Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
+    exits = _temporary_dir()
     environment = {k: v for k, v in os.environ.items() if k not in OUTER_JOB_VARIABLES}
     environment |= {**plan.environment, EXITS_VARIABLE: str(exits)}
 
@@ -146,6 +146,22 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
         shutil.rmtree(exits, ignore_errors=True)
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED
     return JobOutcome(code, codes, lost)
+
+
+def _temporary_dir() -> Path:
+    """Create a private folder for the ranks' exit codes.
+
+    Raises:
+        DiskError: There is no folder for temporary files.
+    """
+    try:
+        return Path(tempfile.mkdtemp(prefix="ssdctl-launch-"))
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        raise DiskError(
+            f"no temporary file can be written{where}: {error.strerror}",
+            hint="set TMPDIR to a folder that exists and that you may write to",
+        ) from None
 
 
 def _read_lost(exits: Path) -> int | None:

@@ -275,6 +275,32 @@ def test_tensors_of_each_type_are_read(tensor: torch.Tensor, tmp_path: Path) -> 
     assert torch.equal(read["b"][0], tensor)
 
 
+HEADER = b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}'
+OTHER_FORMATS = {  # torch.load reads safetensors, too; nothing reads ONNX
+    "safetensors": len(HEADER).to_bytes(8, "little") + HEADER + bytes(16),
+    "safetensors, a header of 2^63 bytes": (2**63 - 1).to_bytes(8, "little") + HEADER,
+    "safetensors, 4 TB": HEADER.replace(b"4]", b"%d]" % 10**12).replace(
+        b"16]", b"%d]" % (4 * 10**12)
+    ),
+    "safetensors, deep": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "ONNX": b"\x08\x0a\x12\x07pytorch\x3a\x80\x80\x80\x80\x08" + bytes(100),
+    "ONNX, a graph of 2^63 bytes": b"\x3a" + b"\xff" * 9 + b"\x7f",
+    "empty": b"",
+    "a long string in a pickle": b"\x80\x02X\xff\xff\xff\x7f" + b"x" * 100,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_other_formats_are_refused(name: str, tmp_path: Path) -> None:
+    content = OTHER_FORMATS[name]
+    if name == "safetensors, 4 TB":
+        content = len(content).to_bytes(8, "little") + content
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=str(path)):
+        read_checkpoint(path)
+
+
 def test_overlapping_entries_are_refused(tmp_path: Path) -> None:
     """A thousand names for the same bytes."""
     path = tmp_path / "x.pt"

@@ -82,6 +82,14 @@ def test_a_newline_does_not_fake_a_message(monkeypatch: pytest.MonkeyPatch) -> N
     assert printable_line("a\nb\tc") == r"a\nb\tc"
 
 
+def test_a_message_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = replaced_streams(monkeypatch)
+    Console().error(DataError("x" * 10**8, hint="y" * 10**8))
+    text = streams[1].getvalue()
+    assert len(text) < 50_000
+    assert "more characters" in text
+
+
 def test_messages_hide_secrets_of_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = replaced_streams(monkeypatch)
     console = Console()

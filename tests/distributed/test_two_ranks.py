@@ -19,7 +19,7 @@ import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from narrow_network.narrow_ssd300 import narrow_backbone
-from processes import wait_for
+from processes import Ended, run_two_ranks, wait_for
 
 from ssdctl.launch.run import free_port
 
@@ -70,39 +70,12 @@ main(sys.argv[5:])
 """
 
 
-class Ended(NamedTuple):
-    """Exit code, output and error text of a process."""
-
-    code: int
-    out: str
-    err: str
-
-
 class Pair(NamedTuple):
     """Both ranks at their end, and the traffic of the weights."""
 
     ranks: list[Ended]
     weights_bytes: int
     sent_bytes: int
-
-
-def run_two_ranks(script: str, *arguments: object, **variables: str) -> list[Ended]:
-    """Run a script in two processes that form a group."""
-    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    port = str(free_port())
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**os.environ, **common, "RANK": r, "LOCAL_RANK": r, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in ("0", "1")
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    return [Ended(p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Result
+from processes import run_two_ranks
 
 Cli = Callable[..., Result]
 LOW = ("--score-threshold", "0.01")
+EVALUATE = "import sys; from ssdctl.cli.main import main; main(['evaluate', *sys.argv[1:]])"
 
 
 def launch(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -47,7 +49,7 @@ def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")
     torch.save(payload, "bad.pt")
-    done = launch(2, "bad.pt")
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.count("NaN or infinite") == 1
-    assert done.stdout == ""
+    ranks = run_two_ranks(EVALUATE, "bad.pt", "--device", "cpu")
+    assert [rank.code for rank in ranks] == [7, 7], ranks
+    assert sum(rank.err.count("NaN or infinite") for rank in ranks) == 1
+    assert [rank.out for rank in ranks] == ["", ""]

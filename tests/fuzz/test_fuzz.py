@@ -102,6 +102,8 @@ def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     codes = ", ".join(f"{n} x exit {int(code)}" for code, n in sorted(outcome.codes.items()))
     with capsys.disabled():
         sys.stdout.write(f"\n{name}: {outcome.codes.total():,} inputs: {codes}\n")
+        sys.stdout.write(report_bugs(outcome.bugs))
+        sys.stdout.flush()
     assert not outcome.bugs, report_bugs(outcome.bugs)
     assert len(outcome.codes) > 1, "every input had the same end"
     assert growth < MAX_GROWTH_BYTES

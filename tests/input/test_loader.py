@@ -150,7 +150,7 @@ def white_boxes(folder: Path) -> Path:
 def test_flipped_pictures_and_boxes_belong_together(tmp_path: Path) -> None:
     """A white box stays where its annotation is, whatever the crop and the flip."""
     data = white_boxes(tmp_path / "data")
-    split = open_dataset(data, tmp_path / "store", say=lambda _: None)["train"]
+    split = open_dataset(data, tmp_path / "store")["train"]
     sides = []
     for batch in read_batches(split, PLAN, range(20)):
         for picture, boxes, labels in zip(batch.images, batch.boxes, batch.labels, strict=True):

@@ -370,7 +370,7 @@ def test_host_file(tmp_path: Path) -> None:
     assert read_hosts(path) == ("node-0", "10.0.0.2")
 
 
-@pytest.mark.parametrize("line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`"])
+@pytest.mark.parametrize("line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254])
 def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
     with pytest.raises(UsageError, match=r"hosts:2: .*host name"):

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
-from run_processes import assert_same_state, last, records, start, wait_for
+from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.errors import DiskError
 from ssdctl.inference.detector import Detector
@@ -173,14 +173,6 @@ def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path
         assert kept <= 3
 
 
-def is_mountable(tmp_path: Path) -> bool:
-    command = ["unshare", "-m", "mount", "-t", "tmpfs", "none", str(tmp_path)]
-    return (
-        shutil.which("unshare") is not None
-        and not subprocess.run(command, capture_output=True).returncode
-    )
-
-
 def in_small_disk(
     place: Path, megabytes: int, *arguments: object
 ) -> subprocess.CompletedProcess[str]:
@@ -272,22 +264,3 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
     assert "rank 0 lost rank 1" in words
     assert "GLHF" not in words
     assert "Traceback" not in words
-
-
-def test_tiny_shared_memory_is_enough(shapes: Path, tmp_path: Path) -> None:
-    place = tmp_path / "probe"
-    place.mkdir()
-    if not is_mountable(place):
-        pytest.skip("mounting needs rights that this user lacks")
-    words = " ".join(
-        map(str, ["--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 2])
-    )
-    script = f"mount -t tmpfs -o size=64k none /dev/shm && {sys.executable} -m ssdctl launch --cpus 2 {words}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script.replace("--bs 2", "--bs 1")],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert last(tmp_path / "run").step == 2

@@ -198,11 +198,17 @@ def whole_annotations(annotations: Sequence[LooseAnnotation]) -> list[Annotation
             _whole(entry.image_id, "annotations", i, "image_id"),
             _whole(entry.category_id, "annotations", i, "category_id"),
             entry.bbox,
-            float(entry.area) if isinstance(entry.area, int | float) else None,
+            _area(entry.area),
             _whole(entry.iscrowd or 0, "annotations", i, "iscrowd"),
         )
         for i, entry in enumerate(annotations)
     ]
+
+
+def _area(value: object) -> float | None:
+    """Return an area, None if it is not a number that a float can hold."""
+    is_number = isinstance(value, int | float) and abs(value) < 2**1000
+    return float(value) if is_number else None  # type: ignore[arg-type]
 
 
 def whole_categories(categories: Sequence[LooseCategory]) -> list[Category]:

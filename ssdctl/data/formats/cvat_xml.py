@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,7 +96,7 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
     sides = (0, 0)
     if size is not None:
         width, height = size.findtext("width", "0"), size.findtext("height", "0")
-        sides = (int(width), int(height)) if (width + height).isdigit() else (0, 0)
+        sides = (_number(width), _number(height))
     return [
         _Frame(f"frame_{number:06d}", "train", *sides, boxes)
         for number, boxes in sorted(by_frame.items())
@@ -103,8 +104,12 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
 
 
 def _side(element: Any, key: str) -> int:
-    value = element.get(key, "0")
-    return int(value) if value.isdigit() else 0
+    return _number(element.get(key, "0"))
+
+
+def _number(text: str) -> int:
+    """Return the number of a side in pixels; 0 if it is not one."""
+    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox:

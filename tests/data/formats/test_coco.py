@@ -175,6 +175,12 @@ def test_any_damage_is_a_data_error(
         assert str(path) in str(error)  # noqa: PT017
 
 
+def test_an_area_that_no_float_holds_is_ignored(tmp_path: Path) -> None:
+    box = {"id": 1, "image_id": 3, "category_id": 90, "bbox": [10, 10, 20, 20], "area": 10**400}
+    columns = box_columns(read(written(tmp_path, document(annotations=[{**box, "iscrowd": 0.0}]))))
+    assert columns.area.tolist() == [400]
+
+
 def test_json_that_breaks_after_a_number_of_another_type(tmp_path: Path) -> None:
     """The second reading, of numbers as text, sees what the first did not reach."""
     path = tmp_path / "a.json"

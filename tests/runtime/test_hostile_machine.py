@@ -1,0 +1,78 @@
+"""Machines that misbehave: no temporary folder, caches of other users, a clock that is set back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import TINY_RUN, Result
+
+from ssdctl.runtime.local_cache import private_cache_dir
+
+Cli = Callable[..., Result]
+NOBODY = 65534
+
+
+def test_a_temporary_folder_that_does_not_exist(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    result = cli("launch", "--cpus", 1, "--", "models")
+    assert result.code == 6
+    assert "TMPDIR" in result.err
+    assert str(tmp_path / "absent") in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_cache_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "absent"))
+    assert private_cache_dir("a") is None
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = private_cache_dir("a")
+    assert folder is not None
+    assert folder.is_relative_to(tmp_path)
+    assert private_cache_dir("a") == folder
+    root = folder.parent
+    root.chmod(0o777)
+    assert private_cache_dir("a") is None
+    root.chmod(0o700)
+    root.rename(tmp_path / "mine")
+    root.symlink_to(tmp_path / "mine")
+    assert private_cache_dir("a") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to other users")
+def test_a_cache_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = private_cache_dir("a")
+    assert folder is not None
+    os.chown(folder.parent, NOBODY, NOBODY)
+    assert private_cache_dir("a") is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="signal masks")
+def test_a_clock_that_is_set_back(
+    shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Durations are measured by a clock that nobody sets; the wall clock only labels."""
+    seconds = itertools.count(2_000_000_000, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
+    monkeypatch.setattr(time, "time_ns", lambda: next(seconds) * 10**9)
+    run = tmp_path / "run"
+    train = ("train", "--data", shapes, "--out", run, *TINY_RUN.split(), "--save-every", "1min")
+    for steps in (2, 3):
+        result = cli(*train, "--steps", steps)
+        assert result.code == 0, result.err
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in trained] == [1, 2, 3]
+    assert all(line["images_per_second"] >= 0 for line in trained)
