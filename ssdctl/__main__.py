@@ -43,13 +43,14 @@ def run() -> None:
     if can_be_interrupted:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from ssdctl.cli import shell_completion
-    from ssdctl.launch.exit_codes import recorded_exit
     from ssdctl.runtime import signals
 
     if shell_completion.is_requested():
         raise SystemExit(shell_completion.complete())
     if is_training:
         signals.install()
+    from ssdctl.launch.exit_codes import recorded_exit
+
     with recorded_exit():
         from ssdctl.cli.main import main
 

@@ -28,7 +28,7 @@ from ssdctl.checkpoint.validation import (
 )
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
@@ -60,6 +60,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
     payload = read_payload(path)
+    try:
+        return _read_any(path, payload)
+    except SsdctlError:
+        raise
+    except Exception as error:  # a tensor in place of another value can raise anything
+        raise IntegrityError(
+            f"{path}: a checkpoint with values of other types: {error!r:.300}"
+        ) from error
+
+
+def _read_any(path: Path, payload: Any) -> Checkpoint:
+    """Return the checkpoint in a payload of any system."""
     if (system := third_party.source_of(payload)) is not None:
         return _read_third_party(path, payload, system)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
@@ -110,7 +122,9 @@ def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Check
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
-    if not isinstance(names, dict) or (names and set(names) != set(range(num_classes))):
+    if not isinstance(names, dict):
+        raise IntegrityError(f"{path}: its label_map is not a table of names")
+    if names and set(names) != set(range(num_classes)):
         raise IntegrityError(
             f"{path}: its label_map names {len(names)} classes, its network has {num_classes}"
         )

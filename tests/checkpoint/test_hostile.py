@@ -87,6 +87,9 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "20,000 classes with narrow heads": lambda p: wide(p, 20_000, 1),
     "a billion classes": lambda p: p["architecture"].update(num_classes=10**9),
     "10^400 classes": lambda p: p["architecture"].update(num_classes=10**400),
+    "a tensor as classes": lambda p: p.update(classes=torch.zeros(3)),
+    "a tensor as settings": lambda p: p.update(config=torch.zeros(2, 2)),
+    "a parameter as the optimizer": lambda p: p.update(optimizer=torch.nn.Parameter(torch.ones(2))),
     "fewer names than classes": lambda p: p["classes"].pop(),
     "10^400 samples": lambda p: p.update(samples_seen=10**400),
     "10^400 steps": lambda p: p.update(step=10**400),
@@ -131,6 +134,13 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
     read = read_checkpoint(save(content, tmp_path))
     with pytest.raises(IntegrityError, match=r"class_heads\.0\.bias is \(7,\)"):
         with_classes(read, SSD300("resnet18", 2, "none"), [ClassName(1, "class 1")])
+
+
+@pytest.mark.parametrize("value", [1.5, [1], torch.zeros(3), {1: torch.zeros(2)}], ids=repr)
+def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
+    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    with pytest.raises(IntegrityError, match="label_map"):
+        read_checkpoint(save({"model": state, "label_map": value}, tmp_path))
 
 
 @pytest.mark.parametrize("numbers", [{"iteration": 10**400}, {"epoch": float("nan")}])

@@ -207,7 +207,7 @@ def _load(path: Path) -> None:
 
     checkpoint = read_checkpoint(path)
     model = load_network(checkpoint)
-    if checkpoint.peer is None:
+    if checkpoint.third_party is None:
         config = resolve(environment={}).config.train
         optimizer = build_optimizer(model, config, open_device("cpu"))
         restore(model, optimizer, checkpoint)

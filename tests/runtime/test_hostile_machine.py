@@ -17,7 +17,7 @@ from conftest import TINY_RUN, Result
 from ssdctl.runtime.local_cache import private_cache_dir
 
 Cli = Callable[..., Result]
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 def test_a_temporary_folder_that_does_not_exist(
@@ -55,7 +55,7 @@ def test_a_cache_of_another_user_is_not_used(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     folder = private_cache_dir("a")
     assert folder is not None
-    os.chown(folder.parent, NOBODY, NOBODY)
+    os.chown(folder.parent, OTHER_USER, OTHER_USER)
     assert private_cache_dir("a") is None
 
 
@@ -63,7 +63,7 @@ def test_a_cache_of_another_user_is_not_used(
 def test_a_clock_that_is_set_back(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Durations are measured by a clock that nobody sets; the wall clock only labels."""
+    """Durations are measured by the monotonic clock; the wall clock is only a label."""
     seconds = itertools.count(2_000_000_000, -3600)
     monkeypatch.setattr(time, "time", lambda: float(next(seconds)))
     monkeypatch.setattr(time, "time_ns", lambda: next(seconds) * 10**9)
