@@ -38,7 +38,8 @@ from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
-from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.input.pipelines import open_input
@@ -311,16 +312,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ssdctl-input-") as folder:
         root = Path(folder) / "data"
         make_dataset(root, options.images)
-        stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk")}
+        stores = {name: Path(folder) / name for name in ("files", "packed", "shrunk", "raw")}
         prepare(root, stores["files"], pack=False)
         prepare(root, stores["packed"], pack=True)
         prepare(root, stores["shrunk"], pack=True, shrink=300)
+        prepare(root, stores["raw"], pack=True, shrink=300, encoding="raw")
         threads = options.threads
         ssdctl = partial(partial, ssdctl_batches, root, threads)
         makers = {
             "ours, host, files": ssdctl(stores["files"], False),
             "ours, host, packed": ssdctl(stores["packed"], False),
             "ours, host, shrunk to 300": ssdctl(stores["shrunk"], False),
+            "ours, host, raw, shrunk to 300": ssdctl(stores["raw"], False),
             "ours, full, packed": ssdctl(stores["packed"], True),
             "ours, full, compiled": ssdctl(stores["packed"], True, execution="compile"),
             "ours by --pipeline dali": ssdctl(stores["files"], False, "dali"),
@@ -350,7 +353,7 @@ def main() -> None:
             print(rates)
         for name, values in rates.items():
             wall, busy = (statistics.median(column) for column in zip(*values, strict=True))
-            line = f"{name:<28}{wall:8.0f} img/s"
+            line = f"{name:<32}{wall:8.0f} img/s"
             if "third-party" not in name:  # whose time is spent in worker processes
                 line += f"{busy:8.2f} ms of a core per image"
             other = "DALI, full" if "full" in name else "DALI, host"
@@ -364,9 +367,11 @@ def main() -> None:
             print(line)
         torch.set_num_threads(1)
         keep_freed_memory()
-        split = open_dataset(root, stores["files"])["train"]
-        times = stage_times(split, loader_config(split, 1), num_images=320)
-        print("one thread, ms per image: " + ", ".join(f"{k} {v:.3f}" for k, v in times.items()))
+        for name in ("files", "raw"):
+            split = open_dataset(root, stores[name])["train"]
+            times = stage_times(split, loader_config(split, 1), num_images=320)
+            listed = ", ".join(f"{k} {v:.3f}" for k, v in times.items())
+            print(f"{name}, one thread, ms per image: {listed}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from annotations import generate
@@ -31,28 +32,29 @@ PACKED = {"packed": [], "again, nothing changed": []}
 INDEX = {"index only": ["--no-pack"], "index again, nothing changed": ["--no-pack"]}
 VERIFY = {"index only, every image decoded": ["--no-pack", "--verify-images"]}
 START = """
-import json, resource, sys, time
+import json, sys, time
+times, last = {}, (0.0, 0.0)
+def lap(name):
+    global last
+    now = (time.perf_counter() - begun, time.process_time())
+    times[name], last = [now[0] - last[0], now[1] - last[1]], now
 begun = time.perf_counter()
 from pathlib import Path
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
-times = {"imports": time.perf_counter() - begun}
-root = Path(sys.argv[1])
+lap("imports")
+root, step = Path(sys.argv[1]), int(sys.argv[2])
 split = open_dataset(root, root / "prepared")["train"]
-times["open, every file checked"] = time.perf_counter() - begun - sum(times.values())
+lap("open, files compared")
+stream = SampleStream(split.trainable, 0)
+stream.samples(32 * step, 1)
+lap("an epoch's permutation")
 config = LoaderConfig(0, 0, 32, 0, 1, 1, True, 18.0, 2, split.most_boxes)
-for step in (0, 1_000_000):
-    start = time.perf_counter()
-    loader = TrainLoader(split, SampleStream(split.trainable, 0), config)
-    next(loader.batches(step, step + 2))
-    times[f"first batch at step {step:,}"] = time.perf_counter() - start
-    start = time.perf_counter()
-    SampleStream(split.trainable, 0).samples(32 * step, 1)
-    times[f"an epoch's permutation, at step {step:,}"] = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-print(json.dumps({"times": times, "peak": peak}))
+next(TrainLoader(split, stream, config).batches(step, step + 2))
+lap("first batch")
+print(json.dumps(times))
 """
 
 
@@ -83,8 +85,17 @@ def make_images(folder: Path, count: int) -> None:
             os.link(sources[picture], path)
 
 
-def run_timed(command: list[str]) -> tuple[str, float, float]:
-    """Run a command; return its output, seconds, and peak memory in GB."""
+class Timed(NamedTuple):
+    """A finished command."""
+
+    output: str
+    seconds: float
+    core_seconds: float  # of all threads; depends less on other load than `seconds`
+    peak: float  # memory in GB, pages of mapped files included
+
+
+def run_timed(command: list[str]) -> Timed:
+    """Run a command and measure it."""
     begun = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -92,7 +103,8 @@ def run_timed(command: list[str]) -> tuple[str, float, float]:
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, output
-    return output, time.perf_counter() - begun, usage.ru_maxrss * 1024 / 1e9
+    seconds = time.perf_counter() - begun
+    return Timed(output, seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9)
 
 
 def main() -> None:
@@ -120,16 +132,21 @@ def main() -> None:
         )
         program = "from ssdctl.__main__ import run; run()"
         for name, more in commands.items():
-            output, seconds, peak = run_timed(
+            done = run_timed(
                 [sys.executable, "-c", program, "prepare", "--data", folder, "--json", "-q", *more]
             )
-            assert json.loads(output)["unchanged"] == ("nothing changed" in name)
-            print(f"  {name:<34}{seconds:7.1f} s {count / seconds:8.0f} img/s  {peak:.2f} GB peak")
-        output, _, peak = run_timed([sys.executable, "-c", START, folder])
-        start = json.loads(output.splitlines()[-1])
-        for name, seconds in start["times"].items():
-            print(f"  {name:<42}{seconds:7.2f} s")
-        print(f"  training's start: {start['peak']:.2f} GB peak")
+            assert json.loads(done.output)["unchanged"] == ("nothing changed" in name)
+            print(
+                f"  {name:<34}{done.seconds:7.1f} s {done.core_seconds:7.1f} core s "
+                f"{count / done.seconds:8.0f} img/s  {done.peak:.2f} GB peak",
+                flush=True,
+            )
+        for step in (0, 1_000_000):
+            done = run_timed([sys.executable, "-c", START, folder, str(step)])
+            print(f"  training from step {step:,}: {done.seconds:.1f} s, {done.peak:.2f} GB peak")
+            laps = json.loads(done.output.splitlines()[-1])
+            for name, (seconds, core_seconds) in laps.items():
+                print(f"    {name:<38}{seconds:7.2f} s {core_seconds:7.2f} core s")
 
 
 if __name__ == "__main__":

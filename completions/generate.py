@@ -15,6 +15,7 @@ from typing import Any
 from ssdctl.cli.main import click_tree
 from ssdctl.cli.shell_completion import TABLE
 from ssdctl.config.settings import all_settings
+from ssdctl.download.detectors import DETECTORS
 
 FILES = {
     "ssdctl.bash": "bash",
@@ -35,7 +36,11 @@ def script(shell: str) -> str:
 
 def completion_table() -> str:
     """Return the table as JSON: commands, options with their values, arguments."""
-    table = {"keys": list(all_settings()), **_node(click_tree())}
+    table = {
+        "keys": list(all_settings()),
+        "detectors": [detector.name for detector in DETECTORS],
+        **_node(click_tree()),
+    }
     return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -38,8 +38,9 @@ def load(
     """Load a detector from a checkpoint, ready to predict.
 
     Args:
-        checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA), or a run
-            folder: its best checkpoint, else its last.
+        checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
+            torchvision); a run folder: its best checkpoint, else its last; a detector's name, as
+            `ssd300-vgg16-coco`; or a model on the Hugging Face Hub, as `hf://org/name@v1`.
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
@@ -53,6 +54,7 @@ def load(
 
     Raises:
         ssdctl.errors.UsageError: The file, device, precision or a class does not exist.
+        ssdctl.errors.NetworkError: The detector or model cannot be fetched.
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
     from ssdctl.inference import predict  # late: torch takes seconds

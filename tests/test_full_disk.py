@@ -48,9 +48,10 @@ class FullDisk:
 @contextmanager
 def full_at(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[FullDisk]:
     disk = FullDisk(number)
+    original = files.no_follow
     with monkeypatch.context() as patch:
         for module in list(sys.modules.values()):
-            if getattr(module, "no_follow", None) is files.no_follow:
+            if vars(module).get("no_follow") is original:
                 patch.setattr(module, "no_follow", disk.no_follow)
         yield disk
 

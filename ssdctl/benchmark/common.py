@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ssdctl.config import Config
 from ssdctl.data import shapes
-from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.input.loader import Batch

@@ -9,6 +9,7 @@ colours, normalisation and targets, which the device computes in training.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import statistics
 import time
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from ssdctl.benchmark.common import Figures, endless_batches, single_process_config
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
-from ssdctl.data.image_decode import decode
+from ssdctl.data.image_decode import decode, raw_pixels
 from ssdctl.data.store import Split
 from ssdctl.device import inductor, open_device
 from ssdctl.device.base import Device
@@ -65,13 +66,32 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
         stages = stage_times(split, plan, TIMED_IMAGES)
     finally:
         torch.set_num_threads(torch_threads)
+    cores = min(threads, len(os.sched_getaffinity(0)))
     return {
         "images_per_second": host,
         "images_per_second_full": full,
+        "images_per_second_per_core": round(host / cores, 1),
         "workers": threads,
         "execution": device.execution,
         "pipeline": config.train.pipeline,
         **{f"{name}_ms": round(value, 4) for name, value in stages.items()},
+    }
+
+
+def required_cores(figures: Figures, gpu_rate: float, gpus: int) -> Figures:
+    """Return how many cores the host stage of some GPUs needs, by this machine's rate per core.
+
+    Args:
+        figures: The result of `benchmark_data`.
+        gpu_rate: Images per second that one GPU trains, without waiting for input.
+        gpus: How many of them this machine has to supply with images.
+    """
+    required = gpu_rate * gpus
+    cores = math.ceil(required / float(figures["images_per_second_per_core"]))
+    return {
+        "required_images_per_second": round(required, 1),
+        "required_cores": cores,
+        "is_sufficient": float(figures["images_per_second"]) >= required,
     }
 
 
@@ -130,9 +150,13 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
             left, top, right, bottom = (int(edge) for edge in edges)
             times = [time.perf_counter()]
-            content = bytes(split.read(int(row)))  # copied, to really read a mapped file
+            # Copied, to really read a mapped file.
+            content = bytes(split.images.read(int(row)))
             times.append(time.perf_counter())
-            pixels = decode(content, (width, height), rows=min(bottom, height))
+            if split.is_raw:
+                pixels = raw_pixels(content, (width, height))
+            else:
+                pixels = decode(content, (width, height), rows=min(bottom, height))
             times.append(time.perf_counter())
             resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
             times.append(time.perf_counter())

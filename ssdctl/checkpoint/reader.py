@@ -1,7 +1,8 @@
 """Read checkpoints and backbone weights, which are untrusted files.
 
 A checkpoint is one `.pt`: a zip whose CRCs are checked before anything is read, loaded with
-`weights_only=True`, so a pickle that would run code is refused, never run.
+`weights_only=True`, so a pickle that would run code is refused, never run. A `.safetensors`
+file has only the weights and the classes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
+from ssdctl.checkpoint.safetensors_file import SUFFIX as SAFETENSORS
+from ssdctl.checkpoint.safetensors_file import read_safetensors
 from ssdctl.checkpoint.validation import (
     check_zip,
     is_state,
@@ -40,7 +43,7 @@ class Checkpoint(NamedTuple):
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # the run's values by setting; empty for a third-party one
+    config: dict[str, Any]  # the run's values by setting; empty without `is_of_run`
     step: int
     epoch: float
     samples_seen: int
@@ -50,6 +53,12 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any]
     third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
+    weights_only: bool = False  # a `.safetensors` file
+
+    @property
+    def is_of_run(self) -> bool:
+        """Return whether it has the state and the settings of a run of ssdctl."""
+        return self.third_party is None and not self.weights_only
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -59,6 +68,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
         UsageError: There is no such file.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if path.suffix == SAFETENSORS:
+        return _read_weights_file(path)
     payload = read_payload(path)
     try:
         return _read_any(path, payload)
@@ -103,6 +114,26 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         best_ap=facts.best_ap,
         optimizer=payload["optimizer"],
         trained=trained,
+    )
+
+
+def _read_weights_file(path: Path) -> Checkpoint:
+    """Read a `.safetensors` file; nothing in it names the run, so it cannot be resumed."""
+    state, config = read_safetensors(path)
+    return Checkpoint(
+        path=path,
+        model=state,
+        architecture=Architecture(*msgspec.structs.astuple(config.architecture)),
+        classes=config.classes,
+        config={},
+        step=config.step,
+        epoch=config.epoch,
+        samples_seen=0,
+        images=0,
+        global_batch=0,
+        best_ap=None,
+        optimizer={},
+        weights_only=True,
     )
 
 

@@ -40,10 +40,28 @@ Seconds = Annotated[
     examples=[
         "ssdctl benchmark data",
         "ssdctl benchmark data --data /data/coco --workers 8",
+        "ssdctl benchmark data --data /data/coco --gpu-rate 3000 --gpus 8   # how many cores",
         "ssdctl benchmark data --execution compile   # the full pipeline, compiled as in training",
     ],
 )
-def data(call: Call, seconds: Seconds = 5.0) -> None:
+def data(
+    call: Call,
+    seconds: Seconds = 5.0,
+    gpu_rate: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-rate",
+            help="Images per second that one GPU trains (ssdctl benchmark train --fake-data): "
+            "print how many cores it needs",
+            metavar="R",
+            min=0.1,
+            show_default=False,
+        ),
+    ] = None,
+    gpus: Annotated[
+        int, typer.Option("--gpus", help="GPUs of this machine, for --gpu-rate", metavar="N", min=1)
+    ] = 1,
+) -> None:
     """Measure the input pipeline on the CPU, in images per second: host stage and full pipeline.
 
     The host stage reads, crops, decodes and resizes images and their boxes; it is the CPU's whole
@@ -52,10 +70,25 @@ def data(call: Call, seconds: Seconds = 5.0) -> None:
     """
     if call.config.train.pipeline != "dali":  # as in training
         keep_freed_memory()
-    from ssdctl.benchmark.data import benchmark_data
+    from ssdctl.benchmark.data import benchmark_data, required_cores
 
     with _splits(call) as splits:
-        _print_figures(call, benchmark_data(splits["train"], call.config, seconds))
+        figures = benchmark_data(splits["train"], call.config, seconds)
+    call.console.info(
+        f"{figures['workers']} threads load {figures['images_per_second']:,} img/s: enough for "
+        "GPUs of this machine that together train at most that many"
+    )
+    if gpu_rate is not None:
+        figures |= required_cores(figures, gpu_rate, gpus)
+        call.console.info(
+            f"{gpus} x {gpu_rate:,} img/s need {figures['required_cores']} such cores"
+            + (
+                ""
+                if figures["is_sufficient"]
+                else "; or a smaller or decoded store: ssdctl prepare --shrink 512 --encoding raw"
+            )
+        )
+    _print_figures(call, figures)
 
 
 @command(
@@ -139,7 +172,7 @@ def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
 def _splits(call: Call) -> Iterator[dict[str, Split]]:
     """Yield the splits of the config's dataset, else of a generated one."""
     from ssdctl.benchmark.common import make_shapes
-    from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.store_folder import dataset_folders
 
     if call.config.data.root is not None:

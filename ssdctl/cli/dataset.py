@@ -57,7 +57,7 @@ def export(
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.export_dataset import export_dataset
-    from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.open_dataset import open_dataset
     from ssdctl.data.store_folder import dataset_folders
 
     refuse_url(str(out), "--out")

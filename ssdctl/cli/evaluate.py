@@ -14,7 +14,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.inference.model_source import is_model_folder, locate_checkpoint
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime.malloc import keep_freed_memory
 
@@ -44,7 +44,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="A checkpoint, a run folder or a COCO results file",
+            help="A checkpoint, a run folder, a detector's name, hf://org/name[@revision], or a "
+            "COCO results file",
             show_default=False,
         ),
     ],
@@ -68,7 +69,7 @@ def evaluate(
     the AP50 that each type costs.
     """
     path = Path(what)
-    if not path.exists():
+    if not path.exists() or is_model_folder(path):
         path = locate_checkpoint(what, mirror=call.config.download.mirror)
     if path.suffix == ".json":
         if find_ranks().is_main:  # scored on one rank

@@ -35,7 +35,7 @@ def export(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="Checkpoint, run folder or detector name",
+            help="Checkpoint, run folder, detector name or hf://org/name[@revision]",
             show_default=False,
         ),
     ],

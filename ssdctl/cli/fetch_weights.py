@@ -1,4 +1,4 @@
-"""`ssdctl fetch-weights`: download and verify backbone weights by name."""
+"""`ssdctl fetch-weights`: download and verify weights of backbones and detectors by name."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 def _names() -> list[str]:
+    from ssdctl.download.detectors import DETECTORS
     from ssdctl.download.sources import WEIGHTS
 
-    return [name for weights in WEIGHTS for name in (weights.alias, weights.name) if name]
+    backbones = [name for weights in WEIGHTS for name in (weights.alias, weights.name) if name]
+    return [*backbones, *(detector.name for detector in DETECTORS)]
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -34,6 +36,7 @@ def _complete(incomplete: str) -> list[str]:
     examples=[
         "ssdctl fetch-weights resnet34-imagenet-v1",
         "ssdctl fetch-weights resnet34-333f7ec4 --dest weights",
+        "ssdctl fetch-weights ssd300-vgg16-coco",
         "ssdctl fetch-weights --list",
     ],
 )
@@ -61,15 +64,22 @@ def fetch_weights(
         bool, typer.Option("--list", help="List all names, and the files that are present")
     ] = False,
 ) -> None:
-    """Download backbone weights to the folder from which training loads them, and verify them."""
+    """Download weights to the folder from which they are loaded, and verify them.
+
+    NAME is a backbone's weights or one of the detectors that `ssdctl models` lists.
+    """
     if list_all:
         if name is not None:
             raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
     from ssdctl.download.backbone_weights import fetch_weights, weights_of
+    from ssdctl.download.detectors import find_detector
     from ssdctl.download.sources import weights_named
 
+    if name is not None and find_detector(name) is not None:
+        _fetch_detector(call, name, dest)
+        return
     weights_name = name or weights_of(call.config.model)
     if weights_name is None or "/" in weights_name:
         raise UsageError(
@@ -93,6 +103,36 @@ def fetch_weights(
         "path": str(path),
         "bytes": path.stat().st_size,
         "sha256": weights.file.sha256,
+    }
+    call.console.result(data, str(path))
+
+
+def _fetch_detector(call: Call, name: str, dest: Path | None) -> None:
+    from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
+    from ssdctl.download.fetch import sha256_of
+
+    detector = find_detector(name)
+    assert detector is not None
+    config = call.config.download
+    with fetching(call.console) as progress:
+        path = fetch_detector(
+            name,
+            dest,
+            mirror=config.mirror,
+            retry_policy=retry_policy(config.timeout),
+            report=progress,
+        )
+    if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
+        from ssdctl.inference.model_source import trust_first_use
+
+        trust_first_use(name, path)
+    data = {
+        "name": name,
+        "alias": None,
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "sha256": sha256_of(path, path.name),
+        "trust": detector.trust,
     }
     call.console.result(data, str(path))
 

@@ -22,6 +22,7 @@ from ssdctl.cli import (
     models,
     predict,
     prepare,
+    push,
     report,
     train,
 )
@@ -43,6 +44,7 @@ MODULES = (
     evaluate,
     predict,
     export,
+    push,
     report,
     doctor,
     config,

@@ -29,24 +29,31 @@ if TYPE_CHECKING:
     settings=["predict.*"],
     examples=[
         "ssdctl predict runs/stable-r34 street.jpg",
+        "ssdctl predict ssd300-vgg16-coco street.jpg",
         "ssdctl predict best.pt photos/ --recursive --out drawn --score 0.5",
         "ssdctl predict best.pt 'photos/**/*.jpg' --json > boxes.json",
         "ssdctl predict best.pt photos/ --save coco --out labels --classes car,bus",
         "ssdctl predict best.pt satellite.tif --tile 600 --out drawn",
+        "ssdctl predict best.pt drive.mp4 --every 5 --out drawn",
         "find photos -name '*.png' | ssdctl predict best.pt - --json",
     ],
 )
 def predict(
     call: Call,
     checkpoint: Annotated[
-        str, typer.Argument(metavar="CKPT|RUN", help="Checkpoint or run folder", show_default=False)
+        str,
+        typer.Argument(
+            metavar="CKPT|RUN",
+            help="Checkpoint, run folder, detector name or hf://org/name[@revision]",
+            show_default=False,
+        ),
     ],
     images: Annotated[
         list[str],
         typer.Argument(
             metavar="IMAGE...",
             help="Picture files, folders, patterns (** for all folders below), http(s) URLs, or - "
-            "for a list of files and URLs on standard input",
+            "for a list of files and URLs on standard input; or videos, or a camera (/dev/video0)",
             show_default=False,
         ),
     ],
@@ -56,25 +63,43 @@ def predict(
             "--out",
             metavar="DIR",
             help="Folder for the files of --save; without it, for the drawn pictures and "
-            "detections.json",
+            "detections.json, or the annotated videos and detections.jsonl",
         ),
     ] = None,
 ) -> None:
-    """Detect objects on pictures: as a list, as JSON, drawn, or for labelling tools.
+    """Detect objects on pictures and videos: as a list, as JSON, drawn, or for labelling tools.
 
     A picture that cannot be read gives a warning, and exit code 3 after the others are done; one
     that cannot be fetched exit code 4.
     """
-    from ssdctl.inference.sources import find_sources
+    from ssdctl.inference.sources import find_sources, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
+    videos = split_videos(images)
+    if videos:
+        from ssdctl.cli.predict_video import check_video_options, predict_videos
+
+        check_video_options(call, videos)
+        predict_videos(call, _load(call, checkpoint), videos, None if out is None else Path(out))
+        return
     sources = find_sources(images, recursive=settings.recursive)
+    predictor = _load(call, checkpoint)
+    failures = _predict(call, predictor, sources, None if out is None else Path(out))
+    if failures:
+        counted = f"{len(failures)} of {len(sources)} pictures"
+        if any(isinstance(failure.error, NetworkError) for failure in failures):
+            raise NetworkError(f"{counted} cannot be fetched or read; see the warnings")
+        raise DataError(f"{counted} are not readable; see the warnings")
+
+
+def _load(call: Call, checkpoint: str) -> Predictor:
     keep_freed_memory()
     from ssdctl.inference import predict as inference
 
-    predictor = inference.load(
+    settings = call.config.predict
+    return inference.load(
         checkpoint,
         device=settings.device,
         score=settings.score,
@@ -82,13 +107,8 @@ def predict(
         options=inference.Options(
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
+        mirror=call.config.download.mirror,
     )
-    failures = _predict(call, predictor, sources, None if out is None else Path(out))
-    if failures:
-        counted = f"{len(failures)} of {len(sources)} pictures"
-        if any(isinstance(failure.error, NetworkError) for failure in failures):
-            raise NetworkError(f"{counted} cannot be fetched or read; see the warnings")
-        raise DataError(f"{counted} are not readable; see the warnings")
 
 
 def _predict(

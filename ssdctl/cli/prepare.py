@@ -10,6 +10,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -28,6 +29,7 @@ MAX_EXAMPLES = 5  # of each kind of finding, in the table
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # only the index, images are not copied",
         "ssdctl prepare --data /readonly/coco --store /scratch/coco-store --shrink 480",
+        "ssdctl prepare --data /data/coco --store /nvme/coco --encoding raw --shrink 512",
         "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the layout is detected",
         "ssdctl prepare --data export/data.yaml --split 0.9 --classes cat,dog",
     ],
@@ -63,6 +65,11 @@ def prepare(
 
         check_target(preview)
     options = call.config.prepare
+    if options.encoding == "raw" and not options.pack:
+        raise UsageError(
+            "--encoding raw with --no-pack: decoded pixels exist only in a packed store",
+            hint="leave out one of the two",
+        )
     root, folder = dataset_folders(call.config.data)
     with stoppable("the finished parts are kept"):
         _convert(call, root, folder)
@@ -71,6 +78,7 @@ def prepare(
             folder,
             pack=options.pack,
             shrink=options.shrink,
+            encoding=options.encoding,
             verify_images=options.verify_images,
             jobs=options.jobs,
             force=force,

@@ -12,7 +12,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ VARIABLE = "_SSDCTL_COMPLETE"
 TABLE = Path(__file__).with_name("completion_table.json")
 KEY_VALUE = "KEY=VALUE"  # the metavar of --set
 RUN = "RUN"  # in a metavar: run folders are completed
+CHECKPOINT = "CKPT"  # in a metavar: detectors are completed, too
 # Without special characters of a shell: zsh evaluates the output, and run folders have any name.
 PLAIN_WORD = re.compile(r"[\w./+=-]+")
 NOT_PLAIN = re.compile(r"[^\w ,.;/+=%-]+")
@@ -99,17 +100,22 @@ def find(before: list[str], word: str) -> list[Completion]:
     if option is not None:
         if option["value"] == KEY_VALUE:
             return [Completion(f"{key}=") for key in table["keys"] if key.startswith(word)]
-        return _values(option, word)
+        return _values(option, word, table["detectors"])
     if word.startswith("-"):
         return [Completion(n, o["help"]) for n, o in node["options"].items() if n.startswith(word)]
     if commands := node.get("commands"):
         return [Completion(n, c["help"]) for n, c in commands.items() if n.startswith(word)]
-    return [completion for argument in node["arguments"] for completion in _values(argument, word)]
+    return [
+        c for argument in node["arguments"] for c in _values(argument, word, table["detectors"])
+    ]
 
 
-def _values(option: Mapping[str, Any], word: str) -> list[Completion]:
+def _values(option: Mapping[str, Any], word: str, detectors: Sequence[str]) -> list[Completion]:
     values = [Completion(choice) for choice in option.get("choices", ()) if choice.startswith(word)]
-    if RUN in re.split(r"\W", option["value"]):
+    kinds = re.split(r"\W", option["value"])
+    if CHECKPOINT in kinds and word:  # an empty word may become any file
+        values += [Completion(name) for name in detectors if name.startswith(word)]
+    if RUN in kinds:
         values += [Completion(run) for run in _run_folders() if run.startswith(word)]
     return values
 

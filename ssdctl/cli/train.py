@@ -90,7 +90,7 @@ def train(
 
 def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES, WHAT_IS_DROPPED
-    from ssdctl.data.prepare import count_trainable
+    from ssdctl.data.open_dataset import count_trainable
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.train.schedule import make_plan
 

@@ -14,13 +14,14 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.image_decode import (
@@ -28,6 +29,7 @@ from ssdctl.data.image_decode import (
     apply_orientation,
     as_image_error,
     decode,
+    encode_png,
     open_image,
     read_header,
 )
@@ -38,6 +40,7 @@ JPEG_FORMATS = ("JPEG", "MPO")
 END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 # Part of the note on an image whose annotated size fits stored and upright pixels.
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
+Encoding = Literal["jpeg", "raw"]
 SKETCH_BYTES = 4096
 HEAD_BYTES = 64 * 1024  # contains nearly every header
 CHUNK_IMAGES = 512
@@ -52,6 +55,7 @@ class PackOptions(NamedTuple):
     pack: bool  # return its bytes
     shrink: int | None = None  # re-encode it if its shorter side is longer, in pixels
     verify: bool = False  # decode all of it
+    encoding: Encoding = "jpeg"  # raw: return decoded pixels
 
 
 class FileFingerprint(msgspec.Struct, frozen=True):
@@ -60,6 +64,18 @@ class FileFingerprint(msgspec.Struct, frozen=True):
     bytes: int
     modified_ns: int
     sketch: int  # CRC-32 of its first and last 4 KiB: for copies, which have another time
+
+
+class FingerprintColumns(NamedTuple):
+    """The fingerprints of N image files, as arrays."""
+
+    bytes: NDArray[np.int64]  # N
+    modified_ns: NDArray[np.int64]  # N
+    sketch: NDArray[np.int64]  # N
+
+    def row(self, number: int) -> FileFingerprint:
+        """Return one of them."""
+        return FileFingerprint(*(int(column[number]) for column in self))
 
 
 class CheckedImage(NamedTuple):
@@ -133,10 +149,15 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
             header = read_header(picture)
             header.orientation_for(size)
             note = _note(header, size)
+            is_raw = options.pack and options.encoding == "raw"
             if shorter is not None and min(size) > shorter:
-                return _Inspection(note=note, content=_shrink(picture, content, size, shorter))
+                small = _shrunk(picture, content, size, shorter)
+                packed = small.tobytes() if is_raw else _as_jpeg(small)
+                return _Inspection(note=note, content=packed)
+            if is_raw:
+                return _Inspection(note=note, content=decode(content, size).tobytes())
             if options.pack and not _is_packed_unchanged(header):
-                return _Inspection(note=note, content=_as_png(content, size))
+                return _Inspection(note=note, content=encode_png(decode(content, size)))
             if options.verify or not content.endswith(END_MARKERS.get(header.format, b"-")):
                 _decode_all(picture, content, size)
             return _Inspection(note=note)
@@ -175,15 +196,10 @@ def _decode_all(picture: Image.Image, content: bytes, size: tuple[int, int]) -> 
         decode(content, size)
 
 
-def _as_png(content: bytes, size: tuple[int, int]) -> bytes:
-    """Encode the decoded pixels without loss."""
-    buffer = io.BytesIO()
-    Image.fromarray(decode(content, size)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _shrink(picture: Image.Image, content: bytes, size: tuple[int, int], shorter: int) -> bytes:
-    """Encode the picture, upright, as a JPEG with a shorter side of `shorter` pixels."""
+def _shrunk(
+    picture: Image.Image, content: bytes, size: tuple[int, int], shorter: int
+) -> Image.Image:
+    """Return the picture, upright, with a shorter side of `shorter` pixels."""
     scale = shorter / min(size)
     small_size = (round(size[0] * scale), round(size[1] * scale))
     if picture.format in JPEG_FORMATS:  # a large JPEG need not be decoded at its full size
@@ -191,10 +207,11 @@ def _shrink(picture: Image.Image, content: bytes, size: tuple[int, int], shorter
         stored_size = small_size[::-1] if orientation >= 5 else small_size
         picture.draft("RGB", (2 * stored_size[0], 2 * stored_size[1]))
         small = picture.convert("RGB").resize(stored_size, Image.Resampling.BILINEAR)
-        small = Image.fromarray(apply_orientation(np.asarray(small), orientation))
-    else:
-        small = Image.fromarray(decode(content, size))
-        small = small.resize(small_size, Image.Resampling.BILINEAR)
+        return Image.fromarray(apply_orientation(np.asarray(small), orientation))
+    return Image.fromarray(decode(content, size)).resize(small_size, Image.Resampling.BILINEAR)
+
+
+def _as_jpeg(small: Image.Image) -> bytes:
     buffer = io.BytesIO()
     small.save(buffer, "JPEG", quality=JPEG_QUALITY)
     return buffer.getvalue()
@@ -232,13 +249,25 @@ def is_same_image(path: str, fingerprint: FileFingerprint) -> bool:
 
 
 def changed_images(
-    folder: Path, names: list[str], fingerprints: list[FileFingerprint]
+    folder: Path, names: Sequence[str], fingerprints: FingerprintColumns
 ) -> list[str]:
     """Return the names of images that are missing or differ from their fingerprints."""
     base = str(folder)
-    pairs = list(zip(names, fingerprints, strict=True))
-    same = _in_threads(lambda pair: is_same_image(f"{base}/{pair[0]}", pair[1]), pairs)
-    return [name for name, is_same in zip(names, same, strict=True) if not is_same]
+
+    def status(name: str) -> tuple[int, int]:
+        try:
+            status = os.stat(f"{base}/{name}")  # noqa: PTH116 - millions of them
+        except (OSError, ValueError):
+            return -1, -1
+        return status.st_size, status.st_mtime_ns
+
+    current = np.array(_in_threads(status, names), np.int64).reshape(-1, 2)
+    recorded = np.stack([fingerprints.bytes, fingerprints.modified_ns], axis=1)
+    differ = np.nonzero((current != recorded).any(axis=1))[0].tolist()
+    same = _in_threads(
+        lambda row: is_same_image(f"{base}/{names[row]}", fingerprints.row(row)), differ
+    )
+    return [names[row] for row, is_same in zip(differ, same, strict=True) if not is_same]
 
 
 def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
@@ -255,7 +284,7 @@ def file_sizes(folder: Path, names: list[str]) -> list[int | None]:
     return _in_threads(size, names)
 
 
-def _in_threads(work: Callable[[T], R], items: list[T]) -> list[R]:
+def _in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Apply `work` to each item, in order; in threads, because a network file system serves many
     requests at a time."""
 

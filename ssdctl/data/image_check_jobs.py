@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
 from ssdctl.data.formats.coco_json import ImageEntry
@@ -24,6 +25,7 @@ from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
     FileFingerprint,
+    FingerprintColumns,
     PackOptions,
     changed_images,
     check_image,
@@ -36,6 +38,7 @@ from ssdctl.runtime.progress import Progress
 PART_BYTES = 512 * 1024 * 1024  # of images
 PART_ROWS = 8192
 TASK_IMAGES = 32  # checked by one thread at a time, and a batch of the file
+TASK_RAW_IMAGES = 4  # the same, of images that are decoded, which take a hundred times the memory
 COLUMNS = {
     "image": pa.large_binary(),
     "problem": pa.string(),
@@ -137,12 +140,15 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
             columns = table.to_pydict()
         if msgspec.json.decode(raw, type=_PartMetadata) != _PartMetadata(job.key, start):
             return None
+        if any(table.column(name).null_count for name in FingerprintColumns._fields):
+            return None
     except (OSError, KeyError, pa.ArrowException, *DECODE_ERRORS):
         return None
-    triples = zip(columns["bytes"], columns["modified_ns"], columns["sketch"], strict=True)
-    fingerprints = [FileFingerprint(*triple) for triple in triples]
+    lists = [columns[name] for name in FingerprintColumns._fields]
+    fingerprints = [FileFingerprint(*triple) for triple in zip(*lists, strict=True)]
+    recorded = FingerprintColumns(*(np.array(values, np.int64) for values in lists))
     names = [image.file_name for image in job.images[start : start + len(fingerprints)]]
-    if len(names) < len(fingerprints) or changed_images(job.source, names, fingerprints):
+    if len(names) < len(fingerprints) or changed_images(job.source, names, recorded):
         return None
     shard = Shard(name, len(fingerprints))
     return Report(fingerprints, columns["problem"], columns["note"], [shard])
@@ -158,10 +164,11 @@ def _check_in_threads(
             check_image(
                 job.source / image.file_name, (image.width or 0, image.height or 0), job.options
             )
-            for image in job.images[first : first + TASK_IMAGES]
+            for image in job.images[first : first + size]
         ]
 
-    firsts = range(start, len(job.images), TASK_IMAGES)
+    size = TASK_RAW_IMAGES if job.options.encoding == "raw" else TASK_IMAGES
+    firsts = range(start, len(job.images), size)
     yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 

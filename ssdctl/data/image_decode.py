@@ -2,6 +2,7 @@
 
     decode(content, size)            # an image of a dataset, of the size that is annotated
     decode(content, size, rows=210)  # at least its first 210 rows
+    raw_pixels(content, size)        # pixels that `prepare --encoding raw` decoded
     read_rgb(picture)                # a user's picture of any kind, upright by its EXIF orientation
 
 The result is (H, W, 3) uint8 RGB. Rules, the same for every caller:
@@ -169,6 +170,31 @@ def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None =
         return apply_orientation(_decode_plain(content, frame, None), orientation)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         raise as_image_error(error) from None
+
+
+def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
+    """Return decoded pixels, stored row by row, as a read-only (H, W, 3) view of `content`.
+
+    Only the memory pages of the rows that the caller reads are loaded from a mapped file.
+
+    Raises:
+        ImageError: They have another size.
+    """
+    pixels = np.frombuffer(content, np.uint8)
+    width, height = size
+    if pixels.size != 3 * width * height:
+        raise ImageError(
+            f"has {pixels.size:,} bytes, {width} x {height} pixels take {3 * width * height:,}"
+        )
+    pixels.setflags(write=False)  # writing to a mapped file would end the process
+    return pixels.reshape(height, width, 3)
+
+
+def encode_png(pixels: Pixels) -> bytes:
+    """Encode (H, W, 3) pixels without loss."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def read_rgb(picture: Picture) -> Pixels:

@@ -1,7 +1,8 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
     prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
-    prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack)
+    prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack), or
+                                                RGB pixels, row by row (with --encoding raw)
     prepared/report.json                        what prepare dropped or changed
 
 Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 
 from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.image_check import FileFingerprint
-from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.image_check import Encoding, FingerprintColumns
+from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
 from ssdctl.data.store_check import (
     FINGERPRINT_COLUMNS,
     IMAGE_COLUMNS,
@@ -65,6 +66,7 @@ class Metadata(msgspec.Struct, frozen=True):
     shards: list[Shard]
     shrink: int | None = None
     verified: bool = False  # whether each image was decoded
+    encoding: Encoding = "jpeg"  # of packed images; raw: decoded pixels
 
 
 class Split(NamedTuple):
@@ -86,22 +88,27 @@ class Split(NamedTuple):
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
     annotations: Path
+    is_raw: bool = False  # whether the images are decoded pixels
 
     def read(self, row: int) -> bytes | memoryview:
-        """Return the encoded image of a row."""
-        return self.images.read(row)
+        """Return the encoded image of a row: a PNG if the store has decoded pixels."""
+        return encode_png(self.decode(row)) if self.is_raw else self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
         """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
 
-        They may be in memory that the thread's next call overwrites.
+        They may be in memory that the thread's next call overwrites, or in the mapped file,
+        read-only.
 
         Raises:
             DataError: The image cannot be read.
             ImageError: It cannot be decoded, or has another size.
         """
         width, height = (int(n) for n in self.pixel_sizes[row])
-        return decode(self.images.read(row), (width, height), rows)
+        content = self.images.read(row)
+        if self.is_raw:
+            return raw_pixels(content, (width, height))
+        return decode(content, (width, height), rows)
 
     def place(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
@@ -139,22 +146,31 @@ class PackedImages:
             if table.num_rows != shard.rows:
                 raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
         self._files = [(folder / shard.file, shard.rows) for shard in shards]
-        self._chunks = [chunk for table in tables for chunk in table.column("image").chunks]
-        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+        chunks = [chunk for table in tables for chunk in table.column("image").chunks]
+        self._chunks = [_offsets_and_data(chunk) for chunk in chunks]
+        self._ends = np.cumsum([len(chunk) for chunk in chunks])
 
     def read(self, row: int) -> memoryview:
         chunk = int(np.searchsorted(self._ends, row, side="right"))
-        start = int(self._ends[chunk - 1]) if chunk else 0
-        content = self._chunks[chunk][row - start].as_buffer()
-        if content is None:
+        place = row - (int(self._ends[chunk - 1]) if chunk else 0)
+        offsets, data = self._chunks[chunk]
+        content = data[offsets[place] : offsets[place + 1]]
+        if not content:
             raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
-        return memoryview(content)
+        return content
 
     def place(self, row: int) -> str:
         ends = np.cumsum([rows for _, rows in self._files])
         number = int(np.searchsorted(ends, row, side="right"))
         path, rows = self._files[number]
         return f"{path}, row {row - ends[number] + rows}"
+
+
+def _offsets_and_data(chunk: Any) -> tuple[NDArray[np.int64], memoryview]:
+    """Return the buffers of a column of bytes; its scalars would be copies of the mapped file."""
+    _, offsets, data = chunk.buffers()
+    values = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+    return values, memoryview(b"" if data is None else data)
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
@@ -250,19 +266,28 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         most_boxes=int(counts.max(initial=0)),
         images=images,
         annotations=files.annotations,
+        is_raw=metadata.packed and metadata.encoding == "raw",
     )
 
 
-def read_fingerprints(folder: Path, split: str) -> tuple[list[str], list[FileFingerprint]]:
+def read_fingerprints(
+    folder: Path, split: str, at_most: int | None = None
+) -> tuple[list[str], FingerprintColumns]:
     """Return the image files of a split and their fingerprints.
+
+    Args:
+        folder: The store's.
+        split: Its name.
+        at_most: Return only so many, evenly spaced; None: all.
 
     Raises:
         DataError: The index cannot be read.
     """
     table = map_table(index_path(folder, split), FINGERPRINT_COLUMNS)
-    columns = (table.column(name).to_pylist() for name in ("bytes", "modified_ns", "sketch"))
-    fingerprints = [FileFingerprint(*triple) for triple in zip(*columns, strict=True)]
-    return table.column("file_name").to_pylist(), fingerprints
+    if at_most is not None and table.num_rows > at_most:
+        table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
+    columns = (_numbers(table, name) for name in FingerprintColumns._fields)
+    return table.column("file_name").to_pylist(), FingerprintColumns(*columns)
 
 
 def _array(table: Any, column: str) -> Any:

@@ -25,6 +25,8 @@ PURPOSES = {
     "onnx": "export --format onnx",
     "export": "export --format safetensors",
     "tensorboard": "--tensorboard",
+    "hub": "hf:// models, push",
+    "video": "predict on videos and cameras",
 }
 
 

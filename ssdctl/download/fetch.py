@@ -86,7 +86,7 @@ def manual_download(name: str, file: PinnedFile, folder: Path, error: NetworkErr
     return NetworkError(
         f"{name}: {error}",
         hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-        f"{(folder / file.name).absolute()}; or use --mirror",
+        f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
     )
 
 

@@ -18,7 +18,7 @@ from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
@@ -211,7 +211,7 @@ def _trained_on(checkpoint: Checkpoint) -> DataConfig:
 
 def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> DataConfig:
     """Return the dataset to score on: the user's choice, else the one it was trained on."""
-    if "data.root" in given or checkpoint.third_party is not None:
+    if "data.root" in given or not checkpoint.is_of_run:
         return data
     if "data.store" in given:
         return msgspec.structs.replace(_trained_on(checkpoint), store=data.store)

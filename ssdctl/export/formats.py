@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -62,18 +62,27 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
 
 
 def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
+    metadata = {
+        "architecture": json.dumps(checkpoint.architecture._asdict()),
+        "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
+    }
+    write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
+
+
+def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+    """Return weights as a safetensors file.
+
+    Raises:
+        UsageError: safetensors is not installed.
+    """
     try:
         from safetensors.torch import save
     except ImportError:
         raise UsageError(
             "the package safetensors is not installed", hint="pip install 'ssdctl[export]'"
         ) from None
-    metadata = {
-        "architecture": json.dumps(checkpoint.architecture._asdict()),
-        "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
-    }
-    content = save({k: v.contiguous() for k, v in checkpoint.model.items()}, metadata)
-    write_bytes(target, content)
+    content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
+    return content
 
 
 def export_onnx(

@@ -1,4 +1,4 @@
-"""Find the checkpoint file that a user names: a file, a run folder, or a published detector."""
+"""Find the checkpoint that a user names: a file, a folder, a detector, or a model on the Hub."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ssdctl.download.detectors import (
     nearest_detector,
     remember_checksum,
 )
+from ssdctl.download.hub import WEIGHTS, fetch_model, is_reference, parse_reference
 from ssdctl.errors import UsageError
-from ssdctl.runs.layout import find_checkpoint
+from ssdctl.runs.layout import RunDir, find_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -23,20 +24,26 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
     """Return the file of a checkpoint; a published detector is fetched if it is not present.
 
     Args:
-        source: A checkpoint file, a run folder (its best checkpoint, else its last), or a name of
-            `ssdctl models`. A file or folder of that name takes precedence.
-        mirror: Base URL to fetch from instead.
+        source: A checkpoint file, a run folder (its best checkpoint, else its last), a folder that
+            `ssdctl push` wrote, a name of `ssdctl models`, or `hf://org/name[@revision]`. A file or
+            folder of that name takes precedence over a detector's name.
+        mirror: Base URL to fetch a detector from instead.
 
     Raises:
-        UsageError: There is no such file, folder or detector; the hint names the nearest one.
-        NetworkError: The detector cannot be fetched; the hint names the file and its folder.
+        UsageError: There is no such file, folder or detector (the hint names the nearest one), or
+            no such model on the Hub.
+        NetworkError: It cannot be fetched; the hint names the files and their folder.
         IntegrityError: The detector's file is not the published one, or changed after its first
             use, or is not a checkpoint.
     """
+    name = os.fspath(source)
+    if is_reference(name):
+        return fetch_model(parse_reference(name))
     path = Path(source)
+    if is_model_folder(path):
+        return path / WEIGHTS
     if path.exists():
         return find_checkpoint(path)
-    name = os.fspath(source)
     detector = find_detector(name)
     if detector is None:
         near = nearest_detector(name)
@@ -44,14 +51,29 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         raise UsageError(
             f"{name}: no such file, run folder or detector",
             hint=(f"did you mean {near!r}? " if near else "")
-            + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}",
+            + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}; "
+            "models on the Hugging Face Hub: hf://org/name",
         )
     file = fetch_detector(name, mirror=mirror)
     if detector.trust == "first use":
-        _check_contents(file)
-        digest = remember_checksum(file)
-        log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
+        trust_first_use(name, file)
     return file
+
+
+def trust_first_use(name: str, file: Path) -> None:
+    """Read a detector's file, for which no checksum is published, and record its SHA-256.
+
+    Raises:
+        IntegrityError: It is not a checkpoint, or changed since its first use.
+    """
+    _check_contents(file)
+    digest = remember_checksum(file)
+    log.info("%s: no published checksum; SHA-256 at first use %s", name, digest)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Return whether a folder has the files of `ssdctl push` instead of a run's."""
+    return (path / WEIGHTS).is_file() and not RunDir(path).metrics.exists()
 
 
 def _check_contents(file: Path) -> None:

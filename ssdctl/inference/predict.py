@@ -227,10 +227,11 @@ def load(
     nms_iou: float | None = None,
     precision: str = "fp32",
     options: Options = Options(),  # noqa: B008 - immutable
+    mirror: str | None = None,
 ) -> Predictor:
-    """See `ssdctl.load`."""
+    """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
     opened = open_device(device)
-    read = read_checkpoint(locate_checkpoint(checkpoint))
+    read = read_checkpoint(locate_checkpoint(checkpoint, mirror=mirror))
     return Predictor(
         opened.place(load_network(read)),
         read.classes,

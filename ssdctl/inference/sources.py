@@ -31,6 +31,11 @@ CONNECT_S = 10.0
 READ_S = 30.0  # without a byte
 TOTAL_S = 120.0
 CHUNK_BYTES = 1 << 16
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts"),
+    *(".flv", ".wmv", ".ogv"),
+)
+_CAMERA = re.compile(r"/dev/video\d+")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "srt", "mms")
 _sessions = threading.local()
@@ -164,6 +169,33 @@ def find_sources(
         else:
             raise UsageError(f"{path}: no such file or folder")
     return sources
+
+
+def is_camera(name: str) -> bool:
+    """Return whether a name is a camera of Linux (Video4Linux2)."""
+    return _CAMERA.fullmatch(name) is not None
+
+
+def split_videos(names: Sequence[str]) -> list[str]:
+    """Return the names if they are videos and cameras, an empty list if none is one.
+
+    Raises:
+        UsageError: Some are and some are not, or a video is given by URL.
+    """
+    videos = [n for n in names if is_camera(n) or Path(n).suffix.lower() in VIDEO_SUFFIXES]
+    for name in videos:
+        if _SCHEME.match(name):
+            raise UsageError(
+                f"{redact_url(name)}: videos by URL are not supported",
+                hint="fetch the file, and give its path",
+            )
+    if videos and len(videos) < len(names):
+        other = next(name for name in names if name not in videos)
+        raise UsageError(
+            f"{videos[0]} is a video, {redact_url(other)} is not",
+            hint="run predict once for videos and once for pictures",
+        )
+    return videos
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:

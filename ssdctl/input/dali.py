@@ -105,6 +105,8 @@ class _Feed:
     def _read(self, row: int) -> NDArray[np.uint8]:
         """Return the encoded image; one that DALI might decode differently is decoded here."""
         try:
+            if self._split.is_raw:
+                return _as_bmp(self._split.decode(row))
             content = self._split.read(row)
             width, height = (int(n) for n in self._split.pixel_sizes[row])
             if plain_jpeg_size(content) == (width, height):

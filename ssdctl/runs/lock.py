@@ -72,6 +72,7 @@ def _wait_for_lock(path: Path) -> int | None:
     """Return the locked file's descriptor, or None if another process keeps the lock."""
     deadline = None
     while True:
+        make_dir(path.parent)  # an owner whose run was refused removes the empty folder
         descriptor = try_lock(path)
         if descriptor is not None:
             return descriptor

@@ -16,6 +16,7 @@ _PARTS = re.compile(
     r"(?P<scheme>[^:/]+://)(?P<address>[^?#]*)(?P<query>\?[^#]*)?(?P<fragment>#.*)?", re.DOTALL
 )
 _HOST = re.compile(r"([^:/\[\]]*|\[[^\]/]*\])(:[0-9]+)?(/|$)")
+_MODEL = re.compile(r"[^@:/]*/[^@:]*(@|:?$)")  # org/name@revision is not user@host
 # A list of variables: `kubernetes.env=A=1,B=2`, or SSDCTL_KUBERNETES__ENV.
 _VARIABLES = re.compile(r"(kubernetes[._]+env\s*=)(.*)", re.IGNORECASE | re.DOTALL)
 _SECRET_NAME = re.compile(
@@ -35,6 +36,8 @@ def redact_url(url: str) -> str:
     if parts is None:
         return url
     scheme, address = parts["scheme"], parts["address"]
+    if scheme.lower() == "hf://" and _MODEL.match(address):
+        return url
     _, at, host = address.rpartition("@")
     is_valid = _HOST.match(host) is not None
     if not is_valid and "@" in url[len(scheme) + len(address) :]:  # a password with ? or #

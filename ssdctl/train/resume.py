@@ -90,9 +90,11 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             return None
     else:
         checkpoint = read_checkpoint(Path(resume))
-    if checkpoint.third_party is not None:
+    if not checkpoint.is_of_run:
+        system = checkpoint.third_party
+        kind = f"a checkpoint of {system}" if system else "a file of weights without their run"
         raise UsageError(
-            f"{checkpoint.path} is a checkpoint of {checkpoint.third_party}: it cannot be resumed",
+            f"{checkpoint.path} is {kind}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
     if changes := _changes(setup, checkpoint):

@@ -27,7 +27,7 @@ from ssdctl.checkpoint.reader import (
 from ssdctl.config import Config
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device

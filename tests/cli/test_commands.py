@@ -399,7 +399,7 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
-    from ssdctl.data.prepare import open_dataset
+    from ssdctl.data.open_dataset import open_dataset
 
     backbone = Override("model.backbone", "resnet18", "--backbone")
     config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config

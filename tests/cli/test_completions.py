@@ -69,6 +69,10 @@ def test_table_is_not_stale() -> None:
         ("ssdctl launch --cpus 2 -- eval", {"evaluate"}),
         ("ssdctl launch --cpus 2 -- evaluate --spl", {"--split"}),
         ("ssdctl export x --format s", {"safetensors"}),
+        ("ssdctl predict ssd", {"ssd300-vgg16-coco"}),
+        ("ssdctl train --init nvidia", {"nvidia-ssd300-coco"}),
+        ("ssdctl train --preset tor", {"torchvision-vgg16"}),
+        ("ssdctl fetch-weights vgg16-", {"vgg16-imagenet-v1"}),
         ("ssdctl train --data ", set()),  # the shell offers files
         ("ssdctl nonsense --x", set()),
     ],

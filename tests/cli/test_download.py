@@ -203,3 +203,11 @@ def test_a_signal_ends_it_with_75_and_the_next_run_resumes(
 
 def test_the_command_exists() -> None:
     assert ssdctl.cli.download.download
+
+
+def test_a_url_is_not_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "--dest", "s3://bucket/coco", "--dry-run")
+    assert code == 2
+    assert "s3://bucket/coco" in err
+    assert "--dest" in err
+    assert "mount" in err

@@ -143,3 +143,12 @@ main()
     assert process.returncode == 75, err
     assert "run the same command again" in err
     assert [p.name for p in (dataset / "prepared").iterdir()] == [".lock"]
+
+
+def test_decoded_pixels_need_a_packed_store(cli: Callable[..., Result], shapes: Path) -> None:
+    result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw", "--no-pack")
+    assert result.code == 2
+    assert "--no-pack" in result.err
+    result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw")
+    assert result.code == 0, result.err
+    assert "GB" in result.err

@@ -14,6 +14,7 @@ from PIL import ExifTags, Image, ImageOps
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
+    FingerprintColumns,
     PackOptions,
     changed_images,
     check_image,
@@ -253,9 +254,31 @@ def test_versions_of_a_file_are_distinguished(tmp_path: Path) -> None:
         content[:-20] + b"?" + content[-19:],
     ):
         path.write_bytes(change)
-        assert changed_images(tmp_path, ["a.jpg"], [fingerprint]) == ["a.jpg"]
+        assert not is_same_image(str(path), fingerprint)
     path.write_bytes(content[:-1])
     os.utime(path, ns=(fingerprint.modified_ns, fingerprint.modified_ns))
     assert not is_same_image(str(path), fingerprint)
     path.unlink()
     assert not is_same_image(str(path), fingerprint)
+
+
+def test_changed_images_are_listed(tmp_path: Path) -> None:
+    names = [f"{i}.png" for i in range(5)]
+    fingerprints = []
+    for name in names:
+        (tmp_path / name).write_bytes(encoded(RGB, "PNG"))
+        fingerprints.append(check_image(tmp_path / name, (80, 60), PLAIN).fingerprint)
+    columns = FingerprintColumns(
+        *(np.array([getattr(f, c) for f in fingerprints]) for c in FingerprintColumns._fields)
+    )
+    assert changed_images(tmp_path, names, columns) == []
+    (tmp_path / "1.png").write_bytes(encoded(RGB, "PNG")[:-1])
+    (tmp_path / "2.png").touch()  # a copy has another time
+    (tmp_path / "4.png").unlink()
+    assert changed_images(tmp_path, names, columns) == ["1.png", "4.png"]
+    assert (
+        changed_images(
+            tmp_path, [], columns._replace(**dict.fromkeys(columns._fields, np.zeros(0)))
+        )
+        == []
+    )

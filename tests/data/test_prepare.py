@@ -22,7 +22,8 @@ from PIL import Image
 
 from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.prepare import NO_BOXES, count_trainable, open_dataset, prepare
+from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.prepare import NO_BOXES, prepare
 from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import lock
@@ -281,6 +282,20 @@ class TestChanges:
         with pytest.raises(DataError, match=r"1 images are missing or changed.*000000000002\.jpg"):
             open_dataset(dataset, store)
 
+    def test_of_many_images_some_are_compared_at_the_start(
+        self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        prepare(dataset, tmp_path / "store", pack=False)
+        monkeypatch.setattr("ssdctl.data.open_dataset.MAX_CHECKED", 5)
+        images = sorted((dataset / "train2017").iterdir())
+        images[1].unlink()  # not one of the five
+        open_dataset(dataset, tmp_path / "store")
+        images[-1].unlink()
+        with pytest.raises(DataError, match=images[-1].name):
+            open_dataset(dataset, tmp_path / "store")
+        with pytest.raises(DataError, match=images[1].name):
+            prepare(dataset, tmp_path / "store", pack=False)  # compares all
+
     def test_24_a_packed_store_needs_no_images(self, dataset: Path, tmp_path: Path) -> None:
         store = tmp_path / "store"
         first = prepare(dataset, store, pack=True)
@@ -329,7 +344,7 @@ class TestChanges:
     def test_a_full_disk_is_seen_before_the_first_byte(
         self, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ssdctl.data.prepare.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("ssdctl.data.prepare_checks.free_bytes", lambda _: 1000)
         with pytest.raises(DiskError, match="packing train needs") as error:
             prepare(dataset, tmp_path / "store", pack=True)
         assert "--no-pack" in (error.value.hint or "")

@@ -14,7 +14,7 @@ from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training, everything, losses
 
 from ssdctl.checkpoint.reader import read_checkpoint
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch

@@ -12,6 +12,7 @@ import torch
 from conftest import Result
 from download.http_server import Server, file
 
+import ssdctl
 from ssdctl.checkpoint import third_party
 from ssdctl.download import detectors
 from ssdctl.model.ssd300 import SSD300
@@ -66,6 +67,53 @@ def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, tmp_path: P
     # COCO's names and ids come with 81 outputs.
     names = torch.load(out, weights_only=True)["label_map"]
     assert (names[1], names[80]) == ("person", "toothbrush")
+
+
+def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, shapes: Path) -> None:
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    predictor = ssdctl.load("nvidia-ssd300-coco", device="cpu", score=0.01)
+    assert predictor.class_names[0] == "person"
+    common = ("--score", 0.01, "--device", "cpu", "--json")
+    result = cli("predict", "nvidia-ssd300-coco", picture, *common)
+    assert result.code == 0, result.err
+    found = [d.as_json() for d in predictor.predict(picture)]
+    assert json.loads(result.out)[0]["detections"] == found != []
+    result = cli("evaluate", "nvidia-ssd300-coco", "--data", shapes, "--device", "cpu")
+    assert result.code == 5  # it was read: its classes are not those of the dataset
+    assert "classes" in result.err
+    result = cli(
+        "train", "--init", "nvidia-ssd300-coco", "--data", shapes, "--out", "r", "--steps", 1,
+        "--backbone", "resnet18", "--extra-norm", "batch", "--bs", 2, "--warmup", "0st",
+        "--device", "cpu", "--fp32", "--workers", 1,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert "nvidia_ssdpyt_amp_200703.pt" in result.err
+
+
+def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, tmp_path: Path) -> None:
+    result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    path = cached(tmp_path)
+    assert answer["path"] == str(path)
+    assert answer["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert answer["trust"] == "first use"
+    assert answer["sha256"] in path.with_name(path.name + ".sha256").read_text()
+    assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(path)
+
+
+def test_predict_fetches_from_the_mirror(
+    cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = [
+        d._replace(file=d.file._replace(url=f"http://127.0.0.1:9/{d.file.name}"))
+        for d in detectors.DETECTORS
+    ]
+    monkeypatch.setattr(detectors, "DETECTORS", tuple(unreachable))
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    mirror = f"download.mirror={published.url}/files"
+    result = cli("predict", "nvidia-ssd300-coco", picture, "--device", "cpu", "--set", mirror)
+    assert result.code == 0, result.err
 
 
 def test_a_file_that_changes_after_its_first_use_is_refused(

@@ -12,7 +12,7 @@ from conftest import Result
 from PIL import Image
 
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.evaluate import detect

@@ -105,5 +105,6 @@ def test_mutated_inputs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
         sys.stdout.write(report_bugs(outcome.bugs))
         sys.stdout.flush()
     assert not outcome.bugs, report_bugs(outcome.bugs)
-    assert len(outcome.codes) > 1, "every input had the same end"
+    # A damaged line of metrics is skipped.
+    assert len(outcome.codes) > 1 or name == "metrics", "every input had the same end"
     assert growth < MAX_GROWTH_BYTES

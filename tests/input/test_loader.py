@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.loader import Batch, TrainLoader, evaluation_batches

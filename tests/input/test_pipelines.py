@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.fake import fake_split

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.resize import FILL_RGB, resize_crop

@@ -45,6 +45,26 @@ def test_a_refused_start_leaves_no_folder(cli: Cli, shapes: Path, tmp_path: Path
     assert not out.exists()
 
 
+def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            with exclusive_run(out):
+                (out / "mine").touch()
+        except BaseException as error:
+            errors.append(error)
+
+    with exclusive_run(out):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        waiter.join(3 * lock.POLL_S)
+    waiter.join()
+    assert not errors
+    assert [p.name for p in out.iterdir()] == ["mine"]
+
+
 def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import time; from pathlib import Path; from ssdctl.runs.lock import exclusive_run\n"

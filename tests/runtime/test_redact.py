@@ -28,6 +28,10 @@ from ssdctl.runtime.redact import redact_url, redact_urls
         ("s3://key:secret@bucket/a", "s3://***@bucket/a"),
         ("http://bob:hunter2@[bad/a?sig=x", "http://***@[bad/a?***"),
         ("http://bob:p@ho[st/x@y", "http://***@y"),
+        ("hf://org/name@v1.0", "hf://org/name@v1.0"),
+        ("hf://org/name@v1:", "hf://org/name@v1:"),
+        ("hf://bob:hf_x@org/name", "hf://***@org/name"),
+        ("hf://hf_x@org/name", "hf://***@org/name"),
         ("no url?", "no url?"),
     ],
 )

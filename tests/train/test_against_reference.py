@@ -24,7 +24,7 @@ from torch import Tensor
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
 from ssdctl.config.resolve import Override
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.input.loader import TrainLoader

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import TINY_RUN, Result
 
-from ssdctl.data.prepare import open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.train import bad_images
 
 Cli = Callable[..., Result]

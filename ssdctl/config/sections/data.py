@@ -101,6 +101,13 @@ class PrepareConfig(Section, frozen=True):
             metavar="PX",
         ),
     ] = None
+    encoding: Annotated[
+        Literal["jpeg", "raw"],
+        setting(
+            "Pack image files (jpeg), or decoded pixels (raw): several times the space, and no "
+            "decoding in training"
+        ),
+    ] = "jpeg"
     verify_images: Annotated[
         bool, setting("Decode every image, not only those that look truncated")
     ] = False

@@ -87,6 +87,13 @@ class PredictConfig(Section, frozen=True):
         Annotated[float, msgspec.Meta(ge=0, le=0.9)],
         setting("Overlap of neighbouring tiles, as a fraction of a tile", metavar="X"),
     ] = 0.2
+    every: Annotated[
+        Count, setting("Videos and cameras: detect on every Nth frame", metavar="N")
+    ] = 1
+    max_frames: Annotated[
+        Count | None,
+        setting("Videos and cameras: stop after N frames [default: at the end]", metavar="N"),
+    ] = None
     recursive: Annotated[bool, setting("Search folders below the given ones, too")] = False
     save: Annotated[
         SaveFormat | None,

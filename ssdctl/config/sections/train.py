@@ -235,7 +235,11 @@ class TrainConfig(Section, frozen=True):
     ] = None
     init: Annotated[
         str | None,
-        setting("Start a new run from the weights of this checkpoint", metavar="FILE", panel="Run"),
+        setting(
+            "Start a new run from the weights of this checkpoint, detector, or hf://org/name",
+            metavar="CKPT|NAME",
+            panel="Run",
+        ),
     ] = None
     resume: Annotated[
         str,

@@ -26,7 +26,8 @@ from ssdctl.data.formats.coco_writer import (
     document,
     with_classes,
 )
-from ssdctl.data.prepare import open_dataset, prepare
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, SsdctlError, UsageError
 
 

@@ -17,7 +17,7 @@ from ssdctl.data.dataset import find_splits
 from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.formats.find_layout import find_layout
-from ssdctl.data.prepare import count_trainable
+from ssdctl.data.open_dataset import count_trainable
 from ssdctl.data.store import Split, open_split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError

@@ -1,0 +1,155 @@
+"""Measure prediction on pictures: its rate, and its peak memory on a large picture and on a video.
+
+    python benchmarks/predict.py [--backbone resnet34] [--pictures 64] [--rounds 3]
+    python benchmarks/predict.py --only tiles
+    python benchmarks/predict.py --only video [--frames 2000]
+
+Rate: JPEGs of 640 x 480 by a loop over `Predictor.predict`, and in batches with decoding ahead, in
+turn; the best round of each. Memory: the peak resident set of `ssdctl predict` as a process, on a
+small picture, on 8,000 x 6,000 pixels with tiles, and on videos of two lengths. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+import ssdctl
+from ssdctl.checkpoint import third_party
+from ssdctl.inference.batches import predict_sources
+from ssdctl.inference.sources import FileSource
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.cores import usable_cores
+
+LARGE = (8000, 6000)
+TILE = 600
+PEAK = """
+import resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(done.returncode, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backbone", default="resnet34")
+    parser.add_argument("--pictures", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--frames", type=int, default=2000)
+    parser.add_argument("--only", choices=["rate", "tiles", "video"])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as name:
+        folder = Path(name)
+        checkpoint = write_checkpoint(folder, options.backbone)
+        if options.only in (None, "rate"):
+            measure_rate(checkpoint, folder, options)
+        if options.only in (None, "tiles"):
+            measure_tiles(checkpoint, folder)
+        if options.only in (None, "video"):
+            measure_video(checkpoint, folder, options.frames)
+
+
+def write_checkpoint(folder: Path, backbone: str) -> Path:
+    """Write random weights in a third-party layout, which needs no run."""
+    torch.manual_seed(0)
+    state = third_party.to_third_party(SSD300(backbone, 81, "none").state_dict(), "mlperf")
+    torch.save({"model": state, "label_map": {}, "epoch": 1}, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def write_picture(path: Path, size: tuple[int, int], seed: int) -> Path:
+    """Write smooth random colours, so that a JPEG has the size of a photo."""
+    small = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), np.uint8)
+    Image.fromarray(small).resize(size).save(path, quality=90)
+    return path
+
+
+def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) -> None:
+    count = options.pictures
+    paths = [write_picture(folder / f"{n:04}.jpg", (640, 480), n) for n in range(count)]
+    predictor = ssdctl.load(checkpoint, device="cpu")
+    threads = usable_cores(1)
+
+    def loop() -> None:
+        for path in paths:
+            predictor.predict(path)
+
+    def batched() -> None:
+        sources = list(map(FileSource, paths))
+        results = predict_sources(
+            predictor, sources, batch_size=options.batch_size, threads=threads
+        )
+        assert sum(1 for _ in results) == count
+
+    predictor.predict_many(paths[: options.batch_size])
+    seconds: dict[str, list[float]] = {"loop": [], "batched": []}
+    for _ in range(options.rounds):
+        for name, run in (("loop", loop), ("batched", batched)):
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    rates = {name: count / min(times) for name, times in seconds.items()}
+    print(f"{options.backbone}, {count} JPEGs of 640 x 480, {torch.get_num_threads()} threads")
+    print(f"a loop over single pictures: {rates['loop']:.1f} img/s")
+    print(
+        f"batches of {options.batch_size}, decoded ahead by {threads} threads: "
+        f"{rates['batched']:.1f} img/s, {rates['batched'] / rates['loop']:.2f} times"
+    )
+
+
+def measure_tiles(checkpoint: Path, folder: Path) -> None:
+    small = write_picture(folder / "small.jpg", (640, 480), 0)
+    large = write_picture(folder / "large.jpg", LARGE, 1)
+    print_peak("a picture of 640 x 480", checkpoint, small)
+    label = f"a picture of {LARGE[0]} x {LARGE[1]} with --tile {TILE}"
+    print_peak(label, checkpoint, large, "--tile", str(TILE))
+
+
+def measure_video(checkpoint: Path, folder: Path, frames: int) -> None:
+    for count in (frames // 20, frames):
+        path = folder / f"{count}.mp4"
+        write_video(path, count)
+        label = f"a video of 640 x 480, {count} frames, annotated"
+        print_peak(label, checkpoint, path, "--out", str(folder / f"out-{count}"))
+
+
+def print_peak(label: str, checkpoint: Path, source: Path, *options: str) -> None:
+    """Run `ssdctl predict` as a process, and print its peak resident set and its duration."""
+    command = [sys.executable, "-m", "ssdctl", "predict", str(checkpoint), str(source), *options]
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, *command, "--device", "cpu", "--quiet"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    code, peak = map(int, done.stdout.split())
+    assert code == 0, done.stderr
+    print(f"{label}: peak {peak / 1024:.0f} MiB, {time.perf_counter() - start:.0f} s")
+
+
+def write_video(path: Path, frames: int) -> None:
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 640, 480, "yuv420p"
+        base = np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+        picture = np.asarray(Image.fromarray(base).resize((640, 480)))
+        for n in range(frames):
+            pixels = np.ascontiguousarray(np.roll(picture, 4 * n, axis=1))
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`ssdctl push`: publish a model on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ssdctl.cli.app import app
+from ssdctl.cli.command import Call, command
+from ssdctl.errors import UsageError
+
+
+@command(
+    app,
+    "push",
+    panel="Results",
+    settings=["download.mirror"],
+    examples=[
+        "ssdctl push runs/stable-r34 hf://org/name --license apache-2.0",
+        "ssdctl push best.pt hf://org/name --license apache-2.0 --private",
+        "ssdctl push runs/stable-r34 hf://org/name --out card   # write the files, upload nothing",
+    ],
+)
+def push(
+    call: Call,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT|RUN",
+            help="Run folder (its best checkpoint) or checkpoint",
+            show_default=False,
+        ),
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="hf://ORG/NAME",
+            help="Model repository; created if it does not exist",
+            show_default=False,
+        ),
+    ],
+    license_id: Annotated[
+        str,
+        typer.Option("--license", metavar="ID", help="Licence of the weights, as apache-2.0"),
+    ] = "other",
+    data_license: Annotated[
+        str | None,
+        typer.Option(
+            "--data-license", metavar="TEXT", help="Licence of the dataset", show_default=False
+        ),
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples",
+            min=0,
+            max=50,
+            metavar="N",
+            help="Publish N pictures of the validation split with detections",
+        ),
+    ] = 4,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create the repository as a private one")
+    ] = False,
+    message: Annotated[
+        str, typer.Option("--message", metavar="TEXT", help="Commit message")
+    ] = "Upload an SSD300 trained with ssdctl",
+    out: Annotated[
+        str | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Write the files to DIR and upload nothing",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Publish a model on the Hugging Face Hub: weights, description, model card, sample pictures.
+
+    The token is that of HF_TOKEN or of `hf auth login`; HF_ENDPOINT selects another server.
+    """
+    from ssdctl.download.hub import hub_package, is_reference, parse_reference
+
+    if not is_reference(target):
+        raise UsageError(f"{target}: not a model repository", hint="expected hf://org/name")
+    reference = parse_reference(target)
+    if out is None:
+        hub_package()
+    from ssdctl.checkpoint.reader import load_network, read_checkpoint
+    from ssdctl.export.hub_folder import write_model_folder
+    from ssdctl.export.hub_upload import upload_folder
+    from ssdctl.inference.model_source import locate_checkpoint
+
+    content = read_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))
+    load_network(content)
+    with tempfile.TemporaryDirectory(prefix="ssdctl-push-") as temporary:
+        folder = Path(temporary if out is None else out)
+        names = write_model_folder(
+            content,
+            folder,
+            repo=reference.repo,
+            license_id=license_id,
+            data_license=data_license,
+            samples=samples,
+        )
+        if license_id == "other":
+            call.console.warning("no --license: the card says `other`")
+        result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
+        if out is not None:
+            call.console.result(result, f"{len(names)} files in {folder}")
+            return
+        url = upload_folder(reference, folder, names, is_private=private, message=message)
+        call.console.result({**result, "url": url}, f"{len(names)} files: {url}")

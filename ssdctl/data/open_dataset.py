@@ -1,0 +1,107 @@
+"""Open a dataset for training or evaluation; prepare it first if it never was.
+
+splits = open_dataset(root, store_folder)
+splits["train"].decode(0)
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from ssdctl.data import store
+from ssdctl.data.convert import convert_if_needed, read_unconverted
+from ssdctl.data.dataset import (
+    NotConvertedError,
+    SplitFiles,
+    find_splits,
+    require_images,
+    require_split,
+)
+from ssdctl.data.formats import coco
+from ssdctl.data.formats.coco import MAX_NAMED
+from ssdctl.data.formats.coco_check import check
+from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.image_check import changed_images
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import is_prepared
+from ssdctl.data.store_folder import is_cached_store
+from ssdctl.errors import DataError
+from ssdctl.files import is_plain_name
+from ssdctl.runtime.progress import Progress
+
+log = logging.getLogger(__name__)
+MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start
+
+
+def open_dataset(
+    root: Path,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    check_images: bool = True,
+) -> dict[str, store.Split]:
+    """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
+
+    Args:
+        root: The dataset folder.
+        folder: The store's.
+        progress: See `ssdctl.data.image_check_jobs`.
+        check_images: Check whether the images of a store that is not packed are unchanged.
+
+    Raises:
+        DataError: See `prepare`; or an image is missing or changed since.
+    """
+    convert_if_needed(root, folder)
+    splits = find_splits(root, folder)
+    if not is_prepared(root, folder):
+        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+        outcome = prepare(root, folder, pack=False, progress=progress)
+        for report in outcome.splits:
+            for kind, count in report.counts().items():
+                log.info("  %s: %d x %s", report.split, count, kind)
+            for warning in (*report.notes, *report.warnings):
+                log.info("  %s: %s", report.split, warning)
+        return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+    if is_cached_store(folder):
+        log.info("%s cannot be written: its index is in %s", root, folder)
+    if check_images:
+        for split, files in splits.items():
+            _refuse_changed(folder, split, files)
+    return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+
+
+def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
+    metadata = store.read_metadata(folder, split)
+    if metadata is None or metadata.packed:
+        return
+    require_images(split, files)
+    changed = changed_images(files.images, *store.read_fingerprints(folder, split, MAX_CHECKED))
+    if changed:
+        raise DataError(
+            f"{files.images}: {len(changed)} images are missing or changed since {folder} was "
+            f"prepared: {', '.join(changed[:MAX_NAMED])}",
+            hint="put them back, or run ssdctl prepare again with the same options",
+        )
+
+
+def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
+    """Return how many images and classes a run would train on; nothing is written.
+
+    Raises:
+        DataError: The annotations are invalid, or there is no training split.
+    """
+    try:
+        files = require_split(find_splits(root, folder), "train", root)
+        if is_prepared(root, folder):
+            split = store.open_split(folder, "train", files)
+            return len(split.trainable), len(split.classes)
+        content = coco.read_content(files.annotations)
+    except NotConvertedError:
+        files, content = require_split(read_unconverted(root), "train", root)
+    annotations = coco.parse(content, files.annotations)
+    resolve_images([i for i in annotations.images if not is_plain_name(i.file_name)], files.images)
+    boxes, _ = check(annotations, files.annotations)
+    return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)

@@ -1,0 +1,226 @@
+"""Models on the Hugging Face Hub: `hf://org/name[@revision]`. Torch-free.
+
+    path = fetch_model(parse_reference("hf://org/name@v1"))  # .../model.safetensors
+
+A model is two files, `model.safetensors` and `config.json`, as `ssdctl push` writes them. Both are
+untrusted: their sizes are limited here, their contents are checked by the reader of checkpoints.
+The package huggingface_hub (extra `hub`) keeps its own cache, so a model that was fetched once is
+also found without network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from ssdctl.download.fetch import sha256_of
+from ssdctl.download.http_response import describe_error
+from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError, UsageError
+from ssdctl.runtime.redact import HIDDEN, redact_url, redact_urls
+
+log = logging.getLogger(__name__)
+
+SCHEME = "hf://"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+MAX_BYTES = {WEIGHTS: 2 << 30, CONFIG: 16 << 20}
+TIMEOUT_S = 10.0  # of the first answer
+DEFAULT_REVISION = "main"
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
+_REFERENCE = re.compile(rf"hf://(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[\w./-]{{1,200}}))?")
+_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{4,}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class HubReference(NamedTuple):
+    """A model repository, at a branch, tag or commit."""
+
+    repo: str  # org/name
+    revision: str = DEFAULT_REVISION
+
+    def __str__(self) -> str:
+        suffix = "" if self.revision == DEFAULT_REVISION else f"@{self.revision}"
+        return f"{SCHEME}{self.repo}{suffix}"
+
+
+def is_reference(name: str) -> bool:
+    """Return whether a name is meant as a model on the Hub."""
+    return name.lower().startswith(SCHEME)
+
+
+def parse_reference(text: str) -> HubReference:
+    """Return the repository and revision of `hf://org/name[@revision]`.
+
+    Raises:
+        UsageError: It has another form.
+    """
+    match = _REFERENCE.fullmatch(text)
+    if match is None or ".." in text or "--" in match["repo"]:
+        raise UsageError(
+            f"{redact_url(text)}: not a model on the Hugging Face Hub",
+            hint="expected hf://org/name or hf://org/name@REVISION (a branch, tag or commit)",
+        )
+    return HubReference(match["repo"], match["revision"] or DEFAULT_REVISION)
+
+
+def fetch_model(reference: HubReference) -> Path:
+    """Return the weights of a model in the Hub's cache, with its `config.json` in the same folder.
+
+    Raises:
+        UsageError: There is no such repository, revision or file, or huggingface_hub is absent.
+        NetworkError: The Hub cannot be reached; the hint says which files to put where.
+        IntegrityError: A file is too large, or is not what the Hub lists.
+        DiskError: No space or no permission.
+    """
+    hub = hub_package()
+    with no_progress_bars(hub):
+        config = _fetch(hub, reference, CONFIG)
+        commit = config.parent.name  # so that both files are of one commit
+        weights = _fetch(hub, reference._replace(revision=commit), WEIGHTS)
+    _check_blob(weights)
+    log.info("%s: commit %s, from %s", reference, commit, redact_url(endpoint(hub)))
+    return weights
+
+
+def _fetch(hub: ModuleType, reference: HubReference, name: str) -> Path:
+    """Return one file of a repository, from the cache if the Hub cannot be reached."""
+    url = hub.hf_hub_url(reference.repo, name, revision=reference.revision, endpoint=endpoint(hub))
+    where = {"repo_id": reference.repo, "filename": name, "endpoint": endpoint(hub)}
+    try:
+        try:
+            listed = hub.get_hf_file_metadata(url, timeout=TIMEOUT_S)
+        except Exception as error:
+            if not _is_unreachable(hub, error):
+                raise
+            try:
+                cached = hub.hf_hub_download(
+                    **where, revision=reference.revision, local_files_only=True
+                )
+            except hub.errors.LocalEntryNotFoundError:
+                raise error from None
+            return Path(cached)
+        if listed.size is None or listed.size > MAX_BYTES[name]:
+            raise IntegrityError(
+                f"{redact_url(url)}: {listed.size} bytes; the limit is {MAX_BYTES[name]}"
+            )
+        if listed.size > 1 << 20:
+            log.info("%s: %.0f MB", redact_url(url), listed.size / 1e6)
+        return Path(hub.hf_hub_download(**where, revision=reference.revision))
+    except (hub.errors.HTTPError, OSError) as error:
+        raise hub_error(hub, error, str(reference), url) from None
+
+
+def _check_blob(path: Path) -> None:
+    """Compare a file in the cache with its SHA-256, which is the name of the link's target."""
+    expected = path.resolve().name
+    if _SHA256.fullmatch(expected) and (actual := sha256_of(path, WEIGHTS)) != expected:
+        raise IntegrityError(
+            f"{path}: not the file that the Hub lists: SHA-256 {actual}, not {expected}",
+            hint=f"delete {path.resolve()} and run it again",
+        )
+
+
+def hub_error(hub: ModuleType, error: Exception, what: str, url: str) -> SsdctlError:
+    """Return our error for one of huggingface_hub, without tokens.
+
+    Args:
+        what: The `hf://` reference, for the message.
+        url: The request; its file is named in the hint.
+    """
+    errors = hub.errors
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EACCES, errno.EROFS):
+        return DiskError(f"{what}: {error.strerror}: {error.filename}", hint="see HF_HOME")
+    place, reason = redact_url(url), _reason(hub, error, url)
+    if isinstance(error, errors.GatedRepoError):
+        return UsageError(f"{what}: access must be granted on its page first ({place})")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UsageError(
+            f"{what}: no such repository, or a private one ({place})",
+            hint="check the name; a private one requires HF_TOKEN, or `hf auth login`",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UsageError(f"{what}: no such branch, tag or commit ({place})")
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, FileNotFoundError):
+        return UsageError(
+            f"{what}: it has no {url.rpartition('/')[2]}: not a model of `ssdctl push` ({place})"
+        )
+    if _status(error) in (401, 403):
+        return UsageError(
+            f"{what}: the Hub refuses it: {reason} ({place})",
+            hint="set HF_TOKEN to a token with this permission, or run `hf auth login`",
+        )
+    return NetworkError(
+        f"{what}: {place}: {reason}",
+        hint=f"without network: fetch {WEIGHTS} and {CONFIG} from {place.rpartition('/')[0]}/ on "
+        f"another machine, put both into one folder, and give FOLDER/{WEIGHTS} instead; a mirror "
+        "is set by HF_ENDPOINT",
+    )
+
+
+def _is_unreachable(hub: ModuleType, error: Exception) -> bool:
+    """Return whether there was no answer, or one of a server that is not working."""
+    if isinstance(error, hub.errors.HfHubHTTPError):
+        status = _status(error)
+        return status is not None and status >= 500
+    return isinstance(error, (hub.errors.HTTPError, OSError))
+
+
+def _status(error: Exception) -> int | None:
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def _reason(hub: ModuleType, error: Exception, url: str) -> str:
+    """Return the first line of an error, or the server's own words, without tokens."""
+    text = getattr(error, "server_message", None) or describe_error(error, url)
+    status = _status(error)
+    line = redact_urls(text.splitlines()[0][:300])
+    token = hub.get_token()
+    if token:
+        line = line.replace(token, HIDDEN)
+    line = _TOKEN.sub(HIDDEN, line)
+    return f"HTTP {status}: {line}" if status is not None and str(status) not in line else line
+
+
+def hub_package() -> ModuleType:
+    """Import huggingface_hub.
+
+    Raises:
+        UsageError: It is not installed.
+    """
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise UsageError(
+            f"the package {error.name} is not installed", hint="pip install 'ssdctl[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def endpoint(hub: ModuleType) -> str:
+    """Return the Hub's address: `HF_ENDPOINT` as it is now, not as it was at the import."""
+    default: str = hub.constants.ENDPOINT
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or default
+
+
+@contextlib.contextmanager
+def no_progress_bars(hub: ModuleType) -> Iterator[None]:
+    """Turn off huggingface_hub's own progress bars: `--quiet` does not reach them."""
+    if hub.utils.are_progress_bars_disabled():
+        yield
+        return
+    hub.utils.disable_progress_bars()
+    try:
+        yield
+    finally:
+        hub.utils.enable_progress_bars()

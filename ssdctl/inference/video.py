@@ -1,0 +1,241 @@
+"""Detect on the frames of videos and cameras, and write annotated videos, with PyAV.
+
+    with open_video("clip.mp4") as video:
+        for frame, found in predict_frames(predictor, video.frames(every=2), batch_size=8): ...
+
+Memory does not depend on the length: a few batches of frames are decoded ahead, in one thread.
+Files are untrusted: only common containers are opened, which cannot name other files or URLs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ssdctl.data.image_decode import MAX_PIXELS
+from ssdctl.errors import DataError, UsageError
+from ssdctl.inference.drawing import draw
+from ssdctl.inference.predict import TILES_PER_PASS, Predictor, View, view_of
+from ssdctl.inference.results import Detection
+from ssdctl.inference.sources import is_camera
+from ssdctl.runtime.map_ahead import map_ahead
+
+CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
+ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
+TICKS = 30_000  # of a second in written videos; MPEG-4 allows up to 65,535
+DEFAULT_RATE = 25  # frames per second if a video does not state it
+MAX_RATE = 240
+
+
+class Frame(NamedTuple):
+    """A frame of a video."""
+
+    number: int  # from 0, counted in the file
+    time_s: float  # since the start
+    pixels: NDArray[np.uint8]  # (H, W, 3), upright
+
+    def as_json(self, name: str, found: list[Detection]) -> dict[str, Any]:
+        """Return the frame's detections as a line of `ssdctl predict --json`."""
+        height, width = self.pixels.shape[:2]
+        return {
+            "image": name,
+            "frame": self.number,
+            "time_s": round(self.time_s, 4),
+            "width": width,
+            "height": height,
+            "detections": [d.as_json() for d in found],
+        }
+
+
+class Video:
+    """An open video or camera.
+
+    Args:
+        av: The package.
+        container: Of PyAV.
+        name: For messages.
+    """
+
+    def __init__(self, av: ModuleType, container: Any, name: str) -> None:
+        self._av, self._container, self._name = av, container, name
+        if not container.streams.video:
+            raise DataError(f"{name}: it has no video stream")
+        self._stream = container.streams.video[0]
+        self._stream.thread_type = "AUTO"
+        context = self._stream.codec_context
+        if context.width * context.height > MAX_PIXELS:
+            raise DataError(f"{name}: frames of {context.width} x {context.height} are too large")
+
+    @property
+    def rate(self) -> float:
+        """Frames per second."""
+        rate = float(self._stream.average_rate or DEFAULT_RATE)
+        return rate if 0 < rate <= MAX_RATE else DEFAULT_RATE
+
+    @property
+    def num_frames(self) -> int | None:
+        """The number of frames that the file states, if it does."""
+        return self._stream.frames or None
+
+    def frames(self, *, every: int = 1, limit: int | None = None) -> Iterator[Frame]:
+        """Yield every Nth frame, at most `limit` of them.
+
+        Raises:
+            DataError: The file is damaged; the frames before were yielded.
+        """
+        decoded = itertools.islice(enumerate(self._decoded()), 0, None, every)
+        for number, frame in itertools.islice(decoded, limit):
+            time = number / self.rate if frame.time is None else float(frame.time)
+            yield Frame(number, max(time, 0.0), self._pixels(frame))
+
+    def _decoded(self) -> Iterator[Any]:
+        try:
+            yield from self._container.decode(self._stream)
+        except (self._av.error.FFmpegError, ValueError) as error:
+            raise DataError(f"{self._name}: damaged video: {_reason(error)}") from None
+
+    def _pixels(self, frame: Any) -> NDArray[np.uint8]:
+        if frame.width * frame.height > MAX_PIXELS:
+            raise DataError(f"{self._name}: a frame of {frame.width} x {frame.height} is too large")
+        pixels: NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
+        quarters = round(getattr(frame, "rotation", 0) / 90) % 4  # counterclockwise; of phones
+        return np.ascontiguousarray(np.rot90(pixels, quarters)) if quarters else pixels
+
+
+@contextlib.contextmanager
+def open_video(name: str) -> Iterator[Video]:
+    """Open a video file or a camera.
+
+    Raises:
+        UsageError: PyAV is not installed, or there is no such file or camera.
+        DataError: It is not a video.
+    """
+    av = _package()
+    if not Path(name).exists():
+        raise UsageError(f"{name}: no such {'camera' if is_camera(name) else 'file'}")
+    with contextlib.ExitStack() as stack:
+        try:
+            if is_camera(name):
+                container = stack.enter_context(av.open(name, format="v4l2"))
+            else:
+                file = stack.enter_context(Path(name).open("rb"))
+                options = {"format_whitelist": CONTAINERS}
+                container = stack.enter_context(av.open(file, container_options=options))
+        except (av.error.FFmpegError, OSError, ValueError) as error:
+            raise DataError(f"{name}: not a readable video: {_reason(error)}") from None
+        yield Video(av, container, name)
+
+
+def predict_frames(
+    predictor: Predictor, frames: Iterator[Frame], *, batch_size: int
+) -> Iterator[tuple[Frame, list[Detection]]]:
+    """Detect on frames in their order; a thread decodes the next batches in the meantime.
+
+    With tiles, each frame takes passes of its own.
+
+    Raises:
+        DataError: The file is damaged; the frames before were yielded.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="decode") as pool:
+        ahead = map_ahead(pool, lambda _: _next_view(frames), itertools.repeat(None), batch_size)
+        views = iter(ahead)
+        is_last = False
+        while not is_last:
+            batch: list[tuple[Frame, View]] = []
+            failure = None
+            while len(batch) < batch_size and not is_last:
+                item = next(views)
+                if isinstance(item, tuple):
+                    batch.append(item)
+                else:
+                    is_last, failure = True, item
+            yield from zip((f for f, _ in batch), _detect(predictor, batch), strict=True)
+            if failure is not None:
+                raise failure
+
+
+def _detect(predictor: Predictor, batch: list[tuple[Frame, View]]) -> Iterator[list[Detection]]:
+    if predictor.options.tile is None:
+        yield from predictor.predict_views([view for _, view in batch])
+        return
+    for frame, _ in batch:
+        yield predictor.predict_tiled(Image.fromarray(frame.pixels), TILES_PER_PASS)
+
+
+def _next_view(frames: Iterator[Frame]) -> tuple[Frame, View] | DataError | None:
+    """Return the next frame and its view; an error is returned, so that frames before it count."""
+    try:
+        frame = next(frames, None)
+    except DataError as error:
+        return error
+    return None if frame is None else (frame, view_of(Image.fromarray(frame.pixels)))
+
+
+class VideoWriter:
+    """Write frames with their detections as an MP4 file.
+
+    Args:
+        file: Seekable; MP4 is completed at its end.
+        rate: Frames per second, as a hint for the encoder; times are those of the frames.
+    """
+
+    def __init__(self, file: IO[bytes], rate: float) -> None:
+        self._av = _package()
+        self._container = self._av.open(file, "w", format="mp4")
+        self._rate = max(round(rate), 1)
+        self._stream: Any = None
+        self._last = -1
+
+    def add(self, frame: Frame, found: list[Detection]) -> None:
+        """Draw the detections, and encode the frame."""
+        image = draw(Image.fromarray(frame.pixels), [d.as_box_label() for d in found])
+        # The usual pixel format stores colours for squares of 2 x 2 pixels.
+        even = image.crop((0, 0, max(image.width // 2 * 2, 2), max(image.height // 2 * 2, 2)))
+        if self._stream is None:
+            self._stream = self._add_stream(*even.size)
+        if even.size != (self._stream.width, self._stream.height):
+            even = even.resize((self._stream.width, self._stream.height))
+        encoded = self._av.VideoFrame.from_ndarray(np.asarray(even), format="rgb24")
+        self._last = encoded.pts = max(round(frame.time_s * TICKS), self._last + 1)
+        encoded.time_base = self._stream.codec_context.time_base
+        self._container.mux(self._stream.encode(encoded))
+
+    def close(self) -> None:
+        """Complete the file."""
+        if self._stream is not None:
+            self._container.mux(self._stream.encode(None))
+        self._container.close()
+
+    def _add_stream(self, width: int, height: int) -> Any:
+        name = next(n for n in ENCODERS if n in self._av.codecs_available)
+        stream = self._container.add_stream(name, rate=self._rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, TICKS)
+        if name == "libx264":
+            stream.options = {"preset": "veryfast", "crf": "23"}
+        return stream
+
+
+def _package() -> ModuleType:
+    try:
+        import av
+        import av.error
+    except ImportError as error:
+        raise UsageError(
+            f"the package {error.name} is not installed", hint="pip install 'ssdctl[video]'"
+        ) from None
+    return av
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).splitlines()[0]

@@ -1,0 +1,217 @@
+"""Models on the Hugging Face Hub, from a loopback server: fetched, checked, kept, and refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Result
+from download.hub_server import TOKEN, HubServer, Repository
+
+import ssdctl
+from ssdctl.download.hub import HubReference, parse_reference
+from ssdctl.errors import UsageError
+from ssdctl.model.ssd300 import SSD300
+
+constants = pytest.importorskip("huggingface_hub.constants")
+Cli = Callable[..., Result]
+NAME = "hf://acme/shapes-ssd"
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    """Return a model of random weights."""
+    from safetensors.torch import save
+
+    torch.manual_seed(0)
+    config = {
+        "architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 3},
+        "classes": [{"id": 7, "name": "disc"}, {"id": 9, "name": "box"}],
+        "step": 12,
+    }
+    state = SSD300("resnet18", 3, "none").state_dict()
+    return {"config.json": json.dumps(config).encode(), "model.safetensors": save(state)}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub without models, and an empty cache."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("hf://a/b", HubReference("a/b", "main")),
+        ("hf://org-1/name_2.x@v1.0", HubReference("org-1/name_2.x", "v1.0")),
+        ("hf://a/b@refs/pr/1", HubReference("a/b", "refs/pr/1")),
+    ],
+)
+def test_references(text: str, expected: HubReference) -> None:
+    assert parse_reference(text) == expected
+
+
+def test_no_other_package_has_to_import_the_clients_modules() -> None:
+    """huggingface_hub has lazy attributes, but not for all of its modules."""
+    code = "from ssdctl.download.hub import endpoint, hub_package; print(endpoint(hub_package()))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("https://")
+
+
+@pytest.mark.parametrize(
+    "text", ["hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y"]
+)
+def test_other_forms_are_refused_by_name(cli: Cli, text: str) -> None:
+    with pytest.raises(UsageError, match="hf://"):
+        parse_reference(text)
+    result = cli("export", text, "--format", "mlperf", "--out", "x.pt")
+    assert result.code == 2
+    assert text in result.err
+
+
+def test_a_model_is_fetched_once_and_then_found_without_network(
+    cli: Cli, hub: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.repositories["acme/shapes-ssd"] = Repository(files)
+    with caplog.at_level(logging.INFO):
+        predictor = ssdctl.load(NAME, device="cpu")
+    assert predictor.class_names == ["disc", "box"]
+    commit = hub.repositories["acme/shapes-ssd"].commit("main")
+    assert commit is not None
+    assert commit[0] in caplog.text
+    hub.status = 503
+    again = ssdctl.load(NAME, device="cpu")
+    assert again.class_names == ["disc", "box"]
+
+
+def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
+    old = json.loads(files["config.json"])
+    old["classes"][0]["name"] = "circle"
+    tag = {**files, "config.json": json.dumps(old).encode()}
+    hub.repositories["acme/shapes-ssd"] = Repository(files, tags={"v1": tag})
+    assert ssdctl.load(f"{NAME}@v1", device="cpu").class_names == ["circle", "box"]
+    assert ssdctl.load(NAME, device="cpu").class_names == ["disc", "box"]
+
+
+def test_names_that_are_not_there(cli: Cli, hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.repositories["acme/shapes-ssd"] = Repository(files)
+    hub.repositories["acme/text"] = Repository({"config.json": files["config.json"]})
+    for name, subject in (
+        ("hf://acme/none", "repository"),
+        (f"{NAME}@v9", "branch, tag or commit"),
+        ("hf://acme/text", "model.safetensors"),
+    ):
+        result = cli("export", name, "--format", "mlperf", "--out", "x.pt")
+        assert result.code == 2, result.err
+        assert name in result.err
+        assert subject in result.err
+        assert TOKEN not in result.err
+
+
+def test_without_network_the_error_names_url_and_place(
+    cli: Cli, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://user:pw@127.0.0.1:9")
+    result = cli("export", NAME, "--format", "mlperf", "--out", "x.pt")
+    assert result.code == 4
+    assert "127.0.0.1:9/acme/shapes-ssd/resolve/main" in result.err.replace("\n", "")
+    assert "FOLDER/model.safetensors" in result.err
+    assert "pw" not in result.err
+
+
+def test_servers_do_not_get_tokens_into_messages(cli: Cli, hub: HubServer) -> None:
+    for status, code in ((403, 2), (500, 4)):
+        hub.status = status
+        result = cli("export", NAME, "--format", "mlperf", "--out", "x.pt")
+        assert result.code == code
+        assert str(status) in result.err
+        assert TOKEN not in result.err
+
+
+def test_large_and_damaged_files_are_refused(
+    cli: Cli, hub: HubServer, files: dict[str, bytes], tmp_path: Path
+) -> None:
+    hub.repositories["acme/shapes-ssd"] = Repository(files)
+    hub.fake_size = 100 << 30
+    arguments = ("export", NAME, "--format", "mlperf", "--out", "x.pt")
+    result = cli(*arguments)
+    assert result.code == 5
+    assert not [p for p in (tmp_path / "hub").rglob("*") if p.is_file()]
+    hub.fake_size = None
+    assert cli(*arguments).code == 0
+    blob = next(p.resolve() for p in (tmp_path / "hub").rglob("model.safetensors"))
+    content = bytearray(blob.read_bytes())
+    content[-9] ^= 1
+    blob.write_bytes(content)
+    result = cli(*arguments)
+    assert result.code == 5
+    assert str(blob) in result.err.replace("\n", "")
+
+
+def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path) -> None:
+    folder = Path("model")
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    results = [
+        cli("predict", place, picture, "--score", 0.01, "--json", "--device", "cpu")
+        for place in (folder, folder / "model.safetensors")
+    ]
+    assert [r.code for r in results] == [0, 0], results[0].err
+    assert results[0].out == results[1].out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 10**9}},
+        {"architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 90_001}},
+        {"architecture": {"backbone": "vit", "extra_norm": "none", "num_classes": 3}},
+        {"classes": [{"id": 1, "name": 5}, {"id": 2, "name": "b"}]},
+        {"classes": [{"id": 10**30, "name": "a"}, {"id": 2, "name": "b"}]},
+        {"classes": []},
+        {"format": 2},
+        {"step": -1},
+    ],
+)
+def test_hostile_descriptions(cli: Cli, files: dict[str, bytes], change: dict[str, object]) -> None:
+    Path("config.json").write_text(json.dumps(json.loads(files["config.json"]) | change))
+    Path("model.safetensors").write_bytes(files["model.safetensors"])
+    result = cli("export", "model.safetensors", "--format", "mlperf", "--out", "x.pt")
+    expected = 0 if change == {"classes": []} else 5
+    assert result.code == expected, result.err
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 9, b'\x08\0\0\0\0\0\0\0{"a":1}x', b"PK" * 50])
+def test_damaged_weights(cli: Cli, files: dict[str, bytes], content: bytes) -> None:
+    Path("config.json").write_bytes(files["config.json"])
+    for damaged in (content, files["model.safetensors"][:-100]):
+        Path("model.safetensors").write_bytes(damaged)
+        result = cli("export", "model.safetensors", "--format", "mlperf", "--out", "x.pt")
+        assert result.code == 5, result.err
+
+
+def test_export_and_back(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """A file of `export --format safetensors` gives the detections of its checkpoint."""
+    assert cli("export", checkpoint, "--format", "safetensors", "--out", "m.safetensors").code == 0
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    pair = [
+        ssdctl.load(path, device="cpu", score=0.02).predict(picture)
+        for path in (checkpoint, "m.safetensors")
+    ]
+    assert pair[0] == pair[1] != []
+    result = cli("train", "--data", shapes, "--out", "r", "--resume", "m.safetensors")
+    assert result.code == 2
+    assert "--init" in result.err

@@ -1,0 +1,167 @@
+"""`ssdctl push`: the files, the upload to a loopback Hub, and detection without ssdctl."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import Result
+from download.hub_server import TOKEN, HubServer
+from PIL import Image
+
+import ssdctl
+from ssdctl.checkpoint import third_party
+from ssdctl.model.ssd300 import SSD300
+
+constants = pytest.importorskip("huggingface_hub.constants")
+# huggingface_hub's, of its HTTP client.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+Cli = Callable[..., Result]
+REPOSITORY = "acme/shapes-ssd"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A Hub without models, an empty cache, and a token. LFS instead of Xet, which needs more."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def push(cli: Cli, source: object, *options: object) -> Result:
+    return cli("push", source, f"hf://{REPOSITORY}", "--license", "mit", "--json", *options)
+
+
+def test_a_run_is_pushed_and_used_by_its_name(
+    cli: Cli, hub: HubServer, tiny_run: Path, shapes: Path
+) -> None:
+    result = push(cli, tiny_run, "--private", "--samples", 0)
+    assert result.code == 0, result.err
+    pushed = json.loads(result.out)
+    assert pushed["url"].startswith(f"{hub.url}/{REPOSITORY}/commit/")
+    repository = hub.repositories[REPOSITORY]
+    assert repository.is_private
+    assert set(repository.files) == set(pushed["files"])
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    mine, theirs = (
+        ssdctl.load(name, device="cpu", score=0.02).predict(picture)
+        for name in (tiny_run, f"hf://{REPOSITORY}")
+    )
+    assert mine == theirs != []
+    out = Path("evaluated.json")
+    common = ("--device", "cpu", "--limit", 2, "--json", "--detections", out)
+    assert cli("evaluate", f"hf://{REPOSITORY}", "--data", shapes, *common).code == 0
+    trained = cli(
+        "train", "--init", f"hf://{REPOSITORY}", "--data", shapes, "--out", "again", "--steps", 1,
+        "--backbone", "resnet18", "--bs", 2, "--warmup", "0st", "--device", "cpu", "--fp32",
+        "--workers", 1, "--set", "train.eval_every=100ep",
+    )  # fmt: skip
+    assert trained.code == 0, trained.err
+
+
+def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
+    result = push(cli, tiny_run, "--out", "card", "--data-license", "CC0 [see|here]")
+    assert result.code == 0, result.err
+    text = Path("card/README.md").read_text()
+    header = yaml.safe_load(text.split("---\n")[1])
+    assert header["license"] == "mit"
+    record = next(
+        r
+        for r in map(json.loads, (tiny_run / "metrics.jsonl").read_text().splitlines())
+        if r["kind"] == "eval"
+    )
+    value = header["model-index"][0]["results"][0]["metrics"][0]["value"]
+    assert value == pytest.approx(record["AP"], abs=1e-4)
+    assert "CC0 \\[see\\|here\\]" in text
+    assert shapes.name in text
+    assert str(shapes.parent) not in text  # paths of this machine
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
+        with Image.open(Path("card") / name) as image:
+            image.verify()
+    assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "detect.py"}
+
+
+def test_the_cards_snippet_detects_without_ssdctl(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """The code in the card, in a process that cannot import ssdctl."""
+    assert push(cli, checkpoint, "--out", "card", "--samples", 0).code == 0
+    run_snippet(Path("card"), checkpoint, shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["resnet50", "vgg16"])
+def test_other_networks_without_ssdctl(cli: Cli, shapes: Path, backbone: str) -> None:
+    torch.manual_seed(0)
+    network = SSD300(backbone, 4 if backbone == "vgg16" else 81, "batch")
+    if backbone == "vgg16":
+        from safetensors.torch import save_file
+
+        Path("m").mkdir()
+        config = {
+            "architecture": {"backbone": backbone, "extra_norm": "none", "num_classes": 4},
+            "classes": [{"id": n, "name": f"c{n}"} for n in (1, 2, 3)],
+        }
+        Path("m/config.json").write_text(json.dumps(config))
+        save_file(network.state_dict(), "m/model.safetensors")
+        source = Path("m")
+    else:
+        source = Path("x.pt")
+        state = third_party.to_third_party(network.state_dict(), "nvidia")
+        torch.save(
+            {"model": state, "epoch": 1, "iteration": 2, "optimizer": {}, "scheduler": {}}, source
+        )
+    assert push(cli, source, "--out", "card", "--samples", 0).code == 0
+    run_snippet(Path("card"), source, shapes)
+
+
+def run_snippet(card: Path, source: Path, shapes: Path) -> None:
+    """Run the card's Python code on a picture, and compare the detections with ssdctl's."""
+    snippet = re.findall(r"```python\n(.*?)```", (card / "README.md").read_text(), re.DOTALL)[0]
+    assert "score=0.3" in snippet
+    snippet = snippet.replace("score=0.3", "score=0.02").replace("round(score, 3)", "score")
+    picture = sorted((shapes / "val2017").iterdir())[0]
+    (card / "street.jpg").write_bytes(picture.read_bytes())
+    code = "import sys; sys.modules['ssdctl'] = None\n" + snippet
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=card, check=True, capture_output=True, text=True
+    )
+    expected = ssdctl.load(source, device="cpu", score=0.02).predict(picture)
+    assert expected
+    rows = [re.fullmatch(r"(.+) ([\d.e-]+) \[(.*)\]", line) for line in done.stdout.splitlines()]
+    assert [row and row[1] for row in rows] == [d.name for d in expected]
+    found = [[float(row[2]), *map(float, row[3].split(","))] for row in rows if row]
+    np.testing.assert_allclose([f[0] for f in found], [d.score for d in expected], atol=2e-5)
+    np.testing.assert_allclose([f[1:] for f in found], [d.box for d in expected], atol=0.6)
+
+
+def test_refusals_do_not_show_the_token(
+    cli: Cli, hub: HubServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_another")
+    result = push(cli, checkpoint, "--samples", 0)
+    assert result.code == 2
+    assert "HF_TOKEN" in result.err
+    assert "hf_another" not in result.err
+    assert TOKEN not in result.err
+    assert not hub.repositories
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.fails_at = "/lfs/"
+    result = push(cli, checkpoint, "--samples", 0)
+    assert result.code == 4, result.err
+    assert not hub.repositories[REPOSITORY].files
+    hub.status = 500
+    assert push(cli, checkpoint, "--samples", 0).code == 4
+    result = cli("push", checkpoint, "acme/shapes-ssd")
+    assert result.code == 2
+    assert "hf://" in result.err
