@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssdctl.boxes.ops import pairwise_iou, pairwise_iou_transposed
+from ssdctl.boxes.ops import gather_by_comparison, pairwise_iou, pairwise_iou_transposed
 
 IOU_THRESHOLD = 0.5
 
@@ -22,6 +22,7 @@ def match(
     *,
     at_threshold: bool = False,
     fused: bool = False,
+    by_comparison: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Assign a ground truth to every default box.
 
@@ -31,6 +32,8 @@ def match(
         defaults_ltrb_N4: The default boxes.
         at_threshold: Whether an IoU equal to the threshold makes a default box positive.
         fused: Use the formulation for a GPU's compiler; the result is the same.
+        by_comparison: Use comparisons and sums instead of gather and scatter, for XLA; the result
+            is the same.
 
     Returns:
         (B, N) index of the best ground truth of each default box, and (B, N) its label: 0
@@ -46,12 +49,21 @@ def match(
     # wins, as if written one after the other. Padding writes -1, which never wins.
     index = torch.arange(boxes_BG4.shape[1], device=boxes_BG4.device).expand_as(favourite)
     index = index.where(is_real, torch.full_like(index, -1))
-    forced = torch.full_like(best_box, -1).scatter_reduce(1, favourite, index, "amax")
+    if by_comparison:
+        place_N = torch.arange(best_box.shape[1], device=favourite.device)
+        is_favourite_BGN = favourite.unsqueeze(2) == place_N
+        none = torch.full_like(index, -1).unsqueeze(2)
+        forced = index.unsqueeze(2).where(is_favourite_BGN, none).amax(dim=1)
+    else:
+        forced = torch.full_like(best_box, -1).scatter_reduce(1, favourite, index, "amax")
 
     best_box = best_box.where(forced < 0, forced)
     is_over = best_iou >= IOU_THRESHOLD if at_threshold else best_iou > IOU_THRESHOLD
     is_positive = is_over | (forced >= 0)
-    label = labels_BG.gather(1, best_box)
+    if by_comparison:
+        label = gather_by_comparison(labels_BG.unsqueeze(1), best_box).squeeze(1)
+    else:
+        label = labels_BG.gather(1, best_box)
     return best_box, label.where(is_positive, torch.zeros_like(label))
 
 

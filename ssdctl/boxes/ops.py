@@ -58,3 +58,11 @@ def pairwise_iou_transposed(a_BG4: Tensor, b_N4: Tensor) -> Tensor:
     least = torch.finfo(b_N4.dtype).tiny
     b_area = ((b_right - b_left) * (b_bottom - b_top)).clamp(min=least)
     return overlap / (area + b_area - overlap)
+
+
+def gather_by_comparison(values_BKG: Tensor, index_BN: Tensor) -> Tensor:
+    """Return `values[b, k, index[b, n]]` as (B, K, N): `gather` for compilers that fuse sums."""
+    place_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
+    is_chosen_B1GN = (index_BN.unsqueeze(1) == place_GN).unsqueeze(1)
+    zero = values_BKG.new_zeros(())
+    return torch.where(is_chosen_B1GN, values_BKG.unsqueeze(3), zero).sum(dim=2)

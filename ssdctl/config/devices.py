@@ -23,7 +23,6 @@ class DeviceType(NamedTuple):
         slurm_gres: Slurm's usual name of the resource; None: none is requested.
         kubernetes_resource: The name of the resource in a pod; None: none is requested.
         precisions: The precisions in which it can train.
-        has_sync_bn: Whether batch norm can be synchronised over its ranks (--sync-bn).
     """
 
     name: str
@@ -33,7 +32,6 @@ class DeviceType(NamedTuple):
     slurm_gres: str | None
     kubernetes_resource: str | None
     precisions: tuple[str, ...]
-    has_sync_bn: bool
 
     @property
     def count_option(self) -> str:
@@ -46,9 +44,9 @@ BF16, ALL = ("bf16", "fp32"), ("bf16", "fp16", "fp32")  # fp16 on a CPU takes 10
 DEVICE_TYPES = {
     device.name: device
     for device in (
-        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi", BF16, False),
-        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu", ALL, True),
-        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu", BF16, False),
-        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None, BF16, False),
+        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi", BF16),
+        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu", ALL),
+        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu", BF16),
+        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None, BF16),
     )
 }

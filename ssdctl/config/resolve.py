@@ -33,6 +33,7 @@ DEFAULT_FILE = "ssdctl.toml"
 PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
+MAX_FILE_BYTES = 16 << 20
 PLAIN_TYPES = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 
 
@@ -140,6 +141,8 @@ def read_toml(path: Path) -> list[Override]:
         UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise UsageError(f"{path}: over {MAX_FILE_BYTES >> 20} MB, which no config file has")
         text = read_text(path)
         tables = tomllib.loads(text)
     except FileNotFoundError:

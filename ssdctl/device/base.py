@@ -37,10 +37,11 @@ class Device(Protocol):
     auto_precision: str  # the fastest of them that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
     notices: tuple[str, ...]  # for the user, such as why a requested feature is not used
+    num_cores: int  # that share every batch; batches are multiples of it
     is_host: bool  # it computes on tensors of the host: nothing is copied
-    # Bucket size of DistributedDataParallel; None: gradients are averaged after the backward pass.
+    # Bucket size of DistributedDataParallel; None: `sum_over_ranks` after the backward pass.
     ddp_bucket_mb: int | None
-    has_sync_bn: bool  # supports SyncBatchNorm
+    has_sync_bn: bool  # PyTorch's SyncBatchNorm supports it, in eager steps
     supports_found_inf: bool  # its optimizers read `found_inf` on the device and skip the step
     decoder: Decoder | None  # for nvidia-dali; None: it decodes on the host
 
@@ -86,6 +87,10 @@ class Device(Protocol):
 
     def register_backend(self) -> None:
         """Register `backend` with torch.distributed; the rank variables must be set."""
+        ...
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        """Add up each tensor over the ranks, in place, without waiting."""
         ...
 
     def mark_step(self) -> None:
@@ -142,6 +147,20 @@ def compile_cache(name: str, local_rank: int = 0) -> Path:
     """Return the folder of compiled graphs, which a resumed run does not compile again."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "ssdctl" / f"{name}-{local_rank}"
+
+
+def sum_each_over_ranks(tensors: list[Tensor]) -> None:
+    """Add up each tensor over the ranks by the backend of torch.distributed."""
+    for tensor in tensors:
+        torch.distributed.all_reduce(tensor)
+
+
+def tensor_rate_sgd(
+    groups: ParameterGroups, lr: float, momentum: float, device: torch.device
+) -> torch.optim.Optimizer:
+    """Return PyTorch's SGD with its rate as a tensor on the device, as `capturable_adamw`."""
+    rate = torch.tensor(lr, device=device)
+    return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)
 
 
 def fused_sgd(groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:

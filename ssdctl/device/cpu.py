@@ -21,6 +21,7 @@ from ssdctl.device.base import (
     choose_execution,
     fused_adamw,
     fused_sgd,
+    sum_each_over_ranks,
 )
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
@@ -35,10 +36,11 @@ class Cpu:
     name = "cpu"
     backend = "gloo"
     precisions = DEVICE_TYPES["cpu"].precisions
+    num_cores = 1
     is_host = True
     ddp_bucket_mb: int | None = 100
     supports_found_inf = True
-    has_sync_bn = DEVICE_TYPES["cpu"].has_sync_bn
+    has_sync_bn = False
     decoder: Decoder | None = None
 
     def __init__(self, execution: str | None = None) -> None:
@@ -80,6 +82,9 @@ class Cpu:
 
     def register_backend(self) -> None:
         pass
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        sum_each_over_ranks(tensors)
 
     def mark_step(self) -> None:
         pass

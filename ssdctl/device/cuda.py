@@ -21,6 +21,7 @@ from ssdctl.device.base import (
     choose_execution,
     fused_adamw,
     fused_sgd,
+    sum_each_over_ranks,
 )
 from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
@@ -37,12 +38,13 @@ class Cuda:
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
     precisions = DEVICE_TYPES["cuda"].precisions
+    num_cores = 1
     is_host = False
     ddp_bucket_mb: int | None = (
         25  # the model has 80 MB of gradients: several buckets overlap with backward
     )
     supports_found_inf = True
-    has_sync_bn = DEVICE_TYPES["cuda"].has_sync_bn
+    has_sync_bn = True
 
     def __init__(self, local_rank: int, execution: str | None = None) -> None:
         self.torch_device = torch.device("cuda", local_rank)
@@ -110,6 +112,9 @@ class Cuda:
 
     def register_backend(self) -> None:
         pass
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        sum_each_over_ranks(tensors)
 
     def mark_step(self) -> None:
         pass

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device.base import Decoder, Module, ParameterGroups, capturable_adamw, choose_execution
+from ssdctl.device.base import (
+    Decoder,
+    Module,
+    ParameterGroups,
+    capturable_adamw,
+    choose_execution,
+    sum_each_over_ranks,
+    tensor_rate_sgd,
+)
 from ssdctl.errors import UsageError
 from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 
@@ -43,10 +51,11 @@ class Hpu:
     has_native_bf16 = True
     precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"
+    num_cores = 1
     is_host = False
     ddp_bucket_mb: int | None = 100  # Habana's recommendation
     supports_found_inf = False
-    has_sync_bn = DEVICE_TYPES["hpu"].has_sync_bn
+    has_sync_bn = False
     decoder: Decoder | None = None
 
     def __init__(self, execution: str) -> None:
@@ -79,24 +88,20 @@ class Hpu:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = self._vendors().FusedSGD(
-            groups, lr=lr, momentum=momentum
-        )
-        return optimizer
+        return tensor_rate_sgd(groups, lr, momentum, self.torch_device)
 
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
-        # The vendor's FusedAdamW counts steps in Python, including skipped ones.
         return capturable_adamw(groups, lr, betas, self.torch_device)
-
-    def _vendors(self) -> Any:
-        return importlib.import_module(f"{BRIDGE}.torch.hpex.optimizers")
 
     def register_backend(self) -> None:
         hccl = importlib.import_module(f"{BRIDGE}.torch.distributed.hccl")
         with _clear_errors():
             hccl.initialize_distributed_hpu()  # assigns a card to this rank
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        sum_each_over_ranks(tensors)
 
     def mark_step(self) -> None:
         if self.execution == "lazy":

@@ -1,7 +1,13 @@
 """TPUs and other PJRT devices, through torch_xla (extra `tpu`).
 
-Lazy: operations are collected, then compiled and run at each `mark_step`. Tested on the CPU
-(`PJRT_DEVICE=CPU`); not on a TPU yet, and not with several replicas.
+Lazy: operations are collected, then compiled and run at each `mark_step`.
+
+One of several processes drives one core (TPU v4 and later: one process per chip); gradients are
+added up over the replicas. A single process may drive several cores (all of a host with TPU v2 or
+v3): then one program trains on all of them (SPMD), each batch is split over the cores, and the
+compiler inserts the reductions, so that the result is that of one core with the complete batch.
+
+Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a TPU yet.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import importlib
 import importlib.util
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +31,7 @@ from ssdctl.device.base import (
     capturable_adamw,
     choose_execution,
     compile_cache,
+    tensor_rate_sgd,
 )
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir
@@ -44,7 +52,7 @@ class Xla:
     is_host = False
     ddp_bucket_mb: int | None = None  # one reduction in the step's own graph, not per bucket
     supports_found_inf = False
-    has_sync_bn = DEVICE_TYPES["xla"].has_sync_bn
+    has_sync_bn = False
     decoder: Decoder | None = None
 
     def __init__(self, local_rank: int) -> None:
@@ -57,16 +65,21 @@ class Xla:
         # PJRT's CPU client can write compiled graphs, but not read them.
         if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
             runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _claim_chip(local_rank)
-            _require_one_device(runtime)
+        _claim_chips(local_rank, runtime)
+        self.num_cores = int(runtime.addressable_runtime_device_count())
+        self._split_batch: Any = None
+        if self.num_cores > 1:
+            _require_single_process(self.num_cores)
+            runtime.use_spmd()
+            self._split_batch = _batch_splitter(self.num_cores)
         logging.getLogger(f"{PACKAGE}.backends").setLevel(
             logging.ERROR
         )  # it warns at each change of precision
         self._products = ""
         self.set_tf32(False)
         self.torch_device = self._xla.device()
-        self.label = f"XLA {self._model.xla_device_hw(self.torch_device)}"
+        cores = f", {self.num_cores} cores" if self.num_cores > 1 else ""
+        self.label = f"XLA {runtime.device_type()}{cores}"
 
     def place(self, model: Module) -> Module:
         return model.to(self.torch_device)  # the compiler chooses the layout
@@ -86,13 +99,20 @@ class Xla:
         pass
 
     def copy(self, tensor: Tensor) -> Tensor:
-        return tensor.clone().to(self.torch_device)
+        tensor = tensor.clone()
+        if self._split_batch is None or len(tensor) % self.num_cores:
+            return tensor.to(self.torch_device)
+        sharding = self._split_batch(tensor.dim())
+        copies: list[Tensor] = self._model.send_cpu_data_to_device(
+            [tensor], self.torch_device, sharding
+        )
+        return copies[0]
 
     def wait_for_copies(self) -> None:
         pass
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, foreach=False)
+        return tensor_rate_sgd(groups, lr, momentum, self.torch_device)
 
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
@@ -101,6 +121,9 @@ class Xla:
 
     def register_backend(self) -> None:
         importlib.import_module(f"{PACKAGE}.distributed.xla_backend")
+
+    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        self._model.all_reduce(self._model.REDUCE_SUM, tensors, pin_layout=False)
 
     def mark_step(self) -> None:
         self._xla.sync()
@@ -136,34 +159,42 @@ class Xla:
         return {"compiles": count("CompileTime"), "pulls": count("TransferFromDeviceTime")}
 
 
-def _claim_chip(local_rank: int) -> None:
-    """Assign one chip of the node to this process; else the first process takes all chips.
+def _claim_chips(local_rank: int, runtime: Any) -> None:
+    """Select the chips of this process before the first use of the device, if torchrun started it.
 
-    torch_xla's own rendezvous (`xla://`) does the same before it uses the device.
+    Otherwise the first process takes all chips. torch_xla's own rendezvous (`xla://`) does the
+    same. `ssdctl launch` names several chips if one process is to drive them.
     """
-    pjrt = importlib.import_module(f"{PACKAGE}._internal.pjrt")
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        return
+    local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if local_ranks > 1:
+        pjrt = importlib.import_module(f"{PACKAGE}._internal.pjrt")
         pjrt.initialize_multiprocess(local_rank, local_ranks)
-    else:
-        pjrt.initialize_singleprocess()
+    elif runtime.device_type() == "TPU":
+        importlib.import_module(f"{PACKAGE}._internal.tpu").configure_one_chip_topology()
 
 
-def _require_one_device(runtime: Any) -> None:
-    """Check that this process drives one device, since a rank trains on one.
-
-    The process of a TPU v2 or v3 chip owns two cores; the first all-reduce of several ranks would
-    wait for the replicas of the second cores, which do not run.
+def _require_single_process(num_cores: int) -> None:
+    """Check that this process is the only one, since it drives several cores.
 
     Raises:
-        UsageError: It drives several.
+        UsageError: There are several processes.
     """
-    if (count := runtime.addressable_device_count()) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
-            f"device xla: each process drives {count} cores here, as on TPU v2 and v3; training on "
-            "several such chips is not supported",
-            hint="--tpus 1 trains on one core of one chip; TPU v4 and later have one core a chip",
+            f"device xla: each of several processes drives {num_cores} cores, which is not "
+            "supported: only a single process can",
+            hint="on TPU v2 and v3 run ssdctl launch on the TPU host itself, which starts one "
+            "process for all its chips; slices of several such hosts are not supported",
         )
+
+
+def _batch_splitter(num_cores: int) -> Callable[[int], Any]:
+    """Return a function from a tensor's number of dimensions to its sharding over the cores."""
+    spmd = importlib.import_module(f"{PACKAGE}.distributed.spmd")
+    mesh = spmd.Mesh(list(range(num_cores)), (num_cores,), ("batch",))
+    return lambda dims: spmd.ShardingSpec(mesh, ("batch", *[None] * (dims - 1)))
 
 
 def open_xla(local_rank: int, execution: str | None) -> Xla:

@@ -44,6 +44,49 @@ def any_rank(flags: Sequence[bool], ranks: Ranks) -> list[bool]:
     return [bool(flag) for flag in raised.tolist()]
 
 
+class FlagExchange:
+    """Exchange flags between the ranks in the background, so that no step waits for other ranks.
+
+    Args:
+        ranks: This process and the others.
+        group: A gloo group of all ranks; None is the one of this process.
+    """
+
+    def __init__(self, ranks: Ranks, group: Any = None) -> None:
+        self._ranks = ranks
+        self._group = group
+        self._raised: Tensor | None = None
+        self._work: Any = None
+
+    def exchange(self, flags: Sequence[bool]) -> list[bool]:
+        """Start to exchange flags; return whether any rank raised them at the previous call.
+
+        All ranks must call it equally often. A single process gets its own flags at once.
+        """
+        if self._ranks.is_single_process:
+            return list(flags)
+        previous = self._take(len(flags))
+        self._raised = torch.tensor([int(flag) for flag in flags])
+        group: Any = self._group or host_group() or dist.group.WORLD
+        self._work = group.allreduce([self._raised], dist.ReduceOp.MAX)
+        return previous
+
+    def settle(self, flags: Sequence[bool]) -> list[bool]:
+        """Return whether any rank raised the flags, now or at the previous call; waits for all."""
+        previous = self.exchange(flags)
+        if self._ranks.is_single_process:
+            return previous
+        return [a or b for a, b in zip(previous, self._take(len(flags)), strict=True)]
+
+    def _take(self, count: int) -> list[bool]:
+        """Return the result of the exchange that was started last; usually it is finished."""
+        if self._raised is None:
+            return [False] * count
+        self._work.wait()
+        raised, self._raised, self._work = self._raised, None, None
+        return [bool(flag) for flag in raised.tolist()]
+
+
 def average(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Return the mean of a tensor over the ranks."""
     if ranks.is_single_process:

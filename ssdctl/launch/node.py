@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SYSFS = Path("/sys/devices/system/cpu")
+PCI = Path("/sys/bus/pci/devices")
+TPU_V2_OR_V3 = ("0x1ae0", "0x0027")  # PCI vendor and device: chips of two cores
 
 
 @dataclass(frozen=True)
@@ -19,15 +21,17 @@ class Node:
     sockets: int
     has_topology: bool = True
     has_numactl: bool = False  # the program that torchrun binds ranks with
+    two_core_tpus: int = 0  # chips of TPU v2 or v3
 
 
-def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> Node:
+def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None, pci: Path = PCI) -> Node:
     """Return the part of this machine that this process may use.
 
     Args:
         sysfs: The folder with `cpu0/topology/` and its siblings.
         allowed: Logical CPUs to count; None is this process's affinity, which mpirun and the
             limits of containers follow.
+        pci: The folder of PCI devices.
     """
     if allowed is None:
         allowed = _allowed_cpus()
@@ -42,7 +46,17 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None) -> No
             has_topology = False
     sockets = len({socket for socket, _ in cores})
     has_numactl = shutil.which("numactl") is not None
-    return Node(max(1, len(cores)), max(1, sockets), has_topology, has_numactl)
+    two_core_tpus = sum(_pci_id(device) == TPU_V2_OR_V3 for device in pci.glob("*"))
+    return Node(max(1, len(cores)), max(1, sockets), has_topology, has_numactl, two_core_tpus)
+
+
+def _pci_id(device: Path) -> tuple[str, str]:
+    """Return vendor and device of a PCI device; empty texts if they cannot be read."""
+    try:
+        vendor, model = ((device / name).read_text().strip() for name in ("vendor", "device"))
+    except OSError:
+        return ("", "")
+    return vendor, model
 
 
 def _allowed_cpus() -> Collection[int]:

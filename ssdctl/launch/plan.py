@@ -45,7 +45,7 @@ def make_plan(request: LaunchRequest, node: Node) -> LaunchPlan:
             argv,
             environment,
             launcher,
-            request.ranks_per_node,
+            torchrun.num_ranks(request, node),
             nodes,
             signals_ranks=True,
             missing=missing,

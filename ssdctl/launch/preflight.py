@@ -27,10 +27,6 @@ def check_train(request: LaunchRequest, config: Config, precision_source: str) -
         UsageError: The ranks would fail at the start.
     """
     device, precision = DEVICE_TYPES[request.device], config.train.precision
-    if config.train.sync_bn and not device.has_sync_bn:
-        raise UsageError(
-            f"--sync-bn: device {device.name} does not support it", hint="leave --sync-bn out"
-        )
     if precision in ("auto", *device.precisions):
         return ()
     if precision_source.startswith("preset "):

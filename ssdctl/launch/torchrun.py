@@ -13,12 +13,14 @@ from ssdctl.runtime.torch_compat import NUMA_BINDING
 # How long torchrun waits for ranks to stop; its default of 30 s can interrupt a save.
 SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
+# How libtpu names a part of a host's chips, by their number.
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 
 
 def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str, str], str | None]:
     """Return the command line, its variables, and what the user must still specify."""
-    config, ranks = request.config, request.ranks_per_node
+    config, ranks = request.config, num_ranks(request, node)
     missing = None
     if config.nodes == 1:
         if config.hostfile or config.rdzv_endpoint:
@@ -48,6 +50,8 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
     }
     if request.device == "xla":
         defaults["PJRT_DEVICE"] = "TPU"
+        if node.two_core_tpus:
+            defaults |= _chips_of_one_process(request, node)
     environment = {k: v for k, v in defaults.items() if k not in request.environment}
     argv = (
         request.python,
@@ -55,6 +59,39 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         *("-m", "ssdctl", *map(_escaped, request.command)),
     )
     return argv, {**request.settings, **environment}, missing
+
+
+def num_ranks(request: LaunchRequest, node: Node) -> int:
+    """Return the processes on a node: one per device, but one for all chips of TPU v2 and v3.
+
+    Their chips have two cores each, which only one process can drive (ssdctl/device/xla.py).
+    """
+    return 1 if request.device == "xla" and node.two_core_tpus else request.ranks_per_node
+
+
+def _chips_of_one_process(request: LaunchRequest, node: Node) -> dict[str, str]:
+    """Return the variables that give one process some chips of TPU v2 or v3.
+
+    Raises:
+        UsageError: The host does not have them, or there are several hosts.
+    """
+    count = request.ranks_per_node
+    if request.config.nodes > 1:
+        raise UsageError(
+            "--tpus on several hosts needs TPU v4 or later",
+            hint="on v2 and v3 train on one host: leave --nodes out",
+        )
+    if count not in TPU_BOUNDS or count > node.two_core_tpus:
+        possible = [str(n) for n in TPU_BOUNDS if n <= node.two_core_tpus]
+        raise UsageError(
+            f"--tpus {count}: this host has {node.two_core_tpus} chips of TPU v2 or v3",
+            hint=f"--tpus counts chips; possible are {', '.join(possible)}",
+        )
+    return {
+        "TPU_VISIBLE_CHIPS": ",".join(map(str, range(count))),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[count],
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
 
 
 def _escaped(argument: str) -> str:

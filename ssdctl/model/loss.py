@@ -19,7 +19,12 @@ from torch.nn import functional as F
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
-from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major
+from ssdctl.boxes.ops import (
+    box_cxcywh_to_ltrb,
+    box_ltrb_to_cxcywh,
+    column_major,
+    gather_by_comparison,
+)
 from ssdctl.model import target
 from ssdctl.model.conventions import RESNET, Conventions
 
@@ -62,15 +67,20 @@ class Targets(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding.
         """
+        by_comparison = target.is_xla(boxes_BG4)
         assigned_BN, label_BN = match(
             boxes_BG4,
             labels_BG,
             self.defaults_ltrb,
             at_threshold=self._at_threshold,
             fused=torch.compiler.is_compiling() and target.is_gpu(boxes_BG4),
+            by_comparison=by_comparison,
         )
         centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
-        matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
+        if by_comparison:
+            matched_B4N = gather_by_comparison(centres_B4G, assigned_BN)
+        else:
+            matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
         offsets_BN4 = encode(matched_B4N.transpose(1, 2), self.defaults_cxcywh)
         return offsets_BN4.transpose(1, 2), label_BN
 
@@ -161,10 +171,15 @@ def _cross_entropy(logits_BCN: Tensor, label_BN: Tensor) -> Tensor:
     """Return the cross-entropy of each box, (B, N).
 
     A compiler fuses PyTorch's own into fewer passes, and can cache the result; it can do neither
-    with a custom function.
+    with a custom function. XLA's devices are slow at gather and scatter.
     """
     if torch.compiler.is_compiling():
         return F.cross_entropy(logits_BCN, label_BN, reduction="none")
+    if target.is_xla(logits_BCN):
+        class_C1 = torch.arange(logits_BCN.shape[1], device=label_BN.device).unsqueeze(1)
+        is_target_BCN = label_BN.unsqueeze(1) == class_C1
+        log_p = logits_BCN.log_softmax(dim=1)
+        return -log_p.where(is_target_BCN, log_p.new_zeros(())).sum(dim=1)
     entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
     return entropy
 

@@ -133,6 +133,8 @@ class _Trainer:
             self.early_stopping.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
         self.saved_at = time.monotonic()
+        self.flags = collectives.FlagExchange(setup.ranks)
+        self.is_save_requested = False
         self.guard = NonFiniteGuard(config.on_nonfinite)
         self.memory_hints = functools.partial(
             out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
@@ -157,7 +159,7 @@ class _Trainer:
         setup.model.train()
         self.throughput.start()
 
-        is_over = self._between_steps()
+        is_over = self._between_steps(wait=True)
         if self.step > 0 and self.validator.is_due(self.step):
             self._evaluate()  # the run was stopped before this evaluation
         while self.step < total_steps and not is_over:
@@ -176,7 +178,7 @@ class _Trainer:
             with self.throughput.paused():
                 if message := self.profiler.after(self.step, is_last=self.step == total_steps):
                     log.info("%s", message)
-                is_over = self._between_steps()
+                is_over = self._between_steps(wait=False)
                 if self.validator.is_due(self.step):
                     self._evaluate()
         return self._finish(ended_early=is_over)
@@ -208,8 +210,12 @@ class _Trainer:
             if self.guard.should_roll_back(bad, str(RunDir(self.setup.out).nonfinite)):
                 self._roll_back()
 
-    def _between_steps(self) -> bool:
+    def _between_steps(self, *, wait: bool) -> bool:
         """Stop or save if that is due; return whether the run ends early.
+
+        Args:
+            wait: Whether to wait for the other ranks' requests. Otherwise those of the previous
+                call are handled, which costs no time.
 
         Raises:
             Stopped: A signal came to any of the ranks.
@@ -218,21 +224,31 @@ class _Trainer:
         self.checkpoint_writer.check()
         self._collect_evaluation(wait=False)
         signal_name = signals.stop_requested()
-        period = self.save_every
-        is_save_due = period.is_due(self.step)
-        if period.seconds is not None:
-            is_save_due = time.monotonic() - self.saved_at >= period.seconds
         flags = (
             signal_name is not None,
-            is_save_due,
+            self._requests_save(),
             self.early_stopping.reason_to_end() is not None,
         )
-        stop, save, is_over = collectives.any_rank(flags, self.setup.ranks)
+        agree = self.flags.settle if wait else self.flags.exchange
+        stop, save, is_over = agree(flags)
         if stop:
             self._stop(signal_name)
-        if save and self.step > self.first_step:
+        if save:
+            self.is_save_requested = False
+        if (save or self.save_every.is_due(self.step)) and self.step > self.first_step:
             self._save()
         return is_over
+
+    def _requests_save(self) -> bool:
+        """Return whether a save is due by the first rank's clock, once for every save.
+
+        A save that is due by the number of steps needs no request: all ranks count them.
+        """
+        period = self.save_every.seconds
+        if period is None or self.is_save_requested or not self.setup.ranks.is_main:
+            return False
+        self.is_save_requested = time.monotonic() - self.saved_at >= period
+        return self.is_save_requested
 
     def _stop(self, signal_name: str | None) -> None:
         self._collect_evaluation(wait=True)
@@ -324,7 +340,9 @@ class _Trainer:
             with self.ema.in_place():
                 detections = self.validator.detect()
         if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
-            self._between_steps()  # stops: not all images were seen; the resumed run evaluates
+            self._between_steps(
+                wait=True
+            )  # stops: not all images were seen; the resumed run evaluates
             return
         self.evaluated_step = self.step
         self._save()
@@ -379,7 +397,7 @@ class _Trainer:
             log.info("%s", reason)
         if not ended_early:
             self._evaluate()
-        self._between_steps()  # handle a signal that came in the meantime
+        self._between_steps(wait=True)  # handle a signal that came in the meantime
         self._collect_evaluation(wait=True)
         self._save()
         self.checkpoint_writer.wait()

@@ -107,9 +107,11 @@ def with_batch_size(
     """Return the config with `--bs auto` replaced by a number, the same on every rank.
 
     Raises:
-        UsageError: The device does not report its memory, or not even one image fits.
+        UsageError: The device does not report its memory, not even one image fits, or the cores of
+            the device cannot share the batch equally.
     """
     if config.train.batch_size != "auto":
+        _check_shares(config.train.batch_size, device)
         return config
     if device.is_host:
         raise UsageError(
@@ -129,8 +131,24 @@ def with_batch_size(
             f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB",
             hint="choose a smaller --backbone, or give a number, as in --bs 2",
         )
+    fits = max(fits - fits % device.num_cores, device.num_cores)
     train = msgspec.structs.replace(config.train, batch_size=fits)
     return msgspec.structs.replace(config, train=train)
+
+
+def _check_shares(batch_size: int, device: Device) -> None:
+    """Check that every core of the device gets the same number of images.
+
+    Raises:
+        UsageError: The batch is not a multiple of the cores.
+    """
+    cores = device.num_cores
+    if batch_size % cores:
+        nearest = max(batch_size - batch_size % cores, cores)
+        raise UsageError(
+            f"--bs {batch_size}: the {cores} cores of device {device.name} cannot share it equally",
+            hint=f"--bs {nearest} is a multiple of {cores}",
+        )
 
 
 def _measure_largest_batch(

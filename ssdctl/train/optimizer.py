@@ -70,40 +70,25 @@ def decay_groups(
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next step."""
     for group in optimizer.param_groups:
-        # AdamW on lazy devices divides by the rate, and a warm-up starts at 0.
-        rate = max(lr, SMALLEST_LR) if group.get("capturable") else lr
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            # A warm-up starts at 0, which lazy devices would compile as a constant.
+            group["lr"].fill_(max(lr, SMALLEST_LR))
         else:
-            group["lr"] = rate
+            group["lr"] = lr
 
 
-def update(
-    optimizer: torch.optim.Optimizer, device: Device, is_left_out: Tensor, scale: Tensor | None
-) -> None:
-    """Take a step unless the flag on the device is set. Does not wait for the device.
+def update(optimizer: torch.optim.Optimizer, is_skipped: Tensor, scale: Tensor | None) -> None:
+    """Take a step with fused kernels, unless the flag on the device is set. Does not wait.
 
     Args:
-        optimizer: From `build_optimizer`.
-        device: Where it is.
-        is_left_out: A scalar: 1.0 leaves weights and state unchanged.
-        scale: What the gradients were multiplied by.
+        optimizer: From `build_optimizer`, on a device with `supports_found_inf`.
+        is_skipped: A scalar: 1.0 leaves weights and state unchanged.
+        scale: The factor by which the gradients are too large; None is 1.
     """
-    if device.supports_found_inf:
-        # The fused kernels read these on the device, as with GradScaler; torch's stubs lack the
-        # attributes.
-        optimizer.found_inf = is_left_out  # type: ignore[attr-defined]
-        optimizer.grad_scale = scale  # type: ignore[attr-defined]
-        light_optimizer.step(optimizer)
-        return
-    assert scale is None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, Tensor)]
-    with torch.no_grad():
-        before = [t.detach().clone() for t in (*parameters, *states)]
-        light_optimizer.step(optimizer)
-        for tensor, old in zip((*parameters, *states), before, strict=True):
-            tensor.copy_(torch.where(is_left_out > 0, old, tensor))
+    # The fused kernels read these on the device, as for GradScaler; torch's stubs lack them.
+    optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]
+    light_optimizer.step(optimizer)
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:

@@ -204,23 +204,16 @@ def _network_of(config: Config) -> tuple[str, str] | None:
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
-    """Return the network with batch norm over the images of all ranks.
-
-    Raises:
-        UsageError: The device does not support it, or not in compiled steps.
-    """
-    if not device.has_sync_bn:
-        raise UsageError(
-            f"device {device.name} has no batch norm over several ranks (--sync-bn)",
-            hint="leave --sync-bn out: the running statistics are averaged over the ranks before "
-            "an evaluation or a save in any case",
-        )
+    """Return the network with batch norm over the images of all ranks."""
     if ranks.is_single_process:
         return model
-    if device.execution == "compile":
-        # https://github.com/pytorch/pytorch/issues/156680
-        raise UsageError("--sync-bn: PyTorch cannot compile it", hint="add --execution eager")
-    return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # PyTorch cannot compile its own: https://github.com/pytorch/pytorch/issues/156680
+    if device.has_sync_bn and device.execution == "eager":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    from ssdctl.model.distributed_norm import convert_batch_norms
+
+    convert_batch_norms(model, ranks.world_size)
+    return model
 
 
 def make_deterministic() -> None:

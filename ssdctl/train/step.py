@@ -19,6 +19,7 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.model.loss import Losses
 from ssdctl.train.loss_scale import LossScale
+from ssdctl.train.masked_update import GuardedUpdate, clip_factor, groups_of
 from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import set_lr, update
 
@@ -72,6 +73,13 @@ class TrainStep:
         device.set_tf32(config.tf32)
         objective = Objective(model, device, precision)
         device.compile(objective)
+        self._guarded_update = None
+        if not device.supports_found_inf:
+            assert scale is None
+            self._guarded_update = GuardedUpdate(config.clip_grad)
+            device.compile(self._guarded_update)
+        # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
+        self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
         self._objective = collectives.wrap(objective, ranks, device)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
@@ -88,21 +96,33 @@ class TrainStep:
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self._without_sync():
                 losses = self._objective(*_to_device(batch, self._device.torch_device))
-                self._backward(losses[0] / len(batches))
+                parts_of_mean = len(batches) * (self._ranks.world_size if self._adds_up else 1)
+                self._backward(losses[0] / parts_of_mean)
             parts.append(losses.detach().clone())
             self._device.mark_step()
         mean = torch.stack(parts).mean(dim=0)
-        norm, is_skipped = self._check_gradients(mean[0])
-        is_bad = is_skipped
-        if self._scale is not None:
-            is_bad = is_skipped * (~self._scale.explains(mean[0])).float()
-        scale = None if self._scale is None else self._scale.scale
-        update(self._optimizer, self._device, is_skipped, scale)
-        if self._scale is not None:
-            self._scale.adapt(is_skipped)
-        self._restore(statistics, is_skipped)
+        loss = self._reduce(mean[0])
+        if self._guarded_update is not None:
+            before = _split(statistics, self._statistics)
+            groups = groups_of(self._optimizer)
+            norm, is_bad = self._guarded_update(groups, loss, self._statistics, before)
+        else:
+            norm, is_bad = self._fused_update(loss, statistics)
         self._device.mark_step()
         return StepResult(Losses(*mean), norm, is_bad)
+
+    def _fused_update(self, loss: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Update with the device's fused kernels; return the norm and whether the step is bad."""
+        norm, is_skipped = self._check_gradients(loss)
+        if self._scale is None:
+            update(self._optimizer, is_skipped, None)
+            is_bad = is_skipped
+        else:
+            is_bad = is_skipped * (~self._scale.explains(loss)).float()
+            update(self._optimizer, is_skipped, self._scale.scale)
+            self._scale.adapt(is_skipped)
+        self._restore(statistics, is_skipped)
+        return norm, is_bad
 
     def _clear_gradients(self, *, accumulate: bool) -> None:
         """Clear the gradients of the previous step.
@@ -124,34 +144,33 @@ class TrainStep:
         scaled = loss if self._scale is None else loss * self._scale.scale
         scaled.backward()
 
+    def _reduce(self, loss: Tensor) -> Tensor:
+        """Return the sum of the ranks' losses, not finite if one is not; finish the gradients.
+
+        Gradients that are not averaged yet are added up by the same call.
+        """
+        if self._ranks.is_single_process:
+            return loss
+        total = loss.clone()
+        self._device.sum_over_ranks([*(self._gradients() if self._adds_up else ()), total])
+        return total
+
     def _check_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
         """Clip the gradients; return their norm before, and 1.0 if the step must be skipped."""
         gradients = self._gradients()
-        if self._ranks.world_size > 1 and self._device.ddp_bucket_mb is None:
-            for gradient in gradients:
-                torch.distributed.all_reduce(gradient)
-            torch._foreach_div_(gradients, self._ranks.world_size)
         norm = torch.nn.utils.get_total_norm(gradients)
         if self._scale is not None:
             norm = norm / self._scale.scale
         is_skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
-        if self._ranks.world_size > 1:
-            torch.distributed.all_reduce(is_skipped, torch.distributed.ReduceOp.MAX)
         if self._clip:
-            # nan_to_num: a non-finite norm must not spread; the optimizer skips that step anyway.
-            factor = (self._clip / (norm + 1e-6)).clamp(max=1.0).nan_to_num()
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, clip_factor(norm, self._clip))
         return norm, is_skipped
 
     def _restore(self, before: Tensor, is_skipped: Tensor) -> None:
         """Restore the statistics of batch norm if the step was skipped."""
         if self._statistics:
             kept = torch.where(is_skipped > 0, before, _flattened(self._statistics))
-            parts = kept.split([b.numel() for b in self._statistics])
-            torch._foreach_copy_(
-                self._statistics,
-                [p.view_as(b) for p, b in zip(parts, self._statistics, strict=True)],
-            )
+            torch._foreach_copy_(self._statistics, _split(kept, self._statistics))
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without averaging: it happens once a step, with the last micro-batch."""
@@ -197,3 +216,11 @@ def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | Non
 def _flattened(tensors: list[Tensor]) -> Tensor:
     """Return a flat copy of many small tensors, in one kernel."""
     return torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
+
+
+def _split(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor in the shapes of the tensors."""
+    if not tensors:
+        return []
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]

@@ -231,7 +231,6 @@ def test_absent_torch_is_a_usage_error(
     [
         (["--hpus", "8", "--fp16"], "fp16"),
         (["--tpus", "4", "--fp16"], "fp16"),
-        (["--hpus", "8", "--sync-bn"], "--sync-bn"),
     ],
 )
 def test_what_the_ranks_would_refuse_is_refused(

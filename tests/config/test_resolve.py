@@ -124,6 +124,14 @@ def test_broken_file_is_a_usage_error(tmp_path: Path, text: str) -> None:
         resolved(file=file)
 
 
+def test_a_huge_file_is_a_usage_error_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    with path.open("wb") as file:
+        file.truncate(10**9)
+    with pytest.raises(UsageError, match="16 MB"):
+        resolve(file=str(path), environment={})
+
+
 def test_missing_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such config file"):
         resolved(file=tmp_path / "none.toml")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
+from ssdctl.model.distributed_norm import DistributedBatchNorm2d
 from ssdctl.train.loss_scale import INITIAL_SCALE, LossScale
 from ssdctl.train.nonfinite import NonFiniteGuard
 from ssdctl.train.setup import with_sync_bn
@@ -112,7 +114,7 @@ def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
-    """Plain optimizers with everything put back where a step is bad: the same weights."""
+    """The masked update of their states: the same weights."""
 
     class Plain(Cpu):
         supports_found_inf = False
@@ -126,7 +128,9 @@ def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     for name in ("sgd", "adamw"):
         ends = []
         for device in (CPU, Plain()):
-            model, optimizer, step = build_training(device, optimizer=name, weight_decay=0.1)
+            model, optimizer, step = build_training(
+                device, optimizer=name, weight_decay=0.1, clip_grad=1.0
+            )
             for number, jitter in enumerate((float("inf"), 1.0, 1.0, float("inf"), 1.0)):
                 result = step([batch(seed=number, jitter=jitter)], 1e-2)
                 assert bool(result.is_bad) == (jitter != 1.0)
@@ -291,18 +295,25 @@ def test_a_gpu_too_old_for_the_compiler_steps_eagerly() -> None:
     assert "Triton needs compute capability 7, the GPU has 6.1" in notices[0]
 
 
-def test_sync_bn_is_refused_in_compiled_steps() -> None:
-    """PyTorch cannot compile it; a single rank has nothing to synchronise."""
+@pytest.mark.parametrize(
+    ("has_sync_bn", "execution", "expected"),
+    [
+        (True, "eager", torch.nn.SyncBatchNorm),
+        (True, "compile", DistributedBatchNorm2d),  # PyTorch cannot compile its own
+        (False, "eager", DistributedBatchNorm2d),
+    ],
+)
+def test_batch_norm_over_ranks_suits_the_device(
+    has_sync_bn: bool, execution: str, expected: type[torch.nn.Module]
+) -> None:
     device = Cpu()
-    device.has_sync_bn, device.execution = True, "compile"
-    model = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
-    assert with_sync_bn(model, device, Ranks(0, 1, 0)) is model  # type: ignore[arg-type,comparison-overlap]
-    with pytest.raises(UsageError, match="cannot compile") as refused:
-        with_sync_bn(model, device, Ranks(0, 2, 0))  # type: ignore[arg-type]
-    assert refused.value.hint == "add --execution eager"
-    device.execution = "eager"
-    converted = with_sync_bn(model, device, Ranks(0, 2, 0))  # type: ignore[arg-type]
-    assert type(converted[0]) is torch.nn.SyncBatchNorm  # type: ignore[index]
+    device.has_sync_bn, device.execution = has_sync_bn, execution
+    model: Any = torch.nn.Sequential(torch.nn.BatchNorm2d(2))
+    assert type(with_sync_bn(model, device, Ranks(0, 1, 0))[0]) is torch.nn.BatchNorm2d
+    state = copy.deepcopy(model.state_dict())
+    converted: Any = with_sync_bn(model, device, Ranks(0, 2, 0))
+    assert type(converted[0]) is expected
+    assert list(converted.state_dict()) == list(state)
 
 
 @pytest.mark.filterwarnings("ignore:Please use the new API:UserWarning")  # reading the switches

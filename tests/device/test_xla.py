@@ -145,6 +145,117 @@ def test_a_rank_takes_one_chip_of_its_node() -> None:
     assert "Setting mat mul precision" not in process.stderr
 
 
+# One process drives both cores: each batch is split over them.
+TWO_CORES = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import tiny_network as tiny
+import torch_xla
+from ssdctl.device import open_device
+from ssdctl.train.step import copy_ahead
+
+xla = open_device("xla")
+_, _, step = tiny.build_training(xla)
+batches = list(copy_ahead((tiny.batch(size=4, seed=n) for n in range(5)), xla))
+sharding = torch_xla._XLAC._get_xla_sharding_spec(batches[0].images)
+results, counters = [], []
+for n, batch in enumerate(batches):
+    results.append(step([batch], 1e-3 * n))
+    counters.append(xla.counters())
+losses = [float(result.losses.total) for result in results]
+print(json.dumps([xla.label, sharding, counters[1] == counters[-1], losses]))
+"""
+
+# Two replicas in threads of one process: ranks as on TPU v4 and later, as far as the CPU client has
+# them. It stops if one program has several reductions, so batch norm is frozen.
+TWO_REPLICAS = """
+import json, sys, threading
+sys.path.insert(0, sys.argv[1])
+import tiny_network as tiny
+import torch_xla.runtime as xr
+from torch_xla._internal import pjrt
+from ssdctl.device.xla import Xla
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.train.optimizer import build_optimizer
+from ssdctl.train.step import TrainStep
+import torch
+
+xr.addressable_runtime_device_count = lambda: 1  # of a rank
+lock, both, config = threading.Lock(), threading.Barrier(2), tiny.config()
+
+def train():
+    with lock:
+        xla = Xla(0)
+        rank = xla.torch_device.index
+        torch.manual_seed(0)
+        model = tiny.Tiny().train()
+        model.norm.eval()
+        model = xla.place(model)
+        step = TrainStep(
+            model, build_optimizer(model, config, xla), xla, config, "fp32", Ranks(rank, 2, rank)
+        )
+    results = []
+    for n in range(4):
+        batch = tiny.batch(size=4, seed=n, jitter=float("inf") if n == 2 and rank == 1 else 1.0)
+        half = batch._replace(**{
+            name: getattr(batch, name)[rank::2] for name in ("images", "boxes", "labels", "jitter")
+        })
+        both.wait()
+        results.append(step([half], 1e-3))
+        xla.synchronize()
+    weights = [p.double().sum().item() for p in model.parameters()]
+    losses = [r.losses.total.item() for r in results]
+    return losses, [r.is_bad.item() for r in results], weights
+
+found = pjrt._run_thread_per_device(0, 1, train, pjrt.initialize_multiprocess)
+print(json.dumps([found[0], found[1]]))
+"""
+
+
+def run_script(script: str) -> list[object]:
+    """Run a script with two devices of the CPU client; return the list that it prints."""
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(Path(__file__).parents[1])],
+        env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert process.returncode == 0, process.stderr
+    result: list[object] = json.loads(process.stdout.splitlines()[-1])
+    return result
+
+
+def test_two_cores_of_one_process_share_each_batch() -> None:
+    label, sharding, has_no_new_graphs, actual = run_script(TWO_CORES)
+    assert label == "XLA CPU, 2 cores"
+    assert str(sharding).startswith("{devices=[2,1,1,1]")
+    assert has_no_new_graphs
+    _, _, step = build_training(open_device("cpu"))
+    results = [step([batch(size=4, seed=n)], 1e-3 * n) for n in range(5)]
+    assert actual == pytest.approx([float(r.losses.total) for r in results], rel=1e-4)
+
+
+def test_two_replicas_equal_one_with_the_joined_batch() -> None:
+    """A step that is bad on one is skipped on both."""
+    first, second = run_script(TWO_REPLICAS)
+    assert first[1] == second[1] == [0, 0, 1, 0]  # type: ignore[index]
+    assert first[2] == second[2]  # type: ignore[index]
+    model, _, step = build_training(open_device("cpu"))
+    model.norm.eval()
+    results = []
+    for n in range(4):
+        joined = batch(size=4, seed=n, jitter=float("inf") if n == 2 else 1.0)
+        results.append(step([joined], 1e-3))
+    means = [(a + b) / 2 for a, b in zip(first[0], second[0], strict=True)]  # type: ignore[index]
+    expected = [float(r.losses.total) for r in results]
+    assert [means[n] for n in (0, 1, 3)] == pytest.approx(
+        [expected[n] for n in (0, 1, 3)], rel=1e-4
+    )
+    weights = [p.double().sum().item() for p in model.parameters()]
+    assert first[2] == pytest.approx(weights, rel=1e-4)  # type: ignore[index]
+
+
 def test_bf16_runs(xla: Device) -> None:
     actual = losses(build_training(xla, "bf16")[2], steps=2)
     assert actual == pytest.approx(losses(build_training(open_device("cpu"))[2], steps=2), rel=1e-2)
@@ -154,23 +265,20 @@ def test_bf16_runs(xla: Device) -> None:
 def test_a_run_and_its_resume(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Train, save, stop, resume: the losses equal the CPU's. XLA does not support detection yet."""
+    """Train, save, stop, go on, evaluate: the losses and the score are those of the CPU."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
-    data = tmp_path / "data"
-    data.mkdir()
-    for name in ("train2017", "annotations"):
-        (data / name).symlink_to(shapes / name)
-    (data / "dataset.toml").write_text(
-        '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
-    )
     options = TINY_RUN.replace("--device cpu", "").split()
-    by_device = {}
+    options += ["--augment", "none", "--set", "evaluate.batch_size=4"]
+    by_device, scores = {}, {}
     for device in ("cpu", "xla"):
         run = tmp_path / device
         for steps in (2, 3):
-            command = ["train", "--data", data, "--out", run, "--steps", steps, *options]
-            result = cli(*command, "--device", device, "--augment", "none")
+            command = ["train", "--data", shapes, "--out", run, "--steps", steps, *options]
+            result = cli(*command, "--device", device)
             assert result.code == 0, result.err
-        lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         by_device[device] = [r["loss"] for r in lines if r["kind"] == "train"]
+        scores[device] = [r["AP50"] for r in lines if r["kind"] == "eval"]
     assert by_device["xla"] == pytest.approx(by_device["cpu"], rel=1e-3)
+    assert scores["xla"] == pytest.approx(scores["cpu"], abs=1e-3)
+    assert scores["cpu"]

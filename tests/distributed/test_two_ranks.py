@@ -28,7 +28,7 @@ SCENARIOS = """
 import json, os, sys
 import tiny_network, torch
 from ssdctl.device import open_device
-from ssdctl.distributed.collectives import any_rank
+from ssdctl.distributed.collectives import FlagExchange, any_rank
 from ssdctl.distributed.process_group import process_group
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.distributed.ranks import find_ranks
@@ -49,7 +49,15 @@ with process_group(ranks, device, 60):
         weights = [p.detach().double().sum().item() for p in model.parameters()]
         steps.append([bool(result.is_bad), weights])
     flags = any_rank([ranks.rank == 1, False], ranks)
-print(json.dumps({"steps": steps, "agreed": flags}), flush=True)
+    exchange = FlagExchange(ranks)
+    later = [
+        exchange.exchange([ranks.rank == 1, False]),
+        exchange.exchange([False, ranks.rank == 0]),
+        exchange.exchange([False, False]),
+        exchange.settle([ranks.rank == 1, False]),
+        exchange.exchange([False, False]),
+    ]
+print(json.dumps({"steps": steps, "agreed": flags, "later": later}), flush=True)
 
 from ssdctl.download import sources
 from ssdctl.download.sources import PinnedFile, Weights
@@ -92,6 +100,13 @@ def test_a_step_that_is_bad_on_one_rank_is_skipped_on_all(pair: Pair) -> None:
     first, second = (json.loads(rank.out.splitlines()[0]) for rank in pair.ranks)
     assert first == second
     assert first["agreed"] == [True, False]
+    assert first["later"] == [
+        [False, False],
+        [True, False],
+        [False, True],
+        [True, False],  # settled: at once
+        [False, False],
+    ]
     flags = [is_bad for is_bad, _ in first["steps"]]
     weights = [values for _, values in first["steps"]]
     assert flags == [False, False, True, False]
@@ -103,6 +118,31 @@ def test_one_rank_downloads_the_weights_for_all(pair: Pair) -> None:
     assert [rank.code for rank in pair.ranks] == [0, 0], pair.ranks
     assert pair.sent_bytes < 1.05 * pair.weights_bytes
     assert sum(rank.err.count("backbone weights") for rank in pair.ranks) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["eager", "compile"])
+def test_batch_norm_over_two_ranks_trains_as_one_rank_with_the_joined_batch(
+    cli: Callable[..., Result], shapes: Path, tmp_path: Path, execution: str
+) -> None:
+    options = [*TINY_RUN.split(), "--data", str(shapes), "--steps", "3", "--execution", execution]
+    losses = {}
+    for name, ranks, extra in (
+        ("joined", 1, ["--bs", "4"]),
+        ("synchronized", 2, ["--bs", "2", "--sync-bn"]),
+        ("separate", 2, ["--bs", "2"]),
+    ):
+        out = tmp_path / name
+        command = ["launch", "--cpus", str(ranks), *options, *extra, "--out", str(out)]
+        done = subprocess.run(
+            [sys.executable, "-m", "ssdctl", *command], capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr
+        lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        losses[name] = [record["loss"] for record in lines if record["kind"] == "train"]
+    assert len(losses["joined"]) == 3
+    assert losses["synchronized"] == pytest.approx(losses["joined"], rel=1e-5)
+    assert losses["separate"] != pytest.approx(losses["joined"], rel=1e-4)
 
 
 def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:

@@ -237,6 +237,40 @@ def test_tpus_are_started_by_torchrun() -> None:
     assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
+TPU_V3 = Node(cores=48, sockets=2, two_core_tpus=4)
+
+
+@pytest.mark.parametrize(
+    ("count", "chips", "bounds"), [(1, "0", "1,1,1"), (2, "0,1", "1,2,1"), (4, "0,1,2,3", "2,2,1")]
+)
+def test_chips_of_two_cores_are_driven_by_one_process(count: int, chips: str, bounds: str) -> None:
+    plan = plan_for("xla", count, "train", node=TPU_V3)
+    assert "--nproc-per-node=1" in plan.argv
+    assert plan.num_ranks == 1
+    assert plan.environment["TPU_VISIBLE_CHIPS"] == chips
+    assert plan.environment["TPU_CHIPS_PER_PROCESS_BOUNDS"] == bounds
+    assert plan.environment["OMP_NUM_THREADS"] == "48"
+
+
+@pytest.mark.parametrize(("count", "settings"), [(3, {}), (8, {}), (8, {"nodes": 2})])
+def test_chips_of_two_cores_that_cannot_be_used_are_refused(
+    count: int, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match="tpus"):
+        plan_for("xla", count, "train", node=TPU_V3, **settings)
+
+
+def test_the_pci_bus_lists_chips_of_two_cores(tmp_path: Path) -> None:
+    ids = [("0x1ae0", "0x0027"), ("0x1ae0", "0x0027"), ("0x1ae0", "0x005e"), ("0x10de", "0x0027")]
+    for number, (vendor, device) in enumerate(ids):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{device}\n")
+    (tmp_path / "unreadable").mkdir()
+    assert read_node(pci=tmp_path).two_core_tpus == 2
+
+
 def test_torchruns_rendezvous_is_on_the_first_host() -> None:
     plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
     assert "--rdzv-endpoint=node-a:29400" in plan.argv

@@ -1,4 +1,4 @@
-"""What GPUs compute in another form than the CPU, compared with the CPU's form on the CPU."""
+"""What GPUs and XLA compute in another form than the CPU, compared with the CPU's form on the CPU."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def test_fused_matching_equals_matching(seed: int, num_boxes: int) -> None:
     defaults = box_cxcywh_to_ltrb(default_boxes_cxcywh())[::7]
     expected = pairwise_iou(boxes, defaults)
     assert torch.equal(pairwise_iou_transposed(boxes, defaults), expected.transpose(1, 2))
-    for value, other in zip(
-        match(boxes, labels, defaults, fused=True), match(boxes, labels, defaults), strict=True
-    ):
-        assert torch.equal(value, other)
+    matched = match(boxes, labels, defaults)
+    for form in ({"fused": True}, {"by_comparison": True}):
+        for value, other in zip(match(boxes, labels, defaults, **form), matched, strict=True):
+            assert torch.equal(value, other)
 
 
 def test_boxes_without_area_have_a_transposed_iou_of_zero() -> None:
@@ -108,7 +108,10 @@ def test_boxes_without_area_have_a_transposed_iou_of_zero() -> None:
     assert pairwise_iou_transposed(points, points[0]).eq(0).all()
 
 
-def test_the_compiled_loss_equals_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["gpu", "xla"])
+def test_another_form_of_the_loss_equals_the_eager_one(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     boxes, labels = random_truth(2, 9)
     loss = MultiboxLoss(torch.float64)
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +123,7 @@ def test_the_compiled_loss_equals_the_eager_one(monkeypatch: pytest.MonkeyPatch)
         return (total, *torch.autograd.grad(total, [offsets, logits]))
 
     expected = value_and_gradients()
-    monkeypatch.setattr(target, "is_gpu", lambda _: True)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(target, f"is_{form}", lambda _: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: form == "gpu")
     for value, other in zip(value_and_gradients(), expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-14)

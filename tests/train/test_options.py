@@ -111,12 +111,6 @@ def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: C
     assert {"init_start", "init_stop", "run_start", "global_batch_size", "seed"} < set(keys)
 
 
-def test_batch_norm_over_ranks_is_refused_without_support(shapes: Path, cli: Cli) -> None:
-    result = cli("train", "--data", shapes, "--out", "run", *OPTIONS, "--steps", 1, "--sync-bn")
-    assert result.code == 2
-    assert "--sync-bn" in result.err
-
-
 def test_throughput_reports_once_that_training_is_input_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -313,7 +313,7 @@ class TrainConfig(Section, frozen=True):
     sync_bn: Annotated[
         bool,
         setting(
-            "Compute batch norm over the images of all ranks, if the device supports it",
+            "Compute batch norm over the images of all ranks",
             panel="Recipe",
             aliases=("--distributed-bn",),
             affects_results=True,

@@ -1,0 +1,105 @@
+"""Batch norm over the images of all ranks, on any device, in eager, lazy and compiled steps.
+
+PyTorch's SyncBatchNorm needs CUDA and cannot be compiled. Here one all-reduce of two values per
+channel in forward and one in backward exchange the statistics and their gradients. It is a custom
+operator, which a compiler treats as opaque. Shapes are static: every rank has the same number of
+images.
+Shapes: B batch, C channels, H and W of the map.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+# A CUDA graph must not contain the exchange, if this PyTorch can leave it out.
+_OPTIONS: dict[str, Any] = (
+    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+)
+
+
+@torch.library.custom_op("ssdctl::mean_over_ranks", mutates_args=(), **_OPTIONS)
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Return the mean of a tensor over the ranks of the default process group."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@mean_over_ranks.register_fake
+def _(values: Tensor) -> Tensor:
+    return torch.empty_like(values)
+
+
+def _backward(_: Any, gradient: Tensor) -> Tensor:
+    # The objective is the mean of the ranks' losses, as the gradients of weights are averaged too.
+    result: Tensor = mean_over_ranks(gradient.contiguous())
+    return result
+
+
+mean_over_ranks.register_autograd(_backward)
+
+
+class DistributedBatchNorm2d(nn.BatchNorm2d):
+    """`nn.BatchNorm2d` that trains with the statistics of all ranks' batches.
+
+    Args:
+        features: Number of channels.
+        eps: Added to the variance.
+        momentum: Weight of a batch in the running statistics.
+        world_size: Number of ranks.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
+    def __init__(self, features: int, *, eps: float, momentum: float, world_size: int) -> None:
+        super().__init__(features, eps, momentum)
+        self.world_size = world_size
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize (B, C, H, W); the statistics are computed in the precision of the weights."""
+        if not self.training:
+            return super().forward(input)
+        with torch.autocast(input.device.type, enabled=False):
+            local_var_C, local_mean_C = torch.var_mean(
+                input.to(self.weight.dtype), dim=(0, 2, 3), correction=0
+            )
+            # Relative to the running mean, which is equal on all ranks: squares of small numbers.
+            local_shift_C = local_mean_C - self.running_mean
+            local_square_C = local_var_C + local_shift_C.square()
+            shift_C, square_C = mean_over_ranks(torch.stack([local_shift_C, local_square_C]))
+            mean_C = self.running_mean + shift_C
+            var_C = (square_C - shift_C.square()).clamp(min=0)
+            self._track(mean_C.detach(), var_C.detach(), input.numel() // input.shape[1])
+            scale_C = self.weight * torch.rsqrt(var_C + self.eps)
+            offset_C = self.bias - mean_C * scale_C
+            return (input * scale_C[:, None, None] + offset_C[:, None, None]).to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean_C: Tensor, var_C: Tensor, values: int) -> None:
+        """Update the running statistics; `values` is the number per channel and rank."""
+        total = values * self.world_size
+        self.num_batches_tracked.add_(1)
+        self.running_mean.lerp_(mean_C, self.momentum)
+        self.running_var.lerp_(var_C * (total / max(total - 1, 1)), self.momentum)
+
+
+def convert_batch_norms(module: nn.Module, world_size: int) -> None:
+    """Replace every `nn.BatchNorm2d` of a network, in place, keeping its parameters and buffers."""
+    for name, child in module.named_children():
+        if type(child) is not nn.BatchNorm2d:
+            convert_batch_norms(child, world_size)
+            continue
+        assert child.momentum is not None
+        norm = DistributedBatchNorm2d(
+            child.num_features, eps=child.eps, momentum=child.momentum, world_size=world_size
+        )
+        norm.weight, norm.bias = child.weight, child.bias
+        norm._buffers = child._buffers
+        setattr(module, name, norm.train(child.training))

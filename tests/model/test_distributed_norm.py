@@ -1,0 +1,85 @@
+"""Batch norm over two ranks against one rank with the joined batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ssdctl.launch.run import free_port
+
+SCRIPT = """
+import json, os, sys
+from torch import distributed as dist
+sys.path.insert(0, sys.argv[1])
+import test_distributed_norm as test
+from ssdctl.model.distributed_norm import convert_batch_norms
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+model = test.network()
+convert_batch_norms(model, 2)
+if sys.argv[2] == "compile":
+    model.compile(fullgraph=True, dynamic=False)
+results = test.train(model, test.images()[rank::2], ranks=2)
+if rank == 0:
+    print(json.dumps(results))
+dist.destroy_process_group()
+"""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1),
+        nn.BatchNorm2d(2),
+    ).double()  # fmt: skip
+
+
+def images() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return 5 + 2 * torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64)
+
+
+def train(model: nn.Module, batch: Tensor, *, ranks: int = 1) -> dict[str, list[float]]:
+    """Take two steps of SGD with gradients averaged over the ranks; return the state after them."""
+    for _ in range(2):
+        loss = model(batch).sigmoid().square().mean()
+        model.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            if ranks > 1:
+                torch.distributed.all_reduce(parameter.grad)
+            with torch.no_grad():
+                parameter -= 0.5 * parameter.grad / ranks
+    return {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("execution", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+def test_two_ranks_equal_one_with_the_joined_batch(execution: str) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), execution],
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output = [process.communicate(timeout=500)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0]
+    results = json.loads(output[0].splitlines()[-1])
+    expected = train(network(), images())
+    separate = train(network(), images()[::2])
+    assert list(results) == list(expected)
+    for name, values in expected.items():
+        assert results[name] == pytest.approx(values, abs=1e-10), name
+    assert separate["1.running_mean"] != pytest.approx(expected["1.running_mean"], abs=1e-4)
