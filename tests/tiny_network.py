@@ -23,11 +23,11 @@ NUM_CLASSES = 4
 class Tiny(nn.Module):
     """(B, 3, 300, 300) images -> (B, 4, 8732) offsets and (B, 4, 8732) logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_norm: bool = True) -> None:
         super().__init__()
         # Without a bias: before a batch norm its gradient is rounding noise, which AdamW scales up.
         self.stem = nn.Conv2d(3, 8, 3, stride=8, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(8)
+        self.norm = nn.BatchNorm2d(8) if has_norm else nn.Identity()
         self.heads = nn.Conv2d(8, (4 + NUM_CLASSES) * 7, 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,12 +54,12 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
 
 
 def build_training(
-    device: Device, precision: str = "fp32", **changes: Any
+    device: Device, precision: str = "fp32", *, has_norm: bool = True, **changes: Any
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
     settings = config(**changes)
-    model = device.place(Tiny()).train()
+    model = device.place(Tiny(has_norm=has_norm)).train()
     optimizer = build_optimizer(model, settings, device)
     scale = loss_scale(precision, device, optimizer)
     return model, optimizer, TrainStep(model, optimizer, device, settings, precision, scale=scale)

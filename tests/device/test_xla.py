@@ -167,7 +167,7 @@ print(json.dumps([xla.label, sharding, counters[1] == counters[-1], losses]))
 """
 
 # Two replicas in threads of one process: ranks as on TPU v4 and later, as far as the CPU client has
-# them. It stops if one program has several reductions, so batch norm is frozen.
+# them. It stops if one program has several reductions, so there is no batch norm.
 TWO_REPLICAS = """
 import json, sys, threading
 sys.path.insert(0, sys.argv[1])
@@ -188,9 +188,7 @@ def train():
         xla = Xla(0)
         rank = xla.torch_device.index
         torch.manual_seed(0)
-        model = tiny.Tiny().train()
-        model.norm.eval()
-        model = xla.place(model)
+        model = xla.place(tiny.Tiny(has_norm=False).train())
         step = TrainStep(
             model, build_optimizer(model, config, xla), xla, config, "fp32", Ranks(rank, 2, rank)
         )
@@ -241,8 +239,7 @@ def test_two_replicas_equal_one_with_the_joined_batch() -> None:
     first, second = run_script(TWO_REPLICAS)
     assert first[1] == second[1] == [0, 0, 1, 0]  # type: ignore[index]
     assert first[2] == second[2]  # type: ignore[index]
-    model, _, step = build_training(open_device("cpu"))
-    model.norm.eval()
+    model, _, step = build_training(open_device("cpu"), has_norm=False)
     results = []
     for n in range(4):
         joined = batch(size=4, seed=n, jitter=float("inf") if n == 2 else 1.0)
