@@ -54,8 +54,8 @@ MACHINE_VARIABLES = {
 }
 
 TINY_RUN = (
-    "--backbone resnet18 --backbone-weights none --bs 2 --warmup 1st --log-every 1 --workers 1 "
-    "--fp32 --device cpu"
+    "--preset stable-r34 --backbone resnet18 --backbone-weights none --bs 2 --warmup 1st "
+    "--log-every 1 --workers 1 --fp32 --device cpu"
 )
 
 

@@ -17,7 +17,7 @@ Cli = Callable[..., Result]
 ROOT = Path(__file__).parents[2]
 # 7 images in batches of 2: the epochs end with steps 3, 7 and 10.
 OPTIONS = [
-    *TINY_RUN.split(), "--preset", "stable-r34", "--limit-train", 7, "--epochs", 3,
+    *TINY_RUN.split(), "--limit-train", 7, "--epochs", 3,
     "--decay-epochs", "40,50",
 ]  # fmt: skip
 

@@ -98,9 +98,9 @@ def test_resuming_with_another_folder_is_reported(
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--lr", "0.1"], 2, "train.lr was 0.0112, is 0.1"),
+        (["--lr", "0.1"], 2, "train.lr was 0.0025, is 0.1"),
         (["--seed", "5"], 2, "train.seed was 0, is 5"),
-        (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0112, is 0.1"),
+        (["--lr", "0.1", "--resume-changed"], 0, "train.lr was 0.0025, is 0.1"),
         (["--resume", "never"], 2, "--resume never"),
         (["--keep", "5", "--save-every", "1st"], 0, "resuming"),
     ],

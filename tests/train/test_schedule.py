@@ -125,7 +125,7 @@ def due(text: str, plan: TrainSchedule, last: int) -> list[int]:
 
 @pytest.mark.full_network
 def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
-    run = ["--out", tmp_path / "run", "--preset", "stable-r34", *TINY_RUN.split()]
+    run = ["--out", tmp_path / "run", *TINY_RUN.split()]
     command = ["train", "--data", shapes, *run]
     assert cli(*command, "--steps", 1, "--eval-every", "9ep").code == 0
     size = (tmp_path / "run/checkpoints/last.pt").stat().st_size
