@@ -82,7 +82,10 @@ def detect_split(
     # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"
     min_batch = MIN_BATCH if is_cpu else options.batch_size
-    max_pending = 0 if is_cpu and torch.get_num_threads() <= FEW_CORES else MAX_PENDING
+    has_few_cores = is_cpu and torch.get_num_threads() <= FEW_CORES
+    # The end of a lazy device's graph ends the graphs of all threads, also half-recorded ones.
+    is_lazy = device.execution == "lazy"
+    max_pending = 0 if has_few_cores or is_lazy else MAX_PENDING
     batches: Iterable[Batch] = evaluation_batches(
         split,
         rows,
