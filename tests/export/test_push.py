@@ -93,6 +93,7 @@ def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "detect.py"}
 
 
+@pytest.mark.slow
 def test_the_cards_snippet_detects_without_ssdctl(cli: Cli, checkpoint: Path, shapes: Path) -> None:
     """The code in the card, in a process that cannot import ssdctl."""
     assert push(cli, checkpoint, "--out", "card", "--samples", 0).code == 0

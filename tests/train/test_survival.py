@@ -81,11 +81,11 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     command = ["train", "--data", shapes, *OPTIONS, "--steps", 4, "--eval-every", "2st"]
     detect = validate.detect_split
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
-        return detect(*given)
+        return detect(*given, **options)
 
-    def looks_on(*_: Any) -> Any:
+    def looks_on(*_: Any, **__: Any) -> Any:
         raise AssertionError("the other images are left out")
 
     with monkeypatch.context() as patch:
@@ -242,7 +242,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
     assert "saved" not in result.err
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, how: str) -> None:
     """Without a launcher's help: the ranks notice by themselves."""
     run = tmp_path / "run"
