@@ -132,8 +132,10 @@ def _join(ranks: Ranks, device: Device, timeout: datetime.timedelta) -> None:
 
 
 def _is_communication_error(error: Exception) -> bool:
-    words = ("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer")
-    words += ("pair closure",)  # gloo's, without its name, if an all-reduce of a backward pass ends
+    words = (
+        *("connection closed", "connection reset", "timed out", "gloo", "nccl", "hccl", "peer"),
+        "pair closure",  # gloo's, without its name, when an all-reduce of a backward pass ends
+    )
     return isinstance(error, dist.DistError) or any(w in str(error).lower() for w in words)
 
 
