@@ -63,7 +63,7 @@ DAMAGED = [
     b'{"kind": "event", "step": 4, "event": "\xff\xfe"}',
     b"\xff\xfe\x00",
     b"[" * 100_000,
-    b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 3000 + b"]" * 3000 + b"}",
+    b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     b'{"kind": "train", "step": 1' + b"0" * 400 + b', "epoch": 1}',
 ]
 
