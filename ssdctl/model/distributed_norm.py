@@ -43,6 +43,20 @@ def _backward(_: Any, gradient: Tensor) -> Tensor:
 mean_over_ranks.register_autograd(_backward)
 
 
+@torch.library.custom_op("ssdctl::copy_of_buffer", mutates_args=())
+def copy_of_buffer(values: Tensor) -> Tensor:
+    """Return a copy that a compiler keeps for the backward pass.
+
+    It would save or recompute an ordinary copy from the buffer, which has changed by then.
+    """
+    return values.clone()
+
+
+@copy_of_buffer.register_fake
+def _(values: Tensor) -> Tensor:
+    return torch.empty_like(values)
+
+
 class DistributedBatchNorm2d(nn.BatchNorm2d):
     """`nn.BatchNorm2d` that trains with the statistics of all ranks' batches.
 
@@ -71,10 +85,11 @@ class DistributedBatchNorm2d(nn.BatchNorm2d):
                 input.to(self.weight.dtype), dim=(0, 2, 3), correction=0
             )
             # Relative to the running mean, which is equal on all ranks: squares of small numbers.
-            local_shift_C = local_mean_C - self.running_mean
+            reference_C = copy_of_buffer(self.running_mean)
+            local_shift_C = local_mean_C - reference_C
             local_square_C = local_var_C + local_shift_C.square()
             shift_C, square_C = mean_over_ranks(torch.stack([local_shift_C, local_square_C]))
-            mean_C = self.running_mean + shift_C
+            mean_C = reference_C + shift_C
             var_C = (square_C - shift_C.square()).clamp(min=0)
             self._track(mean_C.detach(), var_C.detach(), input.numel() // input.shape[1])
             scale_C = self.weight * torch.rsqrt(var_C + self.eps)
