@@ -60,7 +60,7 @@ NOT_NEEDED = {
     "--kubernetes-run": "ssdctl launch --launcher kubernetes submits a job",
     "--num-examples-per-epoch": "the images of the dataset are counted",
     "--use-cocoeval-cc": "scoring always uses a compiled engine; --verify compares pycocotools",
-    "--recipe-cache": "compiled graphs are kept in ~/.cache/ssdctl, or in the folder that "
+    "--recipe-cache": "compiled recipes are kept in $TMPDIR/ssdctl-UID/hpu, or in the folder that "
     "PT_HPU_RECIPE_CACHE_CONFIG sets",
     "--static": "batches are always created from the dataset during training",
     "--parallel-loader": "the next batches are always copied to the device in advance",

@@ -103,7 +103,7 @@ class TrainConfig(Section, frozen=True):
             metavar="E,E",
             panel="Recipe",
             removed_flags={
-                "--multistep": "--decay-epochs 43,54, with commas",
+                "--multistep": "--decay-epochs 43,54, with commas (42,53 for DALI's example)",
                 "--lr-decay-schedule": "--decay-epochs 40,50, with commas",
                 "--lr-decay-epochs": "--decay-epochs 40,50, with commas",
                 "--k": "--decay-epochs 15,55, the two ends of the cosine",
