@@ -120,6 +120,7 @@ def _mock_gpu() -> None:
     }
     for name, answer in interface.items():
         setattr(CudaInterface, name, staticmethod(_constant(answer)))
+    # mypy refuses assignments to methods: this and the next ones replace PyTorch's for the H100.
     CudaInterface.Worker.get_device_properties = staticmethod(_constant(H100))  # type: ignore
     CudaInterface.Worker.current_device = staticmethod(_constant(0))  # type: ignore
 

@@ -48,6 +48,16 @@ class UsageError(SsdctlError):
     exit_code = ExitCode.USAGE
 
 
+def missing_package(name: str | None, *packages: str) -> UsageError:
+    """Return the error for an optional package that cannot be imported.
+
+    The hint names packages, not an extra: it also works if ssdctl itself is on no index.
+    """
+    return UsageError(
+        f"the package {name} is not installed", hint=f"pip install {' '.join(packages)}"
+    )
+
+
 class DataError(SsdctlError):
     exit_code = ExitCode.DATA
 

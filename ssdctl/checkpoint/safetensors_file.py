@@ -17,7 +17,7 @@ from ssdctl.checkpoint.format import MAX_COUNT, ArchitectureFields, Count
 from ssdctl.checkpoint.validation import is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, UsageError, missing_package
 
 SUFFIX = ".safetensors"
 CONFIG_FILE = "config.json"
@@ -53,14 +53,13 @@ def read_safetensors(path: Path) -> WeightsFile:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise UsageError(
-            "the package safetensors is not installed", hint="pip install 'ssdctl[hub]'"
-        ) from None
+        raise missing_package("safetensors", "safetensors") from None
     try:
         # The sizes in the header are checked against the file before a tensor is allocated.
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             config = _config(path, file.metadata() or {})
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            state = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         reason = (str(error) or repr(error)).splitlines()[0]
         raise IntegrityError(

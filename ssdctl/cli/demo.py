@@ -18,7 +18,7 @@ from ssdctl.runs.layout import RunDir
 # each image is used only once.
 BATCH_SIZE = 4
 RECIPE = (
-    "--backbone resnet18 --backbone-weights none --augment none "
+    "--preset stable-r34 --backbone resnet18 --backbone-weights none --augment none "
     f"--optimizer adamw --weight-decay 0.01 --clip-grad 10 --bs {BATCH_SIZE} --lr 8e-3 "
     "--warmup 20st --lr-decay cosine --decay-epochs 0.2,1"
 )

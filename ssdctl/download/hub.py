@@ -22,7 +22,14 @@ from typing import NamedTuple
 
 from ssdctl.download.fetch import sha256_of
 from ssdctl.download.http_response import describe_error
-from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError, UsageError
+from ssdctl.errors import (
+    DiskError,
+    IntegrityError,
+    NetworkError,
+    SsdctlError,
+    UsageError,
+    missing_package,
+)
 from ssdctl.runtime.redact import HIDDEN, redact_url, redact_urls
 
 log = logging.getLogger(__name__)
@@ -201,9 +208,7 @@ def hub_package() -> ModuleType:
         import huggingface_hub.errors
         import huggingface_hub.utils
     except ImportError as error:
-        raise UsageError(
-            f"the package {error.name} is not installed", hint="pip install 'ssdctl[hub]'"
-        ) from None
+        raise missing_package(error.name, "huggingface_hub", "safetensors") from None
     return huggingface_hub
 
 

@@ -20,7 +20,7 @@ from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.data import shapes
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.export import nvidia
 from ssdctl.export.onnx import OnnxComparison, onnx_model
 from ssdctl.files import atomic_write, write_bytes
@@ -78,9 +78,7 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
     try:
         from safetensors.torch import save
     except ImportError:
-        raise UsageError(
-            "the package safetensors is not installed", hint="pip install 'ssdctl[export]'"
-        ) from None
+        raise missing_package("safetensors", "safetensors") from None
     content: bytes = save({k: v.contiguous() for k, v in state.items()}, metadata)
     return content
 

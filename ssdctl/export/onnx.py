@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.reader import Checkpoint, load_network
-from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.errors import IntegrityError, missing_package
 from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.postprocess import (
     DETECTIONS_PER_IMAGE,
@@ -195,9 +195,7 @@ def _packages() -> tuple[Any, Any]:
         import onnxruntime
         import onnxscript  # noqa: F401 - PyTorch's exporter needs it
     except ImportError as error:
-        raise UsageError(
-            f"the package {error.name} is not installed", hint="pip install 'ssdctl[onnx]'"
-        ) from None
+        raise missing_package(error.name, "onnx", "onnxruntime", "onnxscript") from None
     return onnx, onnxruntime
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.inference.drawing import draw
 from ssdctl.inference.predict import TILES_PER_PASS, Predictor, View, view_of
 from ssdctl.inference.results import Detection
@@ -231,9 +231,7 @@ def _package() -> ModuleType:
         import av
         import av.error
     except ImportError as error:
-        raise UsageError(
-            f"the package {error.name} is not installed", hint="pip install 'ssdctl[video]'"
-        ) from None
+        raise missing_package(error.name, "av") from None
     return av
 
 

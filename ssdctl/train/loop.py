@@ -340,9 +340,8 @@ class _Trainer:
             with self.ema.in_place():
                 detections = self.validator.detect()
         if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
-            self._between_steps(
-                wait=True
-            )  # stops: not all images were seen; the resumed run evaluates
+            # Stops: not all images were evaluated; the resumed run evaluates again.
+            self._between_steps(wait=True)
             return
         self.evaluated_step = self.step
         self._save()

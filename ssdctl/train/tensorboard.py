@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from ssdctl.data.store import Split
-from ssdctl.errors import UsageError
+from ssdctl.errors import missing_package
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.runs.evaluation import SHOWN_SCORE
 
@@ -33,10 +33,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise UsageError(
-                "--tensorboard needs a package that is not installed",
-                hint="pip install 'ssdctl[tensorboard]'",
-            ) from None
+            raise missing_package("tensorboard", "tensorboard") from None
         self._writer: Any = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, record: dict[str, Any]) -> None:

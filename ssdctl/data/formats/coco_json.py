@@ -207,8 +207,9 @@ def whole_annotations(annotations: Sequence[LooseAnnotation]) -> list[Annotation
 
 def _area(value: object) -> float | None:
     """Return an area, None if it is not a number that a float can hold."""
-    is_number = isinstance(value, int | float) and abs(value) < 2**1000
-    return float(value) if is_number else None  # type: ignore[arg-type]
+    if isinstance(value, int | float) and abs(value) < 2**1000:
+        return float(value)
+    return None
 
 
 def whole_categories(categories: Sequence[LooseCategory]) -> list[Category]:

@@ -82,7 +82,7 @@ class _Rest(msgspec.Struct):
     categories: msgspec.Raw
 
 
-TABLES = {
+TABLES = {  # type checkers do not know list[] of a type that is a variable
     name: _Table(
         msgspec.json.Decoder(list[strict]),  # type: ignore[valid-type]
         msgspec.json.Decoder(list[loose]),  # type: ignore[valid-type]
