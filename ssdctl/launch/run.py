@@ -231,7 +231,8 @@ def _guard(
         interrupted = received.count(signal.SIGINT) > 1
         if plan.launcher == "mpirun":
             watch.poll()
-        abandoned = bool(select.select([lifeline], [], [], POLL_S)[0])
+        ready = select.select([lifeline, *watch.process_files()], [], [], POLL_S)[0]
+        abandoned = lifeline in ready
     early = stop.is_early()
     launcher_code = launcher.returncode  # None if the launcher is still running
     end_processes()
@@ -257,22 +258,38 @@ def _without_traceback(argv: Sequence[str]) -> list[str]:
 class _RankWatch:
     """Record which rank of this machine ends first without an exit code.
 
-    Open MPI 5 kills the other ranks within half a second, before they can report the lost one.
+    Open MPI 5 kills the other ranks within half a second, before they can report the lost one. A
+    process's file (`pidfd_open`) becomes readable when it ends, so that the guardian wakes then,
+    and not at its next poll, when all of them may have ended.
     """
 
     def __init__(self, launcher: int, exits: Path) -> None:
         self.launcher, self.exits = launcher, exits
         self.ranks: dict[int, int] = {}  # by process id
+        self.files: dict[int, int] = {}  # of running ranks, by process id
+        self.ended: set[int] = set()
         self.has_lost = False
 
+    def process_files(self) -> list[int]:
+        """Return a file of each running rank, readable after its end; none before Linux 5.3."""
+        return list(self.files.values())
+
     def poll(self) -> None:
-        running = direct_children(self.launcher)
+        running = set(direct_children(self.launcher))
         for pid in running:
             if pid not in self.ranks:
                 rank = variable_of(pid, RANK_VARIABLES)
                 if rank is not None and rank.isdigit():
                     self.ranks[pid] = int(rank)
-        ended = [rank for pid, rank in self.ranks.items() if pid not in running]
+                    if sys.platform == "linux" and hasattr(os, "pidfd_open"):
+                        with contextlib.suppress(OSError):
+                            self.files[pid] = os.pidfd_open(pid)
+        for file in select.select(self.process_files(), [], [], 0)[0]:
+            pid = next(pid for pid, opened in self.files.items() if opened == file)
+            os.close(self.files.pop(pid))
+            running.discard(pid)
+        self.ended |= self.ranks.keys() - running
+        ended = [self.ranks[pid] for pid in self.ended]
         lost = [rank for rank in ended if rank not in read_exits(self.exits)] if ended else []
         if len(lost) == 1 and not self.has_lost:
             self.has_lost = True
