@@ -148,6 +148,7 @@ def test_verbose_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("evaluate", "none.pt", "-v").err
 
 
+@pytest.mark.process
 def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
     """Not even root can create folders in /proc."""
     for arguments in (
@@ -193,6 +194,7 @@ def test_plan_reports_a_batch_larger_than_the_dataset(
     assert ("more than there are images" in result.out) == is_reported
 
 
+@pytest.mark.process
 def test_config_commands(cli: Cli) -> None:
     assert cli("config", "init").code == 0
     assert cli("config", "init").code == 2
@@ -380,6 +382,7 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     assert cli("export", checkpoint, "--format", "safetensors", "--out", "x.safetensors").code == 0
 
 
+@pytest.mark.process
 def test_benchmark_commands(cli: Cli) -> None:
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
     assert figures["images_per_second"] > 0
@@ -396,6 +399,7 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
     assert figures["execution"] == ("eager" if "not compiled" in done.err else "compile")
 
 
+@pytest.mark.process
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
