@@ -21,6 +21,7 @@ from ssdctl.device.base import (
     choose_execution,
     fused_adamw,
     fused_sgd,
+    pageable_buffer,
     sum_over_ranks_at_once,
 )
 
@@ -38,6 +39,7 @@ class Cpu:
     precisions = DEVICE_TYPES["cpu"].precisions
     num_cores = 1
     is_host = True
+    bounds_queue = True
     supports_found_inf = True
     has_sync_bn = False
     decoder: Decoder | None = None
@@ -68,8 +70,14 @@ class Cpu:
         if self.execution == "compile":
             inductor.compile_in_place(module)
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return pageable_buffer(shape)
+
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def wait_for_reads(self) -> None:
+        pass
 
     def wait_for_copies(self) -> None:
         pass

@@ -386,8 +386,12 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
 @pytest.mark.process
 def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 20)
-    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
+    options = ("--gpu-rate", 1e6, "--gpus", 8)
+    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
     assert figures["images_per_second"] > 0
+    assert figures["required_images_per_second"] == 8e6
+    assert figures["required_cores"] > 1000
+    assert figures["is_sufficient"] is False
     assert figures["images_per_second_full"] > 0
     for stage in ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms"):
         assert figures[stage] > 0

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -258,6 +258,33 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
         *("batch 2", "wait", *one, "step"),
         *("wait", "step"),
     ]  # fmt: skip
+
+
+def test_a_host_buffer_is_read_before_the_next_batch_is_decoded_into_it() -> None:
+    """Copies of this device read their host memory at the latest possible time."""
+
+    class Late(Cpu):
+        is_host = False
+        pending: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            self.pending.append((torch.empty_like(tensor), tensor))
+            return self.pending[-1][0]
+
+        def wait_for_reads(self) -> None:
+            for target, source in self.pending:
+                target.copy_(source)
+            self.pending.clear()
+
+    device = Late()
+    images = device.host_buffer((2, 300, 300, 3))
+
+    def reused() -> Iterator[Any]:
+        for number in range(4):
+            yield batch()._replace(images=images.fill_(number))
+
+    read = [int(copied.images.sum()) for copied in copy_ahead(reused(), device)]
+    assert read == [number * images.numel() for number in range(4)]
 
 
 def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> None:
