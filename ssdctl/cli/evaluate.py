@@ -14,7 +14,6 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError
-from ssdctl.evaluate.sources import evaluate_files, files_to_score, locate_source
 from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="A checkpoint, a run folder, a detector's name, hf://org/name[@revision], or a "
-            "COCO results file",
+            help="A checkpoint, an ONNX file of ssdctl export, a run folder, a detector's name, "
+            "hf://org/name[@revision], or a COCO results file",
             show_default=False,
         ),
     ],
@@ -67,6 +66,8 @@ def evaluate(
     split are scored, in fp32 unless --bf16 is given. The output includes the errors by type, with
     the AP50 that each type costs.
     """
+    from ssdctl.evaluate.sources import files_to_score, locate_source
+
     path = locate_source(what, mirror=call.config.download.mirror)
     evaluations = _evaluate(call, files_to_score(path), Path(detections) if detections else None)
     if not evaluations:  # not the main rank
@@ -88,6 +89,8 @@ def evaluate(
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score all files and print each result; the list is empty on ranks other than the main one."""
+    from ssdctl.evaluate.sources import evaluate_files
+
     keep_freed_memory()
     ranks = find_ranks()
     call.console.handler.addFilter(MainRankFilter(ranks))
