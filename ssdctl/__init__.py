@@ -39,7 +39,8 @@ def load(
 
     Args:
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
-            torchvision); a run folder: its best checkpoint, else its last; a detector's name, as
+            torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run folder: its
+            best checkpoint, else its last; a detector's name, as
             `ssd300-vgg16-coco`; or a model on the Hugging Face Hub, as `hf://org/name@v1`.
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.

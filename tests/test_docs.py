@@ -106,6 +106,7 @@ def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) 
 
 
 @every_page
+@pytest.mark.process
 def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
     """For real, but for Kubernetes, where the reader's own settings are missing."""
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
@@ -258,6 +259,7 @@ def test_figures_are_those_that_were_measured() -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results), number
 
 
+@pytest.mark.process
 def test_names_of_the_code_are_the_codes() -> None:
     """`docs/architecture.md` sends its readers to names that are there."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "ssdctl").rglob("*.py"))

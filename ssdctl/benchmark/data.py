@@ -56,7 +56,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     plan = single_process_config(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
-        return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads)
+        return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads, device=device)
 
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the full chain computes in the counted threads

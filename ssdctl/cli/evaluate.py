@@ -44,8 +44,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="A checkpoint, a run folder, a detector's name, hf://org/name[@revision], or a "
-            "COCO results file",
+            help="A checkpoint, an ONNX file of ssdctl export, a run folder, a detector's name, "
+            "hf://org/name[@revision], or a COCO results file",
             show_default=False,
         ),
     ],

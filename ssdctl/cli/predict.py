@@ -44,7 +44,7 @@ def predict(
         str,
         typer.Argument(
             metavar="CKPT|RUN",
-            help="Checkpoint, run folder, detector name or hf://org/name[@revision]",
+            help="Checkpoint, ONNX file, run folder, detector name or hf://org/name[@revision]",
             show_default=False,
         ),
     ],

@@ -21,7 +21,8 @@ from ssdctl.device.base import (
     choose_execution,
     fused_adamw,
     fused_sgd,
-    sum_each_over_ranks,
+    pageable_buffer,
+    sum_over_ranks_at_once,
 )
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
@@ -38,7 +39,7 @@ class Cpu:
     precisions = DEVICE_TYPES["cpu"].precisions
     num_cores = 1
     is_host = True
-    ddp_bucket_mb: int | None = 100
+    bounds_queue = True
     supports_found_inf = True
     has_sync_bn = False
     decoder: Decoder | None = None
@@ -52,6 +53,9 @@ class Cpu:
         flags = (facts.get("flags") or facts.get("Features") or "").split()
         self.has_native_bf16 = bool(BF16_FLAGS.intersection(flags))
         self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
+        # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
+        # takes 8 seconds of CPU time in each rank.
+        self.ddp_bucket_mb: int | None = 100 if self.execution == "compile" else None
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -66,8 +70,14 @@ class Cpu:
         if self.execution == "compile":
             inductor.compile_in_place(module)
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return pageable_buffer(shape)
+
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def wait_for_reads(self) -> None:
+        pass
 
     def wait_for_copies(self) -> None:
         pass
@@ -84,7 +94,7 @@ class Cpu:
         pass
 
     def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        sum_each_over_ranks(tensors)
+        sum_over_ranks_at_once(tensors)
 
     def mark_step(self) -> None:
         pass

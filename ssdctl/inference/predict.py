@@ -19,20 +19,18 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
-from ssdctl.device.base import Device
 from ssdctl.errors import UsageError
-from ssdctl.inference.detector import Detector
+from ssdctl.inference.detector import DetectorBackend, open_detector
 from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.inference.results import Detection, LabelledClass
 from ssdctl.inference.sources import source_of
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
-from ssdctl.model.ssd300 import SSD300
 
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
@@ -59,12 +57,8 @@ class Predictor:
     """Detect objects on pictures with a network. Created by `ssdctl.load`.
 
     Args:
-        model: On the device.
-        classes: The dataset's; empty if a third-party file does not name them.
-        device: Where the network is.
-        score: Detections score more than this.
-        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-        precision: `fp32` or another that the device computes in.
+        detector: Finds the objects; see `open_detector`.
+        classes: The dataset's, in the order of the detector's labels.
         options: Classes, number of detections, tiles.
 
     Raises:
@@ -73,18 +67,12 @@ class Predictor:
 
     def __init__(
         self,
-        model: SSD300,
+        detector: DetectorBackend,
         classes: Sequence[ClassName],
-        device: Device,
-        *,
-        score: float = 0.3,
-        nms_iou: float | None = None,
-        precision: str = "fp32",
         options: Options = Options(),  # noqa: B008 - immutable
     ) -> None:
-        self._classes = list(classes) or [
-            ClassName(None, f"class {label}") for label in range(1, model.num_classes)
-        ]
+        self._detector = detector
+        self._classes = list(classes)
         self._selected = _selected_classes(self.class_names, options.classes)
         if options.tile is not None and options.tile < MIN_TILE:
             raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
@@ -93,9 +81,6 @@ class Predictor:
                 f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
             )
         self.options = options
-        self._detector = Detector(
-            model.eval(), device, precision=precision, score_threshold=score, nms_iou=nms_iou
-        )
 
     @property
     def class_names(self) -> list[str]:
@@ -231,16 +216,18 @@ def load(
 ) -> Predictor:
     """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
     opened = open_device(device)
-    read = read_checkpoint(locate_checkpoint(checkpoint, mirror=mirror))
-    return Predictor(
-        opened.place(load_network(read)),
-        read.classes,
-        opened,
-        score=score,
-        nms_iou=nms_iou,
-        precision=precision,
-        options=options,
+    read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
+    detector = open_detector(
+        read, opened, precision=precision, score_threshold=score, nms_iou=nms_iou
     )
+    return Predictor(detector, class_names(read), options)
+
+
+def class_names(checkpoint: Checkpoint) -> list[ClassName]:
+    """Return the classes of a checkpoint; numbered if a third-party file does not name them."""
+    return checkpoint.classes or [
+        ClassName(None, f"class {label}") for label in range(1, checkpoint.architecture.num_classes)
+    ]
 
 
 def open_picture(picture: Picture) -> Image.Image:

@@ -287,6 +287,7 @@ class _Trainer:
             plan,
             fake=config.fake_data,
             decoder=setup.device.decoder,
+            buffer=setup.device.host_buffer,
         )
         batches = source.batches(0, self.plan.total_steps - self.step)
         self.batches = copy_ahead(batches, setup.device)

@@ -17,6 +17,8 @@ from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.resnet import StemConv
 from ssdctl.model.ssd300 import ALIGNMENT, SSD300, joined_heads
 
+pytestmark = pytest.mark.full_network
+
 
 @pytest.fixture
 def as_compiled_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
