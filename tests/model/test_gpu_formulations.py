@@ -26,6 +26,8 @@ from ssdctl.runtime.torch_compat import installed_version
 
 CODEGEN = Path(__file__).parent.parent.parent / "benchmarks/codegen.py"
 
+pytestmark = pytest.mark.full_network
+
 
 @pytest.fixture
 def as_compiled_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
