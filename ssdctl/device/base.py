@@ -169,6 +169,15 @@ def sum_each_over_ranks(tensors: list[Tensor]) -> None:
         torch.distributed.all_reduce(tensor)
 
 
+def sum_over_ranks_at_once(tensors: list[Tensor]) -> None:
+    """Add up tensors of one type over the ranks, by one call on a flat copy."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    torch.distributed.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
 def tensor_rate_sgd(
     groups: ParameterGroups, lr: float, momentum: float, device: torch.device
 ) -> torch.optim.Optimizer:

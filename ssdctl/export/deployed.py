@@ -92,9 +92,9 @@ class Deployed(nn.Module):
         self.is_decoded = options.nms != "raw"
         self.normalise = Normalise(conventions=self.network.conventions)
         self.register_buffer("defaults", default_boxes_cxcywh())
-        for module in self.modules():  # torch.export saves no buffer that is a view
+        for module in self.modules():  # torch.export warns of buffers with other strides
             for name, buffer in list(module.named_buffers(recurse=False)):
-                setattr(module, name, buffer.clone())
+                setattr(module, name, buffer.contiguous())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         offsets, logits = self.network(self.normalise(images))

@@ -20,6 +20,8 @@ from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
 from ssdctl.checkpoint.format import Architecture
 
+pytestmark = pytest.mark.full_network
+
 Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
 OPTIONS = LINE.split()

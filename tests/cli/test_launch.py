@@ -243,6 +243,7 @@ def test_what_the_ranks_would_refuse_is_refused(
 
 
 @pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])
+@pytest.mark.process
 def test_a_presets_precision_falls_back_with_a_notice(
     device: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def no_autocast(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.process
 def test_a_step_never_waits_for_the_device(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         build_training(Elsewhere())[2]([batch()], 1e-3)
 
 
+@pytest.mark.process
 def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     """The masked update of their states: the same weights."""
 
@@ -183,6 +185,7 @@ def test_an_execution_that_a_device_lacks_is_refused() -> None:
         open_device("cpu", execution="lazy")
 
 
+@pytest.mark.process
 def test_fp16_finds_its_scale_without_an_alarm() -> None:
     """A scale far too high makes gradients infinite; it halves until they are not."""
     model, optimizer, step = build_training(CPU, "fp16")

@@ -96,6 +96,7 @@ def check_quantization(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.process
 def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
     """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
     root = tmp_path / "root"
