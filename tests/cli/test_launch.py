@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ssdctl.cli.main import main
+from ssdctl.data.prepare import prepare
+from ssdctl.data.shapes import generate
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +233,12 @@ def test_absent_torch_is_a_usage_error(
     [
         (["--hpus", "8", "--fp16"], "fp16"),
         (["--tpus", "4", "--fp16"], "fp16"),
+        (["--tpus", "4", "--execution", "compile"], "--execution lazy"),
+        (["--gpus", "4", "--execution", "lazy"], "--execution compile or eager"),
+        (["--gpus", "8", "--warmup", "1200"], "--warmup 1200st"),
+        (["--gpus", "8", "--warmup", "20st", "--steps", "10"], "--warmup 1st"),
+        (["--tpus", "8", "--epochs", "3", "--warmup", "3.5"], "--warmup 300st"),
+        (["--hpus", "8", "--cluster", "voyager", "--warmup", "1200"], "--warmup 1200st"),
     ],
 )
 def test_what_the_ranks_would_refuse_is_refused(
@@ -240,6 +248,19 @@ def test_what_the_ranks_would_refuse_is_refused(
     captured = capsys.readouterr()
     assert subject in captured.err
     assert captured.out == ""
+
+
+def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate(Path("data"), num_train=6, num_val=1)
+    job = ("--cpus", "2", "--data", "data", "--bs", "2", "--epochs", "2", "--dry-run")
+    assert launch(*job, "--warmup", "100st") == 0  # the number of images is not known yet
+    prepare(Path("data"), Path("data/prepared"), pack=False)
+    assert launch(*job, "--warmup", "100st") == 2
+    assert "100 steps" in capsys.readouterr().err
+    assert launch(*job, "--warmup", "1st") == 0
+    assert launch(*job, "--preset", "nvidia-r50") == 0  # the preset's own one is shortened
 
 
 @pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])

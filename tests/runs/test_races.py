@@ -1,6 +1,6 @@
 """Two processes that start in the same millisecond: one goes on, the other exits 2 or waits.
 
-RACES=200 scripts/test -m slow tests/runs/test_races.py
+RACES=200 scripts/test -m slow tests/runs/test_races.py     # 200 races of each kind
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY_RUN, run_cli
-from forked import run_together
+from forked import import_modules_of, run_together
 from processes import wait_for
 
 from ssdctl.checkpoint.reader import read_checkpoint
@@ -22,7 +22,7 @@ from ssdctl.files import TEMPORARY_SUFFIX
 from ssdctl.runs import lock
 from ssdctl.runs.layout import RunDir
 
-ROUNDS = int(os.environ.get("RACES", "200"))
+ROUNDS = int(os.environ.get("RACES", "5"))
 
 
 def command(*arguments: object) -> int:
@@ -69,9 +69,10 @@ def test_two_trainings_at_once(
     shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "WAIT_S", 0.0)
-    train = ["train", "--data", shapes, "--steps", 1, *TINY_RUN.split(), "--eval-every", 0]
-    # Everything is imported and prepared here, in another process than this one's threads.
-    assert run_together([partial(command, *train, "--out", tmp_path / "first")], tmp_path) == [0]
+    train = ["train", "--data", shapes, "--steps", 1, *TINY_RUN.split()]
+    train += ["--set", "evaluate.limit=1"]
+    first = partial(command, *train, "--out", tmp_path / "first")  # it also prepares the dataset
+    assert import_modules_of(first, tmp_path) == 0
     ends: dict[tuple[int, ...], int] = {}
     for number in range(ROUNDS):
         out = tmp_path / str(number)
@@ -95,7 +96,7 @@ def test_two_prepares_at_once(shapes: Path, tmp_path: Path) -> None:
     def prepare(store: Path) -> Callable[[], int]:
         return partial(command, "prepare", "--data", shapes, "--store", store, "--jobs", 1)
 
-    assert run_together([prepare(tmp_path / "one")], tmp_path) == [0]
+    assert import_modules_of(prepare(tmp_path / "one"), tmp_path) == 0
     expected = json.loads((tmp_path / "one/report.json").read_text())
     for number in range(ROUNDS):
         store = tmp_path / str(number)
