@@ -15,6 +15,7 @@ import pytest
 from ssdctl.cli.main import main
 from ssdctl.data.prepare import prepare
 from ssdctl.data.shapes import generate
+from ssdctl.launch import run
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +219,21 @@ def test_absent_mpirun_is_a_usage_error(
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch("--hpus", "8") == 2
     assert "openmpi" in capsys.readouterr().err
+
+
+def test_the_end_of_a_failed_ranks_log_is_printable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks inherit the terminal; this is what launch itself prints of them."""
+    monkeypatch.setattr(run, "run", lambda plan, **_: run.JobOutcome(8, {1: 8}))
+    log = Path("run/logs/rank-1.log")
+    log.parent.mkdir(parents=True)
+    log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")
+    assert launch("--cpus", "2", "--out", "run") == 8
+    error_text = capsys.readouterr().err
+    assert r"lost \x1b]0;title\x07\x1b[2J\u202e" in error_text
+    assert not set("\x1b\x07\u202e") & set(error_text)
+    assert "\nerror: fake" not in error_text
 
 
 def test_absent_torch_is_a_usage_error(
