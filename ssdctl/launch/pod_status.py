@@ -58,7 +58,7 @@ class PodStatus(Struct, rename="camel"):
     container_statuses: list[ContainerStatus] | None = None
 
 
-class Metadata(Struct, rename="camel"):
+class PodMetadata(Struct, rename="camel"):
     """The name of a pod."""
 
     name: str
@@ -68,7 +68,7 @@ class Metadata(Struct, rename="camel"):
 class Pod(Struct):
     """A pod."""
 
-    metadata: Metadata
+    metadata: PodMetadata
     status: PodStatus = field(default_factory=PodStatus)
 
     @property
@@ -88,7 +88,7 @@ class JobStatus(Struct):
     conditions: list[Condition] | None = None
 
 
-class Job(Struct):
+class KubernetesJob(Struct):
     """The answer of `kubectl get JOB -o json`."""
 
     status: JobStatus = field(default_factory=JobStatus)

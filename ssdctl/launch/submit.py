@@ -198,7 +198,7 @@ def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write) -> int:
     while True:
         pods.copy_logs()
         answer = _query("kubectl", "get", *pods.space, job, "-o", "json")
-        ends = pod_status.parse(answer, pod_status.Job).ends()
+        ends = pod_status.parse(answer, pod_status.KubernetesJob).ends()
         if ends & {"Succeeded", "Complete"}:
             return 0
         if "Failed" in ends:

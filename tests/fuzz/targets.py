@@ -28,7 +28,7 @@ from ssdctl.cli.console import Console
 from ssdctl.data.shapes import generate
 from ssdctl.errors import ExitCode
 
-COMMAND_EVERY = 20
+COMMAND_EVERY = 100
 
 
 class Target(NamedTuple):

@@ -27,7 +27,7 @@ Content = bytes | mmap.mmap
 T = TypeVar("T")
 # The longest path on Linux, and far more than the name of a class: longer ones are refused.
 FileName = Annotated[str, msgspec.Meta(max_length=4096)]
-Name = Annotated[str, msgspec.Meta(max_length=1000)]
+Name = Annotated[str, msgspec.Meta(max_length=10_000)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
