@@ -1,12 +1,15 @@
 """Count the kernels and bytes of a compiled training step on an H100, without a GPU.
 
-    python benchmarks/codegen.py [--backbone resnet34] [--bs 128] [--json] [--keep DIR]
+    python benchmarks/codegen.py [--backbone resnet34] [--bs 128] [--json] [--check] [--keep DIR]
 
 Inductor writes the Triton code of the step for a mocked H100 on fake tensors; nothing is executed.
 The number of kernels is counted in the generated code, and inductor estimates the bytes that each
 kernel moves (`kernel_num_gb`). Convolutions are vendor kernels: they are counted, their bytes are
 not. Predicted times are a roofline: bytes over the memory's rate, or arithmetic over the tensor
 cores' rate at the share that cuDNN reaches.
+
+`--check` fails if a kernel adds with atomics, or if a convolution other than the stem has a number
+of channels that tensor cores cannot use.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ GPU = torch.device("cuda", 0)
 MEMORY_GB_PER_S = 2700.0  # of 3,350: what streaming kernels reach on an H100 SXM
 TENSOR_TFLOPS = 400.0  # of 989 in bf16: what convolutions of this size reach
 LAUNCH_US = 2.0  # within a CUDA graph
+ALIGNED = 8  # channels, for bf16 tensor cores
+STEM = (4, 64)  # channels of the images with a fourth plane, and of the stem
 
 H100 = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -72,6 +77,7 @@ class Generated(NamedTuple):
     kernels: list[Kernel]
     convolutions: int
     others: list[str]  # further calls of library kernels
+    atomics: int  # additions of that kind in the generated kernels
 
     @property
     def launches(self) -> int:
@@ -315,7 +321,18 @@ def summarize(code: str) -> Generated:
         kernels.append(Kernel(match[1], float(gigabytes[1]) if gigabytes else 0.0, launches))
     library = re.findall(r"(?:extern_kernels\.\w+|torch\.ops\.aten\.[\w.]+)\(", call)
     others = [name for name in library if "convolution" not in name]
-    return Generated(kernels, len(library) - len(others), others)
+    return Generated(kernels, len(library) - len(others), others, code.count("tl.atomic_add("))
+
+
+def unaligned_channels(forward: torch.fx.GraphModule) -> list[tuple[int, int]]:
+    """Return the input and output channels of convolutions that waste tensor cores."""
+    weights = [
+        node.args[1].meta["val"]
+        for node in forward.graph.nodes
+        if node.target == torch.ops.aten.convolution.default
+    ]
+    channels = [(weight.shape[1], weight.shape[0]) for weight in weights]
+    return [pair for pair in channels if pair != STEM and any(n % ALIGNED for n in pair)]
 
 
 def gigaflop(backbone: str, extra_norm: str, batch_size: int) -> float:
@@ -377,6 +394,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--boxes", type=int, default=93, help="most boxes of an image")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the generated code here")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="list the N largest")
+    parser.add_argument("--check", action="store_true", help="fail on atomics and odd channels")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -396,6 +414,7 @@ def main() -> None:
             graphs = trace(
                 options.backbone, options.extra_norm, options.bs, options.precision, options.boxes
             )
+            unaligned = unaligned_channels(graphs["forward"])
             _mock_gpu()
             code = {n: generate(g, is_backward=n == "backward") for n, g in graphs.items()}
     parts = {name: summarize(text) for name, text in code.items()}
@@ -403,9 +422,14 @@ def main() -> None:
         options.keep.mkdir(parents=True, exist_ok=True)
         for name, text in code.items():
             (options.keep / f"{options.backbone}-{name}.py").write_text(text)
+    if options.check and (unaligned or any(part.atomics for part in parts.values())):
+        atomics = {name: part.atomics for name, part in parts.items()}
+        raise SystemExit(f"atomic additions: {atomics}; unaligned convolutions: {unaligned}")
     if options.json:
         result: dict[str, float] = {f"launches_{n}": p.launches for n, p in parts.items()}
         result |= {f"gigabytes_{n}": round(p.gigabytes, 2) for n, p in parts.items()}
+        result["atomics"] = sum(part.atomics for part in parts.values())
+        result["unaligned_convolutions"] = len(unaligned)
         print(json.dumps(result))
         return
     for name, part in parts.items():

@@ -1,10 +1,12 @@
 """Host time per step of agreeing on flags (stop, save, end) over many ranks.
 
-    python benchmarks/flags.py --ranks 8 --ranks 64 --ranks 256
+    TORCH_GLOO_LAZY_INIT=1 python benchmarks/flags.py --ranks 8 --ranks 64 --ranks 256
 
 The ranks are threads of this process, each with its own gloo group over the loopback interface. A
 step is a sleep, in which gloo's threads exchange the flags. "blocking" waits for the exchange at
 every step; "one step later" takes the result of the previous step, as the training loop does.
+With more ranks than cores the wall time of a call is mostly the other ranks' computing: the CPU
+time of the rank's own thread is what a host with a core per rank would wait at least.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import datetime
 import statistics
 import threading
 import time
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from torch import distributed as dist
@@ -25,10 +27,17 @@ TIMEOUT = datetime.timedelta(seconds=600)
 FLAGS = (False, False, False)
 
 
-def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[float]]:
-    """Return the host milliseconds per step of every rank, by method."""
+class Call(NamedTuple):
+    """Host milliseconds of one exchange in one rank."""
+
+    wall: float
+    cpu: float  # of the thread that trains
+
+
+def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[Call]]:
+    """Return the calls of every rank and step, by method."""
     store = dist.HashStore()
-    times: dict[str, list[float]] = {"blocking": [], "one step later": []}
+    calls: dict[str, list[Call]] = {"blocking": [], "one step later": []}
     barrier = threading.Barrier(world_size)
 
     def run(rank: int) -> None:
@@ -39,9 +48,10 @@ def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[float]
             barrier.wait()
             for _ in range(steps):
                 time.sleep(step_s)
-                start = time.perf_counter()
+                wall, cpu = time.perf_counter(), time.thread_time()
                 call(FLAGS)
-                times[name].append(1000 * (time.perf_counter() - start))
+                wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+                calls[name].append(Call(1000 * wall, 1000 * cpu))
             barrier.wait()
         flags.settle(FLAGS)
         barrier.wait()
@@ -51,7 +61,7 @@ def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[float]
         thread.start()
     for thread in threads:
         thread.join()
-    return times
+    return calls
 
 
 def main(
@@ -60,11 +70,14 @@ def main(
     step_seconds: Annotated[float, typer.Option(help="Length of a step.")] = 0.3,
 ) -> None:
     """Print the median and the 90th percentile over ranks and steps."""
-    print("ranks  method           median ms   90% ms")
+    print("ranks  method           wall: median ms   90% ms   CPU: median ms   90% ms")
     for world_size in ranks:
-        for name, times in measure(world_size, steps, step_seconds).items():
-            high = statistics.quantiles(times, n=10)[-1]
-            print(f"{world_size:5}  {name:15}  {statistics.median(times):9.3f} {high:8.3f}")
+        for name, calls in measure(world_size, steps, step_seconds).items():
+            columns = [
+                f"{statistics.median(times):15.3f} {statistics.quantiles(times, n=10)[-1]:8.3f}"
+                for times in ([c.wall for c in calls], [c.cpu for c in calls])
+            ]
+            print(f"{world_size:5}  {name:15}  {'  '.join(columns)}", flush=True)
 
 
 if __name__ == "__main__":

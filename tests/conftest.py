@@ -93,16 +93,14 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes
-    or reads the trained run, else `unit`. The tests of the network build all of it."""
+    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes,
+    reads the trained run or builds the whole network, else `unit`."""
     for item in items:
         assert isinstance(item, pytest.Function)
-        if item.path.parent.name in ("benchmark", "model"):
-            item.add_marker("full_network")
         if item.get_closest_marker("process") or item.get_closest_marker("slow"):
             continue
-        is_process = "tiny_run" in item.fixturenames or starts_processes(item)
-        item.add_marker("process" if is_process else "unit")
+        is_process = "tiny_run" in item.fixturenames or item.get_closest_marker("full_network")
+        item.add_marker("process" if is_process or starts_processes(item) else "unit")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -106,6 +106,7 @@ def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) 
 
 
 @every_page
+@pytest.mark.process
 def test_launches_can_be_planned(page: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
     """For real, but for Kubernetes, where the reader's own settings are missing."""
     (tmp_path / "hosts").write_text("a slots=8\nb slots=8\n")
@@ -163,6 +164,32 @@ def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
     assert (tmp_path / "boxes.png").is_file()
     assert (tmp_path / "runs/parts/report.html").is_file()
     assert (tmp_path / "drawn/detections.json").is_file()
+
+
+@pytest.mark.slow
+def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "python.md", tmp_path, cli)
+    assert (tmp_path / "run/report.html").is_file()
+    assert (tmp_path / "drawn.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # they are not committed
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    data = [output["data"] for output in outputs if "data" in output]
+    pictures = [entry for entry in data if "image/png" in entry]
+    assert len(pictures) == 2  # the loss and the detections
+    assert any("AP50" in entry.get("text/plain", "") for entry in data)
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "training" in text + str(data)  # a progress bar, of text without ipywidgets
+    assert "Warning" not in text
 
 
 COCO = {
@@ -258,6 +285,7 @@ def test_figures_are_those_that_were_measured() -> None:
         assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]\d)", results), number
 
 
+@pytest.mark.process
 def test_names_of_the_code_are_the_codes() -> None:
     """`docs/architecture.md` sends its readers to names that are there."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "ssdctl").rglob("*.py"))

@@ -101,6 +101,7 @@ def test_report(tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.Mo
     assert paths
 
 
+@pytest.mark.process
 def test_prepare(shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     prepare = ("prepare", "--data", shapes, "--store", out, "--jobs", 1)

@@ -47,6 +47,7 @@ def test_the_language_is_plain(path: Path) -> None:
     assert not matches
 
 
+@pytest.mark.process
 def test_no_public_class_name_has_two_meanings() -> None:
     places = defaultdict(list)
     for path in PACKAGE.rglob("*.py"):
@@ -83,6 +84,7 @@ def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
     return [set(left)] if left else []
 
 
+@pytest.mark.process
 def test_no_import_circle() -> None:
     paths = {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p

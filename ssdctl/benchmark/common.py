@@ -10,7 +10,7 @@ from ssdctl.data import shapes
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
-from ssdctl.device.base import Decoder
+from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
@@ -50,9 +50,15 @@ def endless_batches(
     *,
     batch_size: int,
     threads: int,
-    decoder: Decoder | None = None,
+    device: Device,
 ) -> Iterator[Batch]:
-    """Return training batches of one rank from the config's pipeline."""
+    """Return training batches of one rank from the config's pipeline"""
     plan = single_process_config(split, config, batch_size=batch_size, threads=threads)
-    source = open_input(config.train.pipeline, split, plan, decoder=decoder)
+    source = open_input(
+        config.train.pipeline,
+        split,
+        plan,
+        decoder=device.decoder,
+        buffer=device.host_buffer,
+    )
     return source.batches(0, 1 << 40)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size
 from ssdctl.train.optimizer import build_optimizer
@@ -39,7 +39,7 @@ MATMUL_SIZE = {"cpu": 2048}
 ACCELERATOR_MATMUL_SIZE = 8192
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WARMUP_STEPS = 3
-WAIT_EVERY = 10  # steps: like logging does, so that the host does not run far ahead
+CHECK_EVERY = 10  # steps
 
 
 class Rate(NamedTuple):
@@ -103,13 +103,13 @@ class _Bench:
         fake_rate = self._rate(step, fake, seconds)
         rate, extra = fake_rate, {}
         if split is not None:
-            threads = self.config.train.workers or len(os.sched_getaffinity(0))
+            threads = self.config.train.workers or usable_cores()
             real = endless_batches(
                 split,
                 self.config,
                 batch_size=self.size,
                 threads=threads,
-                decoder=self.device.decoder,
+                device=self.device,
             )
             rate = self._rate(step, real, seconds)
             extra = {
@@ -175,6 +175,7 @@ class _Bench:
             lambda: step([next(ahead)], 1e-6),
             seconds,
             wait=self.device.synchronize,
+            drain=not self.device.bounds_queue,
             is_any=lambda flag: collectives.any_rank([flag], self.ranks)[0],
         )
         images = self.size * steps * self.ranks.world_size
@@ -187,6 +188,7 @@ def timed(
     *,
     wait: Callable[[], None],
     is_any: Callable[[bool], bool],
+    drain: bool = True,
 ) -> tuple[int, float]:
     """Repeat work until the seconds are over on any rank.
 
@@ -194,6 +196,9 @@ def timed(
         work: Is timed.
         seconds: The minimum duration.
         wait: Waits until the submitted work is done.
+        drain: Wait at every check of the time, so that the host does not run far ahead of the
+            device. Otherwise only after the first and the last repetition: each wait leaves the
+            device without work until the host has submitted more.
         is_any: Returns whether the flag is true on any rank; all ranks must call it equally often.
 
     Returns:
@@ -206,13 +211,15 @@ def timed(
         work()
         times += 1
         if times % check_every == 0:
-            wait()
+            if drain or times == 1:
+                wait()
             spent = time.perf_counter() - start
             is_over = is_any(spent >= seconds)
             # Fast work is checked every few repetitions, slow work each time. All ranks must decide
             # this together: after different decisions they would wait for each other forever.
-            if times == 1 and not is_any(spent > seconds / WAIT_EVERY):
-                check_every = WAIT_EVERY
+            if times == 1 and not is_any(spent > seconds / CHECK_EVERY):
+                check_every = CHECK_EVERY
+    wait()
     return times, time.perf_counter() - start
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.checkpoint import third_party
+from ssdctl.checkpoint import onnx_file, third_party
 from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
 from ssdctl.checkpoint.safetensors_file import SUFFIX as SAFETENSORS
 from ssdctl.checkpoint.safetensors_file import read_safetensors
@@ -53,7 +53,10 @@ class Checkpoint(NamedTuple):
     optimizer: dict[str, Any]
     third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
-    weights_only: bool = False  # a `.safetensors` file
+    weights_only: bool = False  # a `.safetensors` or ONNX file
+    graph: bytes | None = None  # of an ONNX file, in which `model` is empty
+    # The score threshold and IoU of the NMS in the graph.
+    nms: tuple[float | None, float | None] | None = None
 
     @property
     def is_of_run(self) -> bool:
@@ -68,6 +71,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
         UsageError: There is no such file.
         IntegrityError: It is damaged, not a checkpoint, or would run code.
     """
+    if path.suffix == onnx_file.SUFFIX:
+        raise UsageError(
+            f"{path}: an ONNX file can be run and scored; this needs weights",
+            hint="name the checkpoint that it was exported from",
+        )
     if path.suffix == SAFETENSORS:
         return _read_weights_file(path)
     payload = read_payload(path)
@@ -79,6 +87,21 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise IntegrityError(
             f"{path}: a checkpoint with values of other types: {error!r:.300}"
         ) from error
+
+
+def read_model(path: Path) -> Checkpoint:
+    """Read a detector to run it: a checkpoint, or an ONNX file of `ssdctl export`.
+
+    Raises:
+        UsageError: There is no such file, or a package is absent.
+        IntegrityError: It is damaged, not a detector, or would run code.
+    """
+    if path.suffix != onnx_file.SUFFIX:
+        return read_checkpoint(path)
+    graph, facts = onnx_file.read_onnx(path)
+    architecture = Architecture(facts.backbone, "none", facts.num_classes)
+    checkpoint = _without_run(path, {}, architecture, facts.named_classes, facts.step, facts.epoch)
+    return checkpoint._replace(graph=graph, nms=(facts.score_threshold, facts.nms_iou))
 
 
 def _read_any(path: Path, payload: Any) -> Checkpoint:
@@ -120,14 +143,26 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
 def _read_weights_file(path: Path) -> Checkpoint:
     """Read a `.safetensors` file; nothing in it names the run, so it cannot be resumed."""
     state, config = read_safetensors(path)
+    architecture = Architecture(*msgspec.structs.astuple(config.architecture))
+    return _without_run(path, state, architecture, config.classes, config.step, config.epoch)
+
+
+def _without_run(
+    path: Path,
+    model: dict[str, Tensor],
+    architecture: Architecture,
+    classes: list[ClassName],
+    step: int,
+    epoch: float,
+) -> Checkpoint:
     return Checkpoint(
         path=path,
-        model=state,
-        architecture=Architecture(*msgspec.structs.astuple(config.architecture)),
-        classes=config.classes,
+        model=model,
+        architecture=architecture,
+        classes=classes,
         config={},
-        step=config.step,
-        epoch=config.epoch,
+        step=step,
+        epoch=epoch,
         samples_seen=0,
         images=0,
         global_batch=0,

@@ -12,7 +12,6 @@ import difflib
 import os
 import re
 import sys
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -222,7 +221,7 @@ def _converted(override: Override, setting: Setting) -> Any:
     value = override.value
     target = plain_type(setting.type)
     if isinstance(value, str):
-        if typing.get_origin(target) is tuple:
+        if setting.is_list:
             value = [part.strip() for part in value.split(",") if part.strip()]
         elif value == "" and setting.default is None:
             value = None

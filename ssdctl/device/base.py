@@ -40,6 +40,7 @@ class Device(Protocol):
     notices: tuple[str, ...]  # for the user, such as why a requested feature is not used
     num_cores: int  # that share every batch; batches are multiples of it
     is_host: bool  # it computes on tensors of the host: nothing is copied
+    bounds_queue: bool  # `wait_for_copies` keeps the host at most a few steps ahead
     # Bucket size of DistributedDataParallel; None: `sum_over_ranks` after the backward pass.
     ddp_bucket_mb: int | None
     has_sync_bn: bool  # PyTorch's SyncBatchNorm supports it, in eager steps
@@ -62,11 +63,19 @@ class Device(Protocol):
         """Compile a module's calls in place if `execution` is compile; else do nothing."""
         ...
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        """Return uninitialised uint8 host memory that `copy` reads without a copy on the host."""
+        ...
+
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device without waiting.
 
-        The host tensor may be overwritten immediately.
+        The host tensor may be overwritten immediately; a host buffer, after `wait_for_reads`.
         """
+        ...
+
+    def wait_for_reads(self) -> None:
+        """Wait until the copies so far have read their host buffers."""
         ...
 
     def wait_for_copies(self) -> None:
@@ -145,6 +154,11 @@ def choose_execution(device: str, requested: str | None) -> str:
     return requested
 
 
+def pageable_buffer(shape: tuple[int, ...]) -> Tensor:
+    """Return `Device.host_buffer` of devices without a use for pinned memory."""
+    return torch.empty(shape, dtype=torch.uint8)
+
+
 def compile_cache(name: str, local_rank: int = 0) -> Path:
     """Return the folder of compiled graphs, which a resumed run does not compile again."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -155,6 +169,15 @@ def sum_each_over_ranks(tensors: list[Tensor]) -> None:
     """Add up each tensor over the ranks by the backend of torch.distributed."""
     for tensor in tensors:
         torch.distributed.all_reduce(tensor)
+
+
+def sum_over_ranks_at_once(tensors: list[Tensor]) -> None:
+    """Add up tensors of one type over the ranks, by one call on a flat copy."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    torch.distributed.all_reduce(flat)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
 def tensor_rate_sgd(

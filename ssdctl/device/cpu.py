@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,10 @@ from ssdctl.device.base import (
     choose_execution,
     fused_adamw,
     fused_sgd,
-    sum_each_over_ranks,
+    pageable_buffer,
+    sum_over_ranks_at_once,
 )
+from ssdctl.runtime import system
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +39,7 @@ class Cpu:
     precisions = DEVICE_TYPES["cpu"].precisions
     num_cores = 1
     is_host = True
-    ddp_bucket_mb: int | None = 100
+    bounds_queue = True
     supports_found_inf = True
     has_sync_bn = False
     decoder: Decoder | None = None
@@ -52,6 +53,9 @@ class Cpu:
         flags = (facts.get("flags") or facts.get("Features") or "").split()
         self.has_native_bf16 = bool(BF16_FLAGS.intersection(flags))
         self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
+        # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
+        # takes 8 seconds of CPU time in each rank.
+        self.ddp_bucket_mb: int | None = 100 if self.execution == "compile" else None
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -66,8 +70,14 @@ class Cpu:
         if self.execution == "compile":
             inductor.compile_in_place(module)
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return pageable_buffer(shape)
+
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
+
+    def wait_for_reads(self) -> None:
+        pass
 
     def wait_for_copies(self) -> None:
         pass
@@ -84,7 +94,7 @@ class Cpu:
         pass
 
     def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        sum_each_over_ranks(tensors)
+        sum_over_ranks_at_once(tensors)
 
     def mark_step(self) -> None:
         pass
@@ -93,13 +103,15 @@ class Cpu:
         pass
 
     def peak_memory_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return system.peak_memory_bytes()
 
     def memory_bytes(self) -> int | None:
+        if not (available := _meminfo_bytes("MemAvailable")):
+            return None  # not Linux
         resident = _status_bytes("VmRSS")
-        limits = [_meminfo_bytes("MemAvailable") + resident]
-        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if soft != resource.RLIM_INFINITY:  # it counts addresses, most of which hold no memory
+        limits = [available + resident]
+        soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
+        if soft != system.UNLIMITED:  # it counts addresses, most of which hold no memory
             limits.append(soft - _status_bytes("VmSize") + resident)
         return max(min(limits), 0)
 
@@ -128,8 +140,12 @@ def _meminfo_bytes(field: str) -> int:
 
 
 def _kilobytes(path: str, field: str) -> int:
-    """Return a field of a kernel table, in bytes."""
-    for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
+    """Return a field of a kernel table, in bytes; 0 if there is no such table or field."""
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    for line in text.splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024

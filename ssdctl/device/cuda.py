@@ -40,6 +40,7 @@ class Cuda:
     precisions = DEVICE_TYPES["cuda"].precisions
     num_cores = 1
     is_host = False
+    bounds_queue = True
     ddp_bucket_mb: int | None = (
         25  # the model has 80 MB of gradients: several buckets overlap with backward
     )
@@ -79,13 +80,20 @@ class Cuda:
             inductor.keep_pool_backward()
             inductor.compile_in_place(module, options=inductor.gpu_options())
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+
     def copy(self, tensor: Tensor) -> Tensor:
-        # The pinned copy is freed at once; its memory is used again only after the transfer.
-        pinned = tensor.pin_memory()
+        # A pinned copy is freed at once; its memory is used again only after the transfer.
+        pinned = tensor.pin_memory()  # itself, if it is a part of a host buffer
         with torch.cuda.stream(self._copies):
             copied = pinned.to(self.torch_device, non_blocking=True)
         copied.record_stream(torch.cuda.current_stream(self.torch_device))
         return copied
+
+    def wait_for_reads(self) -> None:
+        # The copies were queued before the last step was: this rarely waits.
+        self._copies.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def _receive(self, shape: tuple[int, ...], fill: Callable[[Tensor, Any], object]) -> Tensor:
         with torch.cuda.stream(self._copies):

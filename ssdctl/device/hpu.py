@@ -27,6 +27,7 @@ from ssdctl.device.base import (
     ParameterGroups,
     capturable_adamw,
     choose_execution,
+    pageable_buffer,
     sum_each_over_ranks,
     tensor_rate_sgd,
 )
@@ -53,6 +54,7 @@ class Hpu:
     auto_precision = "bf16"
     num_cores = 1
     is_host = False
+    bounds_queue = False
     ddp_bucket_mb: int | None = 100  # Habana's recommendation
     supports_found_inf = False
     has_sync_bn = False
@@ -81,8 +83,16 @@ class Hpu:
         if self.execution == "compile":
             module.compile(backend="hpu_backend", dynamic=False)
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return pageable_buffer(shape)
+
     def copy(self, tensor: Tensor) -> Tensor:
-        return tensor.clone().to(self.torch_device, non_blocking=True)
+        # The bridge keeps the pinned copy until it is transferred; other memory it copies itself.
+        pinned = tensor.pin_memory(self.torch_device)
+        return pinned.to(self.torch_device, non_blocking=True)
+
+    def wait_for_reads(self) -> None:
+        pass
 
     def wait_for_copies(self) -> None:
         pass

@@ -31,6 +31,7 @@ from ssdctl.device.base import (
     capturable_adamw,
     choose_execution,
     compile_cache,
+    pageable_buffer,
     tensor_rate_sgd,
 )
 from ssdctl.errors import UsageError
@@ -50,6 +51,7 @@ class Xla:
     execution = "lazy"
     notices: tuple[str, ...] = ()
     is_host = False
+    bounds_queue = False
     ddp_bucket_mb: int | None = None  # one reduction in the step's own graph, not per bucket
     supports_found_inf = False
     has_sync_bn = False
@@ -98,6 +100,9 @@ class Xla:
     def compile(self, module: nn.Module) -> None:
         pass
 
+    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
+        return pageable_buffer(shape)
+
     def copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
         if self._split_batch is None or len(tensor) % self.num_cores:
@@ -107,6 +112,9 @@ class Xla:
             [tensor], self.torch_device, sharding
         )
         return copies[0]
+
+    def wait_for_reads(self) -> None:
+        pass
 
     def wait_for_copies(self) -> None:
         pass
@@ -206,7 +214,7 @@ def open_xla(local_rank: int, execution: str | None) -> Xla:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(
             f"device xla: the package {PACKAGE} is not installed here",
-            hint="pip install 'ssdctl[tpu]', with the torch of the same version",
+            hint="pip install torch_xla, in the version of the installed torch",
         )
     choose_execution("xla", execution)
     try:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
+from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.class_match import class_differences, match_classes
@@ -27,9 +27,10 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import run_scoring
-from ssdctl.evaluate.detect import DetectOptions, detect_split, merge
+from ssdctl.evaluate.detect import DetectOptions, detect_with, merge
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
+from ssdctl.inference.detector import open_detector
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
@@ -50,7 +51,7 @@ def evaluate_checkpoint(
     """Score one checkpoint on a split; each rank detects its share, the first one scores.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, or an ONNX file of `ssdctl export`.
         config: The call's config; the checkpoint's dataset replaces its own unless `given`.
         device: To detect on.
         given: The settings that the call names by options or variables.
@@ -66,7 +67,7 @@ def evaluate_checkpoint(
             one rank during detection is raised on every rank.
     """
     settings = config.evaluate
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_model(path)
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
     splits = _open_on_all_ranks(root, folder, progress, ranks)
@@ -84,12 +85,18 @@ def evaluate_checkpoint(
             len(bad),
             bad[:5],
         )
-    model = device.place(load_network(checkpoint))
     options = _options(settings, ranks)
+    detector = open_detector(
+        checkpoint,
+        device,
+        precision=options.precision,
+        score_threshold=options.score_threshold,
+        nms_iou=options.nms_iou,
+    )
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
-        lambda: detect_split(
-            model,
+        lambda: detect_with(
+            detector,
             split,
             share,
             device,
@@ -103,10 +110,7 @@ def evaluate_checkpoint(
         return None
     detections = merge(parts)
     if not len(detections.scores):
-        limit = model.conventions.score_threshold
-        if settings.score_threshold is not None:
-            limit = settings.score_threshold
-        log.warning("no detection scores over %g: AP is 0", limit)
+        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)

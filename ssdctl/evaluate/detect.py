@@ -22,7 +22,7 @@ from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.validation_loss import ValidationLoss
-from ssdctl.inference.detector import Detector, Output
+from ssdctl.inference.detector import Detector, DetectorBackend, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
@@ -78,6 +78,25 @@ def detect_split(
         score_threshold=options.score_threshold,
         nms_iou=options.nms_iou,
     )
+    was_training = model.training
+    model.eval()
+    try:
+        return detect_with(detector, split, rows, device, options, progress, category_ids, losses)
+    finally:
+        model.train(was_training)
+
+
+def detect_with(
+    detector: DetectorBackend,
+    split: Split,
+    rows: NDArray[np.int64],
+    device: Device,
+    options: DetectOptions,
+    progress: Progress | None = None,
+    category_ids: NDArray[np.int64] | None = None,
+    losses: ValidationLoss | None = None,
+) -> Detections:
+    """Do what `detect_split` does, with any detector; `losses` needs PyTorch's."""
     rows = rows[split.usable[rows]]
     # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"
@@ -99,25 +118,21 @@ def detect_split(
     if category_ids is None:
         category_ids = np.array([c.id for c in split.classes], np.int64)
 
-    def forward(batch: Batch) -> Output:
+    def forward(batch: Batch) -> tuple[Tensor, ...]:
         output = detector.forward(_padded(batch.images, min_batch))
         if losses is not None:
+            assert isinstance(output, Output)
             losses.add(output, batch)
         return output
 
-    was_training = model.training
-    model.eval()
-    try:
-        return merge(
-            list(_image_detections(detector, forward, split, category_ids, batches, max_pending))
-        )
-    finally:
-        model.train(was_training)
+    return merge(
+        list(_image_detections(detector, forward, split, category_ids, batches, max_pending))
+    )
 
 
 def _image_detections(
-    detector: Detector,
-    forward: Callable[[Batch], Output],
+    detector: DetectorBackend,
+    forward: Callable[[Batch], tuple[Tensor, ...]],
     split: Split,
     category_ids: NDArray[np.int64],
     batches: Iterable[Batch],
@@ -156,14 +171,14 @@ def _padded(images_BHW3: Tensor, min_batch: int) -> Tensor:
 
 
 def _finish(
-    detector: Detector,
+    detector: DetectorBackend,
     split: Split,
     category_ids: NDArray[np.int64],
     rows: NDArray[np.int64],
-    output: Output,
+    output: tuple[Tensor, ...],
 ) -> list[Detections]:
     try:
-        pictures = detector.finish(Output(*(t[: len(rows)] for t in output)))
+        pictures = detector.finish(tuple(t[: len(rows)] for t in output))
     except NonFiniteError as error:
         ids = ", ".join(map(str, split.image_ids[rows[:5]].tolist()))
         more = ", ..." if len(rows) > 5 else ""

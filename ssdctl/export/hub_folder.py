@@ -21,7 +21,7 @@ import msgspec
 from ssdctl._version import __version__
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.format import FORMAT
-from ssdctl.checkpoint.reader import Checkpoint, load_network
+from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
 from ssdctl.device import open_device
@@ -32,8 +32,9 @@ from ssdctl.export import standalone_detect
 from ssdctl.export.formats import safetensors_bytes
 from ssdctl.export.model_card import CardFacts, model_card
 from ssdctl.files import atomic_write, write_bytes, write_text
+from ssdctl.inference.detector import open_detector
 from ssdctl.inference.drawing import draw
-from ssdctl.inference.predict import Predictor, open_picture
+from ssdctl.inference.predict import Predictor, class_names, open_picture
 from ssdctl.model.conventions import conventions_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
@@ -41,6 +42,7 @@ from ssdctl.runs.reader import RunData, read_run
 
 MAX_TRIED = 50  # pictures of the dataset in which detections are looked for
 SAMPLE_PIXELS = 800  # the longer side
+SAMPLE_SCORE = 0.3
 CARD = "README.md"
 
 
@@ -144,7 +146,8 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
     if not count:
         return
     device = open_device("cpu")
-    predictor = Predictor(device.place(load_network(checkpoint)), checkpoint.classes, device)
+    detector = open_detector(checkpoint, device, score_threshold=SAMPLE_SCORE)
+    predictor = Predictor(detector, class_names(checkpoint))
     drawn = 0
     for content in itertools.islice(_pictures(checkpoint), MAX_TRIED):
         try:

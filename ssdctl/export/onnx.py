@@ -10,7 +10,6 @@ Outputs with NMS: `boxes` (B, 200, 4) ltrb in fractions of the picture, `scores`
 
 from __future__ import annotations
 
-import json
 import warnings
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.checkpoint.onnx_file import InputConvention, OnnxDescription
 from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.errors import IntegrityError, missing_package
 from ssdctl.model.augment import Normalise, normalise
@@ -138,15 +138,19 @@ def onnx_model(
         )
         _merge_opsets(model)
         _compare_detections(runtime, model, network, pictures, score_threshold, nms_iou)
-    facts = {
-        "producer": "ssdctl",
-        "classes": json.dumps([c.name for c in checkpoint.classes], ensure_ascii=False),
-        "category_ids": json.dumps([c.id for c in checkpoint.classes]),
-        "step": str(checkpoint.step),
-        "score_threshold": str(score_threshold) if has_nms else "",
-        "nms_iou": str(nms_iou) if has_nms else "",
-    }
-    onnx.helper.set_model_props(model, facts)
+    facts = OnnxDescription(
+        format=1,
+        backbone=checkpoint.architecture.backbone,
+        num_classes=checkpoint.architecture.num_classes,
+        classes=[c.name for c in checkpoint.classes],
+        category_ids=[c.id for c in checkpoint.classes],
+        input=InputConvention(),
+        step=checkpoint.step,
+        epoch=checkpoint.epoch,
+        score_threshold=score_threshold if has_nms else None,
+        nms_iou=nms_iou if has_nms else None,
+    )
+    onnx.helper.set_model_props(model, {"producer": "ssdctl", **facts.as_metadata()})
     onnx.checker.check_model(model)
     return model.SerializeToString(), check
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
@@ -31,8 +32,27 @@ class Output(NamedTuple):
     logits: Tensor  # B x C x N
 
 
+class DetectorBackend(Protocol):
+    """What `predict` and `evaluate` need of a detector: pictures in, detections out."""
+
+    score_threshold: float
+    nms_iou: float
+
+    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
+        """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each."""
+        ...
+
+    def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
+        """Run the network; the first dimension of each tensor is the batch."""
+        ...
+
+    def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
+        """Decode the output of `forward`; may run in another thread."""
+        ...
+
+
 class Detector:
-    """Run a network and decode its output.
+    """Run a network in PyTorch and decode its output.
 
     Args:
         model: On the device. It should be in evaluation mode.
@@ -90,20 +110,18 @@ class Detector:
             self._device.mark_step()
             return output
 
-    def finish(self, output: Output) -> list[ImageDetections]:
+    def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
         """Decode the output of `forward`; may run in another thread.
 
         Raises:
             NonFiniteError: It is NaN or infinite.
         """
-        with torch.no_grad(), self._out_of_memory_hints(len(output[0])):
-            if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
-                raise NonFiniteError(
-                    "the network's output is NaN or infinite",
-                    hint="the weights were damaged in training: use an earlier checkpoint",
-                )
+        offsets, logits = output
+        with torch.no_grad(), self._out_of_memory_hints(len(offsets)):
+            refuse_non_finite(output)
             return detect(
-                *output,
+                offsets,
+                logits,
                 self._defaults,
                 score_threshold=self.score_threshold,
                 nms_iou=self.nms_iou,
@@ -134,3 +152,45 @@ class Detector:
                 hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
                 f"evaluate.batch_size={num_images // 2}",
             ) from error
+
+
+def refuse_non_finite(output: tuple[Tensor, ...]) -> None:
+    """Raise NonFiniteError if a network's output is NaN or infinite."""
+    if not bool(torch.stack([t.isfinite().all() for t in output]).all()):
+        raise NonFiniteError(
+            "the network's output is NaN or infinite",
+            hint="the weights were damaged in training: use an earlier checkpoint",
+        )
+
+
+def open_detector(
+    checkpoint: Checkpoint,
+    device: Device,
+    *,
+    precision: str = "fp32",
+    score_threshold: float | None = None,
+    nms_iou: float | None = None,
+) -> DetectorBackend:
+    """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
+
+    Raises:
+        UsageError: The device, precision or a threshold does not suit the file.
+        IntegrityError: The weights do not fit the network, or the graph is damaged.
+    """
+    if checkpoint.graph is not None:
+        from ssdctl.inference.onnx_detector import OnnxDetector  # needs optional packages
+
+        return OnnxDetector(
+            checkpoint,
+            device,
+            precision=precision,
+            score_threshold=score_threshold,
+            nms_iou=nms_iou,
+        )
+    return Detector(
+        device.place(load_network(checkpoint)).eval(),
+        device,
+        precision=precision,
+        score_threshold=score_threshold,
+        nms_iou=nms_iou,
+    )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -19,24 +20,27 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.checkpoint.reader import load_network, read_checkpoint
+from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
-from ssdctl.device.base import Device
-from ssdctl.errors import UsageError
-from ssdctl.inference.detector import Detector
+from ssdctl.errors import SsdctlError, UsageError
+from ssdctl.inference.detector import DetectorBackend, open_detector
 from ssdctl.inference.model_source import locate_checkpoint
-from ssdctl.inference.results import Detection, LabelledClass
-from ssdctl.inference.sources import source_of
+from ssdctl.inference.results import Detection, LabelledClass, Result
+from ssdctl.inference.sources import UrlSource, source_of
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.map_ahead import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
 TILES_PER_PASS = 8
+OnePicture: TypeAlias = (
+    str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
+)
 
 
 class Options(NamedTuple):
@@ -55,16 +59,20 @@ class View(NamedTuple):
     pixels: NDArray[np.uint8]  # (300, 300, 3)
 
 
+class _OpenedPicture(NamedTuple):
+    """A picture that was opened: its source to open it again, its size, what the network needs."""
+
+    source: Picture
+    size: tuple[int, int]
+    content: Any  # a View; with tiles the whole image
+
+
 class Predictor:
     """Detect objects on pictures with a network. Created by `ssdctl.load`.
 
     Args:
-        model: On the device.
-        classes: The dataset's; empty if a third-party file does not name them.
-        device: Where the network is.
-        score: Detections score more than this.
-        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-        precision: `fp32` or another that the device computes in.
+        detector: Finds the objects; see `open_detector`.
+        classes: The dataset's, in the order of the detector's labels.
         options: Classes, number of detections, tiles.
 
     Raises:
@@ -73,18 +81,12 @@ class Predictor:
 
     def __init__(
         self,
-        model: SSD300,
+        detector: DetectorBackend,
         classes: Sequence[ClassName],
-        device: Device,
-        *,
-        score: float = 0.3,
-        nms_iou: float | None = None,
-        precision: str = "fp32",
         options: Options = Options(),  # noqa: B008 - immutable
     ) -> None:
-        self._classes = list(classes) or [
-            ClassName(None, f"class {label}") for label in range(1, model.num_classes)
-        ]
+        self._detector = detector
+        self._classes = list(classes)
         self._selected = _selected_classes(self.class_names, options.classes)
         if options.tile is not None and options.tile < MIN_TILE:
             raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
@@ -93,9 +95,6 @@ class Predictor:
                 f"tile overlap {options.tile_overlap}: not a fraction from 0 to {MAX_OVERLAP}"
             )
         self.options = options
-        self._detector = Detector(
-            model.eval(), device, precision=precision, score_threshold=score, nms_iou=nms_iou
-        )
 
     @property
     def class_names(self) -> list[str]:
@@ -111,30 +110,81 @@ class Predictor:
             if label in self._selected
         ]
 
-    def predict(self, picture: Picture) -> list[Detection]:
-        """Return the objects on a picture, the highest score first.
+    @overload
+    def predict(self, picture: list[Picture] | tuple[Picture, ...]) -> list[Result]: ...
+
+    @overload
+    def predict(self, picture: OnePicture) -> Result: ...
+
+    def predict(self, picture: Picture) -> Result | list[Result]:
+        """Return the objects on a picture, the highest score first; of a list, one result each.
 
         Args:
             picture: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
-                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
+                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`. Or a list
+                of them, which go through the network together.
 
         Raises:
             DataError: It is not a readable picture.
             NetworkError: The URL cannot be fetched.
             NonFiniteError: The network's output is NaN or infinite.
         """
+        if isinstance(picture, list | tuple):
+            return self.predict_many(picture)
         return self.predict_many([picture])[0]
 
-    def predict_many(self, pictures: Sequence[Picture]) -> list[list[Detection]]:
+    def predict_many(self, pictures: Sequence[Picture]) -> list[Result]:
         """Return the objects on several pictures, from one pass through the network.
 
         With tiles, each picture takes passes of its own.
         """
-        if self.options.tile is not None:
-            return [
-                self.predict_tiled(open_picture(picture), TILES_PER_PASS) for picture in pictures
-            ]
-        return self.predict_views([view_of(open_picture(picture)) for picture in pictures])
+        return self._results([self._open(picture) for picture in pictures])
+
+    def predict_iter(self, pictures: Iterable[Picture], *, batch_size: int = 8) -> Iterator[Result]:
+        """Yield the objects on each of many pictures, in their order.
+
+        Threads open the pictures of the next batches; results of earlier ones are not kept.
+
+        Args:
+            pictures: Pictures as `predict` takes them; the iterable may be endless.
+            batch_size: Pictures that go through the network together.
+
+        Raises:
+            DataError, NetworkError: A picture cannot be read; those before were yielded.
+        """
+        # With tiles whole pictures are in memory.
+        threads, ahead = (1, 1) if self.options.tile else (usable_cores(), 2 * batch_size)
+        with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
+            opened = map_ahead(pool, self._try_to_open, pictures, ahead)
+            while batch := list(itertools.islice(opened, batch_size)):
+                errors = [n for n, item in enumerate(batch) if isinstance(item, SsdctlError)]
+                num_good = errors[0] if errors else len(batch)
+                yield from self._results(batch[:num_good])
+                if errors:
+                    raise batch[num_good]
+
+    def _try_to_open(self, picture: Picture) -> Any:
+        try:
+            return self._open(picture)
+        except SsdctlError as error:  # raised when its turn comes
+            return error
+
+    def _open(self, picture: Picture) -> _OpenedPicture:
+        image = open_picture(picture)
+        is_url = isinstance(picture, str) and isinstance(source_of(picture), UrlSource)
+        # A file object and a URL are read only once; anything else is opened again to plot it.
+        source = image if is_url or hasattr(picture, "read") else picture
+        return _OpenedPicture(source, image.size, image if self.options.tile else view_of(image))
+
+    def _results(self, opened: Sequence[_OpenedPicture]) -> list[Result]:
+        if self.options.tile is None:
+            found = self.predict_views([item.content for item in opened])
+        else:
+            found = [self.predict_tiled(item.content, TILES_PER_PASS) for item in opened]
+        return [
+            Result(detections, item.size, item.source, open_picture)
+            for item, detections in zip(opened, found, strict=True)
+        ]
 
     def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
         """Return the objects on pictures that are already resized, from one pass."""
@@ -231,16 +281,18 @@ def load(
 ) -> Predictor:
     """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
     opened = open_device(device)
-    read = read_checkpoint(locate_checkpoint(checkpoint, mirror=mirror))
-    return Predictor(
-        opened.place(load_network(read)),
-        read.classes,
-        opened,
-        score=score,
-        nms_iou=nms_iou,
-        precision=precision,
-        options=options,
+    read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
+    detector = open_detector(
+        read, opened, precision=precision, score_threshold=score, nms_iou=nms_iou
     )
+    return Predictor(detector, class_names(read), options)
+
+
+def class_names(checkpoint: Checkpoint) -> list[ClassName]:
+    """Return the classes of a checkpoint; numbered if a third-party file does not name them."""
+    return checkpoint.classes or [
+        ClassName(None, f"class {label}") for label in range(1, checkpoint.architecture.num_classes)
+    ]
 
 
 def open_picture(picture: Picture) -> Image.Image:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels
 from ssdctl.data.store import Split
+from ssdctl.device.base import pageable_buffer
 from ssdctl.errors import DataError
 from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sample_stream import SampleStream
@@ -62,6 +63,7 @@ class Batch(NamedTuple):
     bad: tuple[BadImage, ...] = ()  # replaced in this batch
 
 
+Buffer = Callable[[tuple[int, ...]], Tensor]
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
 
@@ -69,10 +71,17 @@ Replace = Callable[[Samples, int, str, Pixels], BadImage]
 class TrainLoader:
     """Training batches of one rank."""
 
-    def __init__(self, split: Split, stream: SampleStream, config: LoaderConfig) -> None:
+    def __init__(
+        self,
+        split: Split,
+        stream: SampleStream,
+        config: LoaderConfig,
+        buffer: Buffer = pageable_buffer,
+    ) -> None:
         self._split = split
         self._stream = stream
         self._config = config
+        self._buffer = buffer
 
     def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
         """Yield the micro-batches of steps start to end, `accumulate` for each step.
@@ -89,7 +98,7 @@ class TrainLoader:
         """Yield the batches of samples that are already drawn."""
         config = self._config
         size, threads, held = config.batch_size, config.threads, config.accumulate
-        return _decoded(self._split, work, size, threads, held, self._replace)
+        return _decoded(self._split, work, size, threads, held, self._replace, self._buffer)
 
     def _draw(self, start: int) -> Samples:
         config = self._config
@@ -161,16 +170,18 @@ def _decoded(
     threads: int,
     held: int,
     replace: Replace,
+    buffer: Buffer = pageable_buffer,
 ) -> Iterator[Batch]:
     """Decode batches ahead of their use, into a ring of buffers.
 
     Args:
         held: How many batches the caller uses at a time.
         replace: Called for each image that cannot be decoded.
+        buffer: Allocates the pixels of a batch.
     """
     shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
     num_buffers = held + BATCHES_AHEAD + 1
-    free = deque(torch.empty(shape, dtype=torch.uint8).numpy() for _ in range(num_buffers))
+    free = deque(buffer(shape).numpy() for _ in range(num_buffers))
     share = min(max(batch_size // threads, 1), MAX_IMAGES_PER_TASK)
 
     def start(pool: ThreadPoolExecutor, samples: Samples) -> _Pending:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from ssdctl.data.store import Split
-from ssdctl.device.base import Decoder
+from ssdctl.device.base import Decoder, pageable_buffer
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import FakeLoader
-from ssdctl.input.loader import Batch, TrainLoader
+from ssdctl.input.loader import Batch, Buffer, TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.runtime.torch_compat import dali_extra
+from ssdctl.runtime.torch_compat import dali_package
 
 
 class TrainInput(Protocol):
@@ -36,7 +36,7 @@ def check_pipeline(pipeline: str) -> None:
     except ImportError as error:
         raise UsageError(
             f"--pipeline dali: nvidia-dali cannot be imported ({error})",
-            hint=f"pip install 'ssdctl[{dali_extra()}]', or leave --pipeline at native",
+            hint=f"pip install {dali_package()}, or leave --pipeline at native",
         ) from None
 
 
@@ -47,6 +47,7 @@ def open_input(
     *,
     fake: bool = False,
     decoder: Decoder | None = None,
+    buffer: Buffer = pageable_buffer,
 ) -> TrainInput:
     """Return the input of one rank.
 
@@ -56,6 +57,7 @@ def open_input(
         config: Which part of the stream to load, and how.
         fake: Random batches instead; no image is read.
         decoder: The device on which DALI decodes; None: the host.
+        buffer: Allocates the pixels of a batch: `Device.host_buffer`.
 
     Raises:
         UsageError: DALI is not installed.
@@ -68,4 +70,4 @@ def open_input(
         from ssdctl.input.dali import DaliLoader
 
         return DaliLoader(split, stream, config, decoder)
-    return TrainLoader(split, stream, config)
+    return TrainLoader(split, stream, config, buffer)

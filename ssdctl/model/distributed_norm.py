@@ -16,45 +16,51 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 # A CUDA graph must not contain the exchange, if this PyTorch can leave it out.
-_OPTIONS: dict[str, Any] = (
-    {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-)
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+# Not `torch.library.custom_op`: its first call imports the compiler, 8 seconds of CPU time.
+_LIBRARY = torch.library.Library("ssdctl", "FRAGMENT")
+_LIBRARY.define("mean_over_ranks(Tensor values) -> Tensor", tags=_TAGS)
+_LIBRARY.define("copy_of_buffer(Tensor values) -> Tensor")
 
 
-@torch.library.custom_op("ssdctl::mean_over_ranks", mutates_args=(), **_OPTIONS)
-def mean_over_ranks(values: Tensor) -> Tensor:
-    """Return the mean of a tensor over the ranks of the default process group."""
+@torch.library.impl(_LIBRARY, "mean_over_ranks", "CompositeExplicitAutograd")
+def _mean_over_ranks(values: Tensor) -> Tensor:
     total = values.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
-@mean_over_ranks.register_fake
-def _(values: Tensor) -> Tensor:
-    return torch.empty_like(values)
+@torch.library.impl(_LIBRARY, "copy_of_buffer", "CompositeExplicitAutograd")
+def _copy_of_buffer(values: Tensor) -> Tensor:
+    return values.clone()
 
 
-def _backward(_: Any, gradient: Tensor) -> Tensor:
-    # The objective is the mean of the ranks' losses, as the gradients of weights are averaged too.
-    result: Tensor = mean_over_ranks(gradient.contiguous())
+for _name in ("mean_over_ranks", "copy_of_buffer"):
+    torch.library.register_fake(f"ssdctl::{_name}", torch.empty_like, lib=_LIBRARY)
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Return the mean of a tensor over the ranks of the default process group."""
+    result: Tensor = torch.ops.ssdctl.mean_over_ranks(values)
     return result
 
 
-mean_over_ranks.register_autograd(_backward)
-
-
-@torch.library.custom_op("ssdctl::copy_of_buffer", mutates_args=())
 def copy_of_buffer(values: Tensor) -> Tensor:
     """Return a copy that a compiler keeps for the backward pass.
 
     It would save or recompute an ordinary copy from the buffer, which has changed by then.
     """
-    return values.clone()
+    result: Tensor = torch.ops.ssdctl.copy_of_buffer(values)
+    return result
 
 
-@copy_of_buffer.register_fake
-def _(values: Tensor) -> Tensor:
-    return torch.empty_like(values)
+def _backward(_: Any, gradient: Tensor) -> Tensor:
+    # The objective is the mean of the ranks' losses, as the gradients of weights are averaged too.
+    return mean_over_ranks(gradient.contiguous())
+
+
+torch.library.register_autograd("ssdctl::mean_over_ranks", _backward, lib=_LIBRARY)
 
 
 class DistributedBatchNorm2d(nn.BatchNorm2d):

@@ -54,14 +54,25 @@ def detect(
         boxes, scores = boxes_and_scores(
             offsets_B4N, logits_BCN, defaults_cxcywh, clips_boxes=clips_boxes
         )
-        if boxes.device.type == "cpu":
-            return [
-                _detect_one(b, s, score_threshold, nms_iou, candidates)
-                for b, s in zip(boxes, scores, strict=True)
-            ]
-        padded = [
-            t.cpu() for t in detect_static(boxes, scores, score_threshold, nms_iou, candidates)
+        return select_detections(boxes, scores, score_threshold, nms_iou, candidates)
+
+
+def select_detections(
+    boxes_BN4: Tensor,
+    scores_BCN: Tensor,
+    score_threshold: float,
+    nms_iou: float,
+    candidates: int = CANDIDATES_PER_CLASS,
+) -> list[ImageDetections]:
+    """Return the detections in decoded fp32 boxes and scores, on the CPU; see `detect`."""
+    if boxes_BN4.device.type == "cpu":
+        return [
+            _detect_one(b, s, score_threshold, nms_iou, candidates)
+            for b, s in zip(boxes_BN4, scores_BCN, strict=True)
         ]
+    padded = [
+        t.cpu() for t in detect_static(boxes_BN4, scores_BCN, score_threshold, nms_iou, candidates)
+    ]
     return [
         ImageDetections(b[real], s[real], label[real])
         for b, s, label in zip(*padded, strict=True)

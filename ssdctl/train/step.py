@@ -197,6 +197,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
         if waiting is not None:
             yield waiting
         waiting = copied
+        device.wait_for_reads()  # the next batch may be decoded into the same memory
     if waiting is not None:
         device.wait_for_copies()
         yield waiting

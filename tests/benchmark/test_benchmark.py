@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 from conftest import Result
 
+from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
 from ssdctl.checkpoint.format import Architecture
+
+pytestmark = pytest.mark.full_network
 
 Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"
@@ -31,6 +34,27 @@ def test_arithmetic_of_a_step_equals_the_recorded_figures(
     backbone: str, norm: str, gflop: float
 ) -> None:
     assert train_flops(Architecture(backbone, norm, 81)) / 1e9 == pytest.approx(gflop, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu_rate", "gpus", "cores", "is_sufficient"),
+    [(900.0, 1, 2, True), (1000.0, 1, 2, True), (500.0, 2, 2, True), (3000.0, 8, 48, False)],
+)
+def test_the_cores_that_gpus_need_follow_from_the_rate_of_one_core(
+    gpu_rate: float, gpus: int, cores: int, is_sufficient: bool
+) -> None:
+    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
+    assert required_cores({**measured}, gpu_rate, gpus) == {
+        "required_images_per_second": gpu_rate * gpus,
+        "required_cores": cores,
+        "is_sufficient": is_sufficient,
+    }
+
+
+def test_a_part_of_a_core_is_a_core() -> None:
+    measured = {"images_per_second": 1000.0, "images_per_second_per_core": 500.0}
+    figures = required_cores({**measured}, 1000.1, 1)
+    assert (figures["required_cores"], figures["is_sufficient"]) == (3, False)
 
 
 @pytest.mark.slow
@@ -108,6 +132,26 @@ def test_ranks_of_unequal_speed_stop_together(work_s: tuple[float, ...], possibl
         first, second = pool.map(pair.run, range(2), work_s)
     assert first == second
     assert first in possible
+
+
+@pytest.mark.parametrize(("drain", "waits"), [(True, 5), (False, 3)])
+def test_only_a_device_with_an_unbounded_queue_is_drained_while_it_is_timed(
+    drain: bool, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after the first repetition and at the end; else at both checks as well."""
+    calls: list[str] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.05 * calls.count("work"))
+    times, _ = timed(
+        lambda: calls.append("work"),
+        0.95,
+        wait=lambda: calls.append("wait"),
+        is_any=bool,
+        drain=drain,
+    )
+    assert times == 20
+    assert calls[:3] == ["wait", "work", "wait"]
+    assert calls[-1] == "wait"
+    assert calls.count("wait") == waits
 
 
 @pytest.mark.slow

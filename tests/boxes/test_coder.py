@@ -22,6 +22,7 @@ DEFAULTS = reference.default_boxes()
 
 @settings(max_examples=100, deadline=None)
 @given(BOXES, BOXES)
+@pytest.mark.process
 def test_equal_to_the_formula_and_back(box: reference.Box, default: reference.Box) -> None:
     boxes = torch.tensor([box], dtype=torch.float64)
     defaults = torch.tensor([default], dtype=torch.float64)
@@ -66,6 +67,7 @@ def test_the_floor_of_sizes_is_below_any_real_box() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(ANY_FLOAT, ANY_FLOAT, ANY_FLOAT, ANY_FLOAT))
+@pytest.mark.process
 def test_sizes_decode_finite_from_any_finite_offset(offset: tuple[float, ...]) -> None:
     defaults = torch.tensor(DEFAULTS)[::500]
     actual = decode(torch.tensor([offset]).expand(len(defaults), 4), defaults)

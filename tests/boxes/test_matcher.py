@@ -60,6 +60,7 @@ def check(pictures: list[list[Truth]], defaults: list[reference.Box], padding: i
     st.lists(ltrb_boxes(), min_size=1, max_size=25),
     st.integers(1, 4),
 )
+@pytest.mark.process
 def test_equal_to_the_loop(
     pictures: list[list[Truth]], defaults: list[reference.Box], padding: int
 ) -> None:

@@ -40,6 +40,7 @@ def test_formats_round_trip(boxes: list[reference.Box]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=5), st.lists(boxes_ltrb(), min_size=1))
+@pytest.mark.process
 def test_iou_equals_the_loop(a: list[reference.Box], b: list[reference.Box]) -> None:
     actual = pairwise_iou(
         torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)

@@ -119,6 +119,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.process
 def test_hostile_contents(name: str, tmp_path: Path) -> None:
     content = payload()
     HOSTILE[name](content)
@@ -185,6 +186,7 @@ OPTIMIZERS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.process
 def test_hostile_states_of_optimizers(name: str, optimizer: str, tmp_path: Path) -> None:
     """The fused kernels would read and write beyond a tensor that is too small."""
     model, built, content = resumable(tmp_path, optimizer)
@@ -215,6 +217,7 @@ def test_a_hostile_average_is_refused(tmp_path: Path) -> None:
         restore(model, built, read_checkpoint(path))
 
 
+@pytest.mark.process
 def test_compressed_entries_are_refused_before_they_are_unpacked(tmp_path: Path) -> None:
     path, bomb = save(payload(), tmp_path), tmp_path / "bomb.pt"
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(bomb, "w") as target:

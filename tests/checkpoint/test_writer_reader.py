@@ -212,6 +212,7 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
 
 
 @pytest.mark.full_network
+@pytest.mark.process
 def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
     from torchvision.models import resnet18
@@ -331,6 +332,7 @@ def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full_network
+@pytest.mark.process
 def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 

@@ -68,7 +68,7 @@ def test_version(cli: Cli) -> None:
 def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> None:
     results = tmp_path / "detections.json"
     results.write_text("[]")
-    for command, expected in (
+    commands = [
         (["--help"], 0),
         (["train", "--help"], 0),
         (["train", "--data", str(shapes), "--dry-run"], 0),
@@ -76,18 +76,19 @@ def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> Non
         (["evaluate", str(results), "--data", str(shapes)], 0),
         (["launch", "--hpus", "8", "--dry-run"], 0),
         (["export", str(tmp_path / "absent.pt"), "--format", "onnx", "--out", "ssd.onnx"], 2),
-    ):
-        code = (
-            "import sys; from ssdctl.cli.main import main\n"
-            "try: main(sys.argv[1:])\n"
-            "except SystemExit as e: code = e.code\n"
-            f"assert (code or 0) == {expected}, code\n"
-            "assert 'torch' not in sys.modules and 'torchvision' not in sys.modules"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, *command], capture_output=True, text=True
-        )
-        assert done.returncode == 0, (command, done.stderr)
+    ]
+    code = (
+        "import json, sys; from ssdctl.cli.main import main\n"
+        "for command, expected in json.loads(sys.argv[1]):\n"
+        "    try: main(command)\n"
+        "    except SystemExit as e: code = e.code\n"
+        "    assert (code or 0) == expected, (command, code)\n"
+        "    assert 'torch' not in sys.modules and 'torchvision' not in sys.modules, command"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "evaluate", "prepare", "predict", "launch"])
@@ -148,6 +149,7 @@ def test_verbose_shows_the_traceback(cli: Cli) -> None:
     assert "Traceback" in cli("evaluate", "none.pt", "-v").err
 
 
+@pytest.mark.process
 def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
     """Not even root can create folders in /proc."""
     for arguments in (
@@ -212,6 +214,7 @@ def test_plan_reports_a_batch_larger_than_the_dataset(
     assert ("more than there are images" in result.out) == is_reported
 
 
+@pytest.mark.process
 def test_config_commands(cli: Cli) -> None:
     assert cli("config", "init").code == 0
     assert cli("config", "init").code == 2
@@ -399,9 +402,15 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
     assert cli("export", checkpoint, "--format", "safetensors", "--out", "x.safetensors").code == 0
 
 
-def test_benchmark_commands(cli: Cli) -> None:
-    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json").out)
+@pytest.mark.process
+def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 20)
+    options = ("--gpu-rate", 1e6, "--gpus", 8)
+    figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
     assert figures["images_per_second"] > 0
+    assert figures["required_images_per_second"] == 8e6
+    assert figures["required_cores"] > 1000
+    assert figures["is_sufficient"] is False
     assert figures["images_per_second_full"] > 0
     for stage in ("draw_ms", "read_ms", "decode_ms", "crop_resize_ms"):
         assert figures[stage] > 0
@@ -415,6 +424,7 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
     assert figures["execution"] == ("eager" if "not compiled" in done.err else "compile")
 
 
+@pytest.mark.process
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve

@@ -43,10 +43,12 @@ def complete(line: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "shell"), GENERATOR.FILES.items())
+@pytest.mark.process
 def test_scripts_are_not_stale(name: str, shell: str) -> None:
     assert (ROOT / "completions" / name).read_text() == GENERATOR.script(shell)
 
 
+@pytest.mark.process
 def test_table_is_not_stale() -> None:
     assert GENERATOR.TABLE.read_text() == GENERATOR.completion_table(), (
         "run completions/generate.py"

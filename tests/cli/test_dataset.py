@@ -47,6 +47,7 @@ def labels_of(data: Path, cli: Callable[..., Result]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("target", ["coco", "yolo", "voc"])
+@pytest.mark.process
 def test_an_exported_dataset_is_the_same_when_read_again(
     dataset: Path, cli: Callable[..., Result], target: str
 ) -> None:
@@ -66,6 +67,7 @@ def test_images_are_the_stores_bytes(dataset: Path, cli: Callable[..., Result]) 
         assert (Path("out/images/train") / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.process
 def test_boxes_of_a_shrunk_store_fit_its_pixels(shapes: Path, cli: Callable[..., Result]) -> None:
     result = cli("prepare", "--data", shapes, "--store", "small", "--shrink", 300)
     assert result.code == 0, result.err
@@ -133,6 +135,7 @@ def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Callable[..., Re
     assert [p.name for p in Path("out").iterdir()] == ["mine.txt"]
 
 
+@pytest.mark.process
 def test_the_parquet_file_has_pictures(dataset: Path, cli: Callable[..., Result]) -> None:
     from pyarrow import parquet
 

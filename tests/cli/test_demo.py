@@ -23,6 +23,7 @@ def test_steps_follow_from_the_rate(step_s: float, left_s: float, steps: int) ->
     assert demo.affordable_steps(step_s, left_s) == steps
 
 
+@pytest.mark.process
 def test_the_rate_is_measured_on_this_machine() -> None:
     config = resolve(environment={"HOME": "/"}).config.train
     assert 1e-3 <= demo.seconds_per_step(config) < 60

@@ -68,6 +68,7 @@ def test_archives_are_kept_if_requested(server: Server, capsys: pytest.CaptureFi
     assert Path("data/val.zip").read_bytes() == ARCHIVE
 
 
+@pytest.mark.process
 def test_a_mirror_has_the_files(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     server.route("/m/val.zip", file(ARCHIVE))
     file_list = manifest("https://files.invalid/val.zip")
@@ -75,6 +76,7 @@ def test_a_mirror_has_the_files(server: Server, capsys: pytest.CaptureFixture[st
     assert Path("data/val.zip").read_bytes() == ARCHIVE
 
 
+@pytest.mark.process
 def test_verify(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
     options = ["--dest", "data", "--manifest", file_list]

@@ -280,6 +280,7 @@ def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused(
 
 
 @pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])
+@pytest.mark.process
 def test_a_presets_precision_falls_back_with_a_notice(
     device: str, is_noted: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

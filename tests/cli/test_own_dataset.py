@@ -58,6 +58,7 @@ def trained(cli: Callable[..., Result], root: Path) -> str:
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png"])
+@pytest.mark.process
 def test_coco_layout(tmp_path: Path, cli: Callable[..., Result], suffix: str) -> None:
     root = tmp_path / "parts"
     for split, count in (("train", 6), ("val", 3)):
@@ -79,6 +80,7 @@ def test_coco_layout(tmp_path: Path, cli: Callable[..., Result], suffix: str) ->
     assert {d["category_id"] for d in json.loads(detections_file.read_text())} <= {3, 17, 90}
 
 
+@pytest.mark.process
 def test_dataset_toml_without_validation(tmp_path: Path, cli: Callable[..., Result]) -> None:
     root = tmp_path / "mine"
     make(root, "photos", root / "labels.json", 4, ".jpg")

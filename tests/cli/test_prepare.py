@@ -50,6 +50,7 @@ def test_what_was_dropped_is_in_the_table_and_in_the_report(
 
 
 @pytest.mark.parametrize("name", ["boxes.png", "boxes.JPG"])
+@pytest.mark.process
 def test_preview_shows_annotated_and_augmented_images(
     dataset: Path, cli: Callable[..., Result], name: str
 ) -> None:
@@ -72,6 +73,7 @@ def test_preview_refuses_other_files_before_any_work(
     assert not (dataset / "prepared").exists()
 
 
+@pytest.mark.process
 def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., Result]) -> None:
     for i in range(6):
         path = tmp_path / f"mine/images/{i}.jpg"

@@ -155,6 +155,7 @@ def test_config_is_frozen() -> None:
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip),
     st.booleans(),
 )
+@pytest.mark.process
 def test_written_config_reads_back(
     tmp_path_factory: pytest.TempPathFactory,
     preset: str,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from PIL import Image
 
 from ssdctl.data.dataset import find_splits
@@ -23,6 +24,7 @@ def nearest_float32(value: Fraction) -> np.float32:
     return min(around, key=lambda candidate: abs(Fraction(float(candidate)) - value))
 
 
+@pytest.mark.process
 def test_fractions_equal_exact_arithmetic(tmp_path: Path) -> None:
     rng = random.Random(0)
     images, annotations = [], []

@@ -313,6 +313,7 @@ def test_a_pixel_bomb_is_refused_by_its_header() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "MPO"]))
+@pytest.mark.process
 def test_damaged_files_raise_only_image_errors(data: st.DataObject, kind: str) -> None:
     content = bytearray(with_orientation(picture(16, 12, 1), kind, 6))
     for _ in range(data.draw(st.integers(1, 8))):

@@ -191,13 +191,14 @@ def test_bad_images_are_dropped_and_listed(dataset: Path, tmp_path: Path, pack: 
     assert len(report["splits"][0]["findings"]) == len(outcome.splits[0].findings)
 
 
+@pytest.mark.process
 def test_pixel_bomb_is_refused_by_its_header(dataset: Path, tmp_path: Path) -> None:
     path = dataset / "annotations/instances_train2017.json"
     document = json.loads(path.read_text())
-    document["images"][0] |= {"width": 40000, "height": 40000}
+    document["images"][0] |= {"width": 15000, "height": 15000}
     path.write_text(json.dumps(document))
     picture = io.BytesIO()
-    Image.new("1", (40000, 40000)).save(picture, "PNG")
+    Image.new("1", (15000, 15000)).save(picture, "PNG")
     (dataset / "train2017/000000000001.jpg").write_bytes(picture.getvalue())
     outcome = prepare(dataset, tmp_path / "store", pack=False)
     (finding,) = [f for f in outcome.splits[0].findings if f.kind == "image dropped"]
@@ -376,6 +377,7 @@ def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
 class TestKills:
     """A killed prepare leaves the old store or none, and the next one continues."""
 
+    @pytest.mark.process
     def test_a_few(self, dataset: Path, tmp_path: Path) -> None:
         self._kill(dataset, tmp_path / "store", num_kills=4)
 

@@ -57,6 +57,7 @@ def differences(ours: list[Batch], others: list[Batch]) -> float:
 
 
 @pytest.mark.parametrize("zoom_out", [False, True])
+@pytest.mark.process
 def test_without_shrinking_batches_are_equal(dataset: Path, tmp_path: Path, zoom_out: bool) -> None:
     raw = prepared(dataset, tmp_path / "raw", "raw")
     encoded = prepared(dataset, tmp_path / "jpeg", "jpeg")
@@ -70,6 +71,7 @@ def test_without_shrinking_batches_are_equal(dataset: Path, tmp_path: Path, zoom
         assert torch.equal(a.images, b.images)
 
 
+@pytest.mark.process
 def test_shrunk_batches_differ_by_the_loss_of_jpeg(dataset: Path, tmp_path: Path) -> None:
     raw = prepared(dataset, tmp_path / "raw", "raw", SHRINK)
     encoded = prepared(dataset, tmp_path / "jpeg", "jpeg", SHRINK)
@@ -135,6 +137,7 @@ def test_another_encoding_writes_the_store_again(dataset: Path, tmp_path: Path) 
         assert len(list(store.glob("images-*"))) == 2  # train and val
 
 
+@pytest.mark.process
 def test_an_image_can_be_read_as_a_file(dataset: Path, tmp_path: Path) -> None:
     split = prepared(dataset, tmp_path / "raw", "raw")
     with Image.open(io.BytesIO(split.read(2))) as picture:

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
@@ -25,6 +26,7 @@ def test_pycocotools_reads_it(shapes: Path) -> None:
             assert picture.size == (image["width"], image["height"])
 
 
+@pytest.mark.process
 def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
         generate(tmp_path / name, num_train=3, num_val=2, seed=seed)
@@ -37,6 +39,7 @@ def test_same_seed_same_bytes_other_seed_other_bytes(tmp_path: Path) -> None:
     assert train != (tmp_path / "a/val2017/000000000001.jpg").read_bytes()
 
 
+@pytest.mark.process
 def test_boxes_enclose_what_was_drawn() -> None:
     """Outside all boxes a picture has the texture's muted colours, inside it has vivid ones."""
     for index in range(12):
@@ -53,6 +56,7 @@ def test_boxes_enclose_what_was_drawn() -> None:
             assert vivid[inside].mean() > vivid[~inside].mean() + 5
 
 
+@pytest.mark.process
 def test_there_is_variety(tmp_path: Path) -> None:
     drawn = [draw_picture(0, "train", i) for i in range(150)]
     boxes = [b for _, objects in drawn for b in objects]
@@ -72,6 +76,7 @@ def test_a_dataset_without_validation_pictures(tmp_path: Path) -> None:
     assert document["images"] == []
 
 
+@pytest.mark.process
 def test_the_styles_differ_in_pictures_and_classes(tmp_path: Path) -> None:
     for style in STYLES:
         generate(tmp_path / style, num_train=6, num_val=1, style=style)

@@ -61,7 +61,7 @@ def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> No
     started = [
         (cache, start(cache, "prepare", "--data", read_only, "--json"))
         for cache in caches
-        for _ in range(3)
+        for _ in range(2)
     ]
     stores = set()
     for cache, process in started:
@@ -73,9 +73,8 @@ def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> No
         assert (store / "index-train.arrow").is_file()
         stores.add(store)
     assert len(stores) == 2
-    for cache in caches:
-        outcome, _ = finish(start(cache, "prepare", "--data", read_only, "--json"))
-        assert outcome["unchanged"]
+    outcome, _ = finish(start(caches[0], "prepare", "--data", read_only, "--json"))
+    assert outcome["unchanged"]
     assert sorted(read_only.rglob("*")) == before
 
 

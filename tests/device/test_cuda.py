@@ -108,9 +108,12 @@ def test_micro_batches_add_up(cuda: Device) -> None:
         torch.testing.assert_close(ends[1][name], tensor, rtol=1e-3, atol=1e-5)
 
 
-def test_copies_are_intact_after_the_hosts_buffer_is_reused() -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copies_are_intact_after_the_hosts_buffer_is_reused(pinned: bool) -> None:
     device = open_device("cuda")
-    images = torch.zeros(64, 300, 300, 3, dtype=torch.uint8)
+    shape = (64, 300, 300, 3)
+    images = device.host_buffer(shape) if pinned else torch.zeros(shape, dtype=torch.uint8)
+    assert images.is_pinned() == pinned
 
     def reused() -> Iterator[Batch]:
         for number in range(40):

@@ -38,6 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
         module = sys.modules[f"torch.optim.{name}"]
         supported = "_get_capturable_supported_devices"
         monkeypatch.setattr(module, supported, lambda *_, **__: ["cpu"], raising=False)
+    # Pinned memory needs the card's driver.
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, device: self.clone())
     for name in (hpu.MODE, hpu.RECIPES):  # set by the device: undone after the test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,6 +80,7 @@ def no_autocast(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.process
 def test_a_step_never_waits_for_the_device(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_new_wait_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         build_training(Elsewhere())[2]([batch()], 1e-3)
 
 
+@pytest.mark.process
 def test_a_device_that_cannot_leave_out_steps_as_the_fused_ones_do() -> None:
     """The masked update of their states: the same weights."""
 
@@ -183,6 +185,7 @@ def test_an_execution_that_a_device_lacks_is_refused() -> None:
         open_device("cpu", execution="lazy")
 
 
+@pytest.mark.process
 def test_fp16_finds_its_scale_without_an_alarm() -> None:
     """A scale far too high makes gradients infinite; it halves until they are not."""
     model, optimizer, step = build_training(CPU, "fp16")
@@ -255,6 +258,33 @@ def test_batches_are_copied_one_ahead_and_in_order() -> None:
         *("batch 2", "wait", *one, "step"),
         *("wait", "step"),
     ]  # fmt: skip
+
+
+def test_a_host_buffer_is_read_before_the_next_batch_is_decoded_into_it() -> None:
+    """Copies of this device read their host memory at the latest possible time."""
+
+    class Late(Cpu):
+        is_host = False
+        pending: ClassVar[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            self.pending.append((torch.empty_like(tensor), tensor))
+            return self.pending[-1][0]
+
+        def wait_for_reads(self) -> None:
+            for target, source in self.pending:
+                target.copy_(source)
+            self.pending.clear()
+
+    device = Late()
+    images = device.host_buffer((2, 300, 300, 3))
+
+    def reused() -> Iterator[Any]:
+        for number in range(4):
+            yield batch()._replace(images=images.fill_(number))
+
+    read = [int(copied.images.sum()) for copied in copy_ahead(reused(), device)]
+    assert read == [number * images.numel() for number in range(4)]
 
 
 def test_eager_steps_of_the_host_leave_out_the_padding_and_end_the_same() -> None:

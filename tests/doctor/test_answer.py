@@ -52,6 +52,7 @@ STEP = """{"device": "cpu", "label": "Test CPU", "precision": "fp32", "execution
 EXIT_1 = "sys.stderr.write('no luck'); sys.stderr.flush(); os._exit(1)"
 
 
+@pytest.mark.process
 def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_path: Path) -> None:
     """Each probe prints what it prints on a good machine, then what it prints on a bad one."""
     arguments = ("--self-test", "--data", tmp_path, "--set", "train.device=cpu")
@@ -81,6 +82,7 @@ def test_verdicts_of_the_self_test(run_doctor: RunDoctor, machine: Machine, tmp_
     assert "no luck" in checks["train step"]["detail"]
 
 
+@pytest.mark.process
 def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = cli("doctor").out
     lines = wide.splitlines()
@@ -103,6 +105,7 @@ def test_text_pastes_well(cli: Cli, machine: Machine, monkeypatch: pytest.Monkey
     assert all(" " not in line.strip(" ->") for line in long), "only what cannot be broken"
 
 
+@pytest.mark.process
 def test_colours_only_on_a_terminal(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -121,6 +124,7 @@ def test_colours_only_on_a_terminal(machine: Machine, monkeypatch: pytest.Monkey
     assert "\033" not in out()
 
 
+@pytest.mark.process
 def test_no_secrets(
     run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from ssdctl.download import sources
 from ssdctl.download.sources import COCO2017, PinnedFile, Weights
 
 
+@pytest.mark.process
 def test_the_states_of_a_dataset(
     run_doctor: RunDoctor, cli: Cli, machine: Machine, shapes: Path, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_read_only_data_folder(machine: Machine, shapes: Path, tmp_path: Path)
     data.chmod(0o755)
 
 
+@pytest.mark.process
 def test_backbone_weights(
     run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_the_download_hosts(run_doctor: RunDoctor, machine: Machine, server: Ser
     assert server.body_bytes < 1000, "a byte or a refusal each, no download"
 
 
+@pytest.mark.process
 def test_a_mirror_keeps_its_password(
     run_doctor: RunDoctor, machine: Machine, server: Server
 ) -> None:

@@ -22,6 +22,7 @@ if 'ssdctl.doctor.torch_probe' in sys.orig_argv:
 """
 
 
+@pytest.mark.process
 def test_gpus_as_torch_sees_them(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.program("nvidia-smi", "echo 570.12; echo 570.12")
     machine.put(machine.modules / "sitecustomize.py", GPUS.replace("MAJOR", "8"))
@@ -53,6 +54,7 @@ def test_old_gpus(
     assert state(checks["cuda compile"]) == ("warn", "no triton")
 
 
+@pytest.mark.process
 def test_a_gpu_that_torch_cannot_use(run_doctor: RunDoctor, machine: Machine) -> None:
     assert state(run_doctor()[1]["cuda"]) == ("ok", "no GPU")
     machine.card(hardware.NVIDIA, kind="0x030200")
@@ -92,6 +94,7 @@ def gaudi(machine: Machine, monkeypatch: pytest.MonkeyPatch, *, name: str, drive
     monkeypatch.setenv("PYTHONPATH", f"{machine.modules}:{packages}")
 
 
+@pytest.mark.process
 def test_gaudi_cards(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +127,7 @@ def test_gaudi_releases_that_do_not_match(
         assert part in checks["huge pages"]["remedy"]
 
 
+@pytest.mark.process
 def test_a_gaudi_bridge_that_is_broken_or_without_a_card(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,7 @@ def test_a_gaudi_bridge_that_is_broken_or_without_a_card(
     assert run_doctor("--set", "train.device=cpu")[0] == 0
 
 
+@pytest.mark.process
 def test_gaudi_cards_without_the_vendors_software(run_doctor: RunDoctor, machine: Machine) -> None:
     assert state(run_doctor()[1]["hpu"]) == ("ok", "no Gaudi card, no bridge")
     assert "not needed" in run_doctor()[1]["huge pages"]["detail"]
@@ -154,6 +159,7 @@ def test_gaudi_cards_without_the_vendors_software(run_doctor: RunDoctor, machine
     assert "vendor's PyTorch image" in checks["hpu"]["remedy"]
 
 
+@pytest.mark.process
 def test_tpus(run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     packages = machine.modules.parent / "packages"
     runtime = "def global_runtime_device_count(): return 4\ndef device_type(): return 'TPU'"

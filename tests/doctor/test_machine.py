@@ -70,6 +70,7 @@ def test_a_low_limit_of_open_files(machine: Machine) -> None:
     assert checks["locked memory"]["detail"].startswith("limit 0.1 MiB")
 
 
+@pytest.mark.process
 def test_memory_that_cannot_be_locked_for_rdma(run_doctor: RunDoctor, machine: Machine) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
@@ -83,6 +84,7 @@ def test_memory_that_cannot_be_locked_for_rdma(run_doctor: RunDoctor, machine: M
     assert "memlock" in check["remedy"]
 
 
+@pytest.mark.process
 def test_little_shared_memory_matters_where_cards_are(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_little_shared_memory_matters_where_cards_are(
     assert "--shm-size" in check["remedy"]
 
 
+@pytest.mark.process
 def test_launchers(run_doctor: RunDoctor, machine: Machine) -> None:
     code, checks = run_doctor()
     assert code == 0

@@ -228,6 +228,7 @@ class TestBroken:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
+    @pytest.mark.process
     def test_any_bytes_changed(self, tmp_path: Path, data: st.DataObject) -> None:
         """Damage gives the content, or 5 and nothing; never another error, never a wrong file."""
         archive = bytearray(zipped({"d/a": b"0123456789" * 30, "d/b": b"b"}))

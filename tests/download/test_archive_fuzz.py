@@ -66,6 +66,7 @@ def find_all(content: bytes, pattern: bytes) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.process
 def test_mutated_archives(tmp_path: Path, count: int) -> None:
     complete = zipped(CONTENT)
     refused = 0

@@ -188,6 +188,7 @@ def test_the_first_trouble_ends_it_and_keeps_what_is_done(
 class TestKills:
     """Fault 13 in all stages: fetching, unpacking, publishing."""
 
+    @pytest.mark.process
     def test_a_few(self, server: Server, tmp_path: Path) -> None:
         self._kill(server, tmp_path, num_kills=4)
 

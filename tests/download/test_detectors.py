@@ -57,6 +57,7 @@ def cached(tmp_path: Path) -> Path:
     return tmp_path / "torch/hub/checkpoints/nvidia_ssdpyt_amp_200703.pt"
 
 
+@pytest.mark.process
 def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, tmp_path: Path) -> None:
     out = tmp_path / "x.pt"
     result = cli("export", "nvidia-ssd300-coco", "--format", "nvidia", "--out", out)
@@ -69,6 +70,7 @@ def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, tmp_path: P
     assert (names[1], names[80]) == ("person", "toothbrush")
 
 
+@pytest.mark.process
 def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, shapes: Path) -> None:
     picture = sorted((shapes / "val2017").iterdir())[0]
     predictor = ssdctl.load("nvidia-ssd300-coco", device="cpu", score=0.01)
@@ -90,6 +92,7 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "nvidia_ssdpyt_amp_200703.pt" in result.err
 
 
+@pytest.mark.process
 def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, tmp_path: Path) -> None:
     result = cli("fetch-weights", "nvidia-ssd300-coco", "--json")
     assert result.code == 0, result.err
@@ -102,6 +105,7 @@ def test_fetch_weights_fetches_detectors(cli: Cli, published: Server, tmp_path: 
     assert json.loads(cli("models", "--json").out)["models"][1]["path"] == str(path)
 
 
+@pytest.mark.process
 def test_predict_fetches_from_the_mirror(
     cli: Cli, published: Server, shapes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +120,7 @@ def test_predict_fetches_from_the_mirror(
     assert result.code == 0, result.err
 
 
+@pytest.mark.process
 def test_a_file_that_changes_after_its_first_use_is_refused(
     cli: Cli, published: Server, tmp_path: Path
 ) -> None:

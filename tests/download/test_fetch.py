@@ -553,6 +553,7 @@ except DiskError as error:
 class TestKills:
     """Fault 13: kill -9 at any byte."""
 
+    @pytest.mark.process
     def test_a_few(self, server: Server, tmp_path: Path) -> None:
         self._kill(server, tmp_path, num_kills=3, seed=1)
 

@@ -80,6 +80,7 @@ def test_other_forms_are_refused_by_name(cli: Cli, text: str) -> None:
     assert text in result.err
 
 
+@pytest.mark.process
 def test_a_model_is_fetched_once_and_then_found_without_network(
     cli: Cli, hub: HubServer, files: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +196,7 @@ def test_hostile_descriptions(cli: Cli, files: dict[str, bytes], change: dict[st
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b'\x08\0\0\0\0\0\0\0{"a":1}x', b"PK" * 50])
+@pytest.mark.process
 def test_damaged_weights(cli: Cli, files: dict[str, bytes], content: bytes) -> None:
     Path("config.json").write_bytes(files["config.json"])
     for damaged in (content, files["model.safetensors"][:-100]):

@@ -64,6 +64,7 @@ def cases(
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
+@pytest.mark.process
 def test_equal_to_pycocotools(
     tmp_path_factory: pytest.TempPathFactory,
     case: tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]],

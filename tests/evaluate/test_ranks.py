@@ -45,6 +45,7 @@ def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     assert by_image("several.json") == by_image("one.json")
 
 
+@pytest.mark.slow
 def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")

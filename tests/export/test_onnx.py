@@ -1,4 +1,4 @@
-"""An exported ONNX file gives PyTorch's boxes in onnxruntime, for any batch; a wrong one is not
+"""An exported ONNX file gives PyTorch's boxes and AP in onnxruntime, for any batch; a wrong one is not
 published."""
 
 from __future__ import annotations
@@ -63,7 +63,24 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
             }
             actual = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in detections}
             assert len(actual & expected) > 0.9 * len(actual)  # the rest: rounded to the other side
+    check_scores(cli, checkpoint, Path("ssd.onnx"), shapes)
     check_quantization(Path("ssd.onnx"))
+
+
+def check_scores(cli: Cli, checkpoint: Path, path: Path, shapes: Path) -> None:
+    """`evaluate` scores the ONNX file and safetensors as it scores the checkpoint."""
+    weights = Path("ssd.safetensors")
+    assert cli("export", checkpoint, "--format", "safetensors", "--out", weights).code == 0
+    figures = []
+    for file in (checkpoint, weights, path):
+        result = cli("evaluate", file, "--data", shapes, "--device", "cpu", "--json",
+                     "--score-threshold", THRESHOLD)  # fmt: skip
+        assert result.code == 0, result.err
+        figures.append(json.loads(result.out))
+    for other in figures[1:]:
+        assert other["AP"] == pytest.approx(figures[0]["AP"], abs=1e-3)
+        assert abs(other["detections"] - figures[0]["detections"]) <= 2
+    assert figures[2]["step"] == figures[0]["step"] == 3
 
 
 def check_quantization(path: Path) -> None:
@@ -79,6 +96,7 @@ def check_quantization(path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.process
 def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
     """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
     root = tmp_path / "root"

@@ -91,6 +91,13 @@ def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
         with Image.open(Path("card") / name) as image:
             image.verify()
     assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "detect.py"}
+    common = ("--data", shapes, "--device", "cpu", "--limit", 2, "--json")
+    scores = [
+        json.loads(cli("evaluate", p, *common).out)
+        for p in (tiny_run / "checkpoints/last.pt", "card")
+    ]
+    assert scores[0]["detections"] == scores[1]["detections"] > 0
+    assert scores[0]["AP"] == scores[1]["AP"]
 
 
 @pytest.mark.slow

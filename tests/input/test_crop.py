@@ -110,6 +110,7 @@ class Replayed(random.Random):
 
 
 @pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.process
 def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
     boxes, count = SCENES[scene], 150
     rows, epochs = np.arange(count), np.arange(count) % 3
@@ -124,6 +125,7 @@ def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.process
 def test_statistics_equal_the_replaced_systems(scene: str) -> None:
     boxes = SCENES[scene]
     actual, expected = drawn_by_ssdctl(boxes), drawn_by_reference(boxes)
@@ -166,6 +168,7 @@ def test_share_of_uncropped_pictures_by_calculation() -> None:
     assert abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / NUM_DRAWS)
 
 
+@pytest.mark.process
 def test_each_crop_is_one_that_the_modes_allow() -> None:
     boxes = SCENES["three"]
     drawn = drawn_by_ssdctl(boxes, seed=1)
@@ -265,6 +268,7 @@ def check_kept(crops: Crops, boxes: np.ndarray, labels: np.ndarray) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), arrays(np.float64, (2, 4), elements=UNIT))
+@pytest.mark.process
 def test_any_crop_keeps_the_boxes_with_their_centre_in_it(
     batch: tuple[np.ndarray, np.ndarray], draw: np.ndarray
 ) -> None:

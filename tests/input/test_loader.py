@@ -53,6 +53,7 @@ def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
             assert torch.equal(getattr(a, name), getattr(b, name)), name
 
 
+@pytest.mark.process
 def test_threads_change_nothing(splits: dict[str, Split]) -> None:
     steps = range(10)  # two epochs
     once = read_batches(splits["train"], PLAN._replace(threads=1), steps)
@@ -147,6 +148,7 @@ def white_boxes(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_flipped_pictures_and_boxes_belong_together(tmp_path: Path) -> None:
     """A white box stays where its annotation is, whatever the crop and the flip."""
     data = white_boxes(tmp_path / "data")

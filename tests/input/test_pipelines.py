@@ -62,6 +62,7 @@ def assert_same(actual: list[Batch], expected: list[Batch], levels: int = 0) -> 
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.process
 def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
     damaged: Split, pipeline: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_dali_resumed_in_mid_epoch_continues_with_the_same_batches(shapes: Path)
     )
 
 
+@pytest.mark.process
 def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_path: Path) -> None:
     """Crops are cut at whole pixels of what is stored; boxes refer to them."""
     batches = {}
@@ -175,6 +177,7 @@ def test_next_batches_are_ready_while_the_device_works(shapes: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
 
 
+@pytest.mark.process
 def test_memory_stays_flat_over_epochs(shapes: Path) -> None:
     split = open_dataset(shapes, shapes / "prepared")["train"]
     batches = open_input("native", split, PLAN).batches(0, 110)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -25,6 +26,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     ),
     flip=st.booleans(),
 )
+@pytest.mark.process
 def test_a_crop_is_within_one_level_of_pillows(box: tuple[int, int, int, int], flip: bool) -> None:
     left, top = min(box[0], box[2] - 1), min(box[1], box[3] - 1)
     window = (left, top, max(box[2], left + 1), max(box[3], top + 1))

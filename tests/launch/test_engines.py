@@ -127,6 +127,7 @@ def train_until_bad(
     return {name: images_of_bad_steps(folder / name) for name in ["single", *launchers]}
 
 
+@pytest.mark.slow
 def test_one_rank_and_two_train_on_the_same_images(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     images = train_until_bad(["torchrun"], shapes, tmp_path, cli)
     assert len(images["single"]) >= 2

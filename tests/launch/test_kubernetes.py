@@ -72,18 +72,23 @@ def crd() -> Any:
     return strict(schema)
 
 
+def validator(schema: Any) -> Any:
+    """A validator; unlike `jsonschema.validate`, it does not check the large schema itself."""
+    return jsonschema.validators.validator_for(schema)(schema)
+
+
 def check(manifest: Any, crd: Any) -> None:
     """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
     if manifest["kind"] == "MPIJob":
         rest = {key: value for key, value in manifest.items() if key != "metadata"}
-        jsonschema.validate(rest, crd)
+        validator(crd).validate(rest)
         return
     replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
     assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
     assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
     # Job controllers accept a podFailurePolicy only with pods that are never restarted.
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
-    jsonschema.validate(manifest["spec"]["template"], replica["properties"]["template"])
+    validator(replica["properties"]["template"]).validate(manifest["spec"]["template"])
 
 
 def plan_for(
@@ -321,6 +326,7 @@ def test_a_pod_that_is_started_again_must_resume_by_itself(cli: Cli) -> None:
 
 
 @given(ARGUMENTS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+@pytest.mark.process
 def test_text_survives_yaml_and_kubernetes(arguments: list[str], value: str) -> None:
     """Kubernetes replaces $(NAME) and turns $$ into $; YAML readers guess numbers and dates."""
     arguments = ["a" + argument for argument in arguments]
@@ -360,6 +366,7 @@ HOSTILE = st.sampled_from(
 @given(
     st.sampled_from(sorted(NAMES)), st.lists(HOSTILE, min_size=1, max_size=3), st.integers(0, 20)
 )
+@pytest.mark.process
 def test_hostile_names_are_refused_or_survive_yaml(name: str, parts: list[str], at: int) -> None:
     """Nothing but the value of that setting changes, whatever is in it."""
     good, is_list = NAMES[name]
@@ -426,6 +433,7 @@ IN_A_POD += ["--set", "kubernetes.volumes=claim:/runs", "--set", "kubernetes.nam
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (137, 8)])
+@pytest.mark.process
 def test_submit_and_follow(
     code: int, expected: int, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +452,7 @@ def test_submit_and_follow(
     assert ["logs", "-n", "me", "--follow", "pod-1"] in asked
 
 
+@pytest.mark.process
 def test_what_a_pod_prints_cannot_control_the_terminal(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ def test_a_launcher_that_cannot_start(tmp_path: Path) -> None:
         assert launch.wait(20) == 2
 
 
+@pytest.mark.slow
 def test_two_torchruns_at_once_save_and_stop(tmp_path: Path) -> None:
     """Arguments arrive as typed, ports do not clash; SIGTERM, or a closed terminal, stops it."""
     one, two = tmp_path / "one", tmp_path / "two"

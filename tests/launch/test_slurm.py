@@ -126,6 +126,7 @@ def test_options_of_srun_are_quoted_and_precede_others() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(ARGUMENTS)
+@pytest.mark.process
 def test_arguments_are_inert_in_the_script(arguments: list[str]) -> None:
     """bash runs the script; small programs replace Slurm's and print their arguments."""
     with tempfile.TemporaryDirectory() as name:

@@ -180,6 +180,7 @@ def status(*ends: str) -> tuple[int, str, str]:
     ("codes", "expected"),
     [((8, 3), 3), ((3, 75), 75), ((1, 137), 8), ((None, None), 8)],
 )
+@pytest.mark.process
 def test_the_end_of_an_mpi_job_is_its_last_pods(
     codes: tuple[int | None, int | None], expected: int, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ PULLING = [
 ]
 
 
+@pytest.mark.process
 def test_what_workers_wait_for_is_reported_once_per_change(
     set_answers: SetAnswers, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +256,7 @@ def test_what_workers_wait_for_is_reported_once_per_change(
     assert output == ["step 1\n"]
 
 
+@pytest.mark.process
 def test_a_worker_that_cannot_be_installed_ends_the_wait(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

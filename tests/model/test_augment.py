@@ -145,6 +145,7 @@ def test_hue_turns_the_way_of_hsv(colour: np.ndarray, degrees: float) -> None:
     ("hue_degrees", "mean_error", "worst_picture"),
     [(18.0, 0.016, 0.065), (0.5, 0.0055, 0.06)],
 )
+@pytest.mark.process
 def test_distance_from_the_sequential_definition(
     hue_degrees: float, mean_error: float, worst_picture: float
 ) -> None:

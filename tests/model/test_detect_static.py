@@ -20,6 +20,7 @@ from ssdctl.model.postprocess import boxes_and_scores, detect, detect_static
     threshold=st.sampled_from([0.05, 0.3, 0.999]),
     nms_iou=st.sampled_from([0.2, 0.5, 0.8]),
 )
+@pytest.mark.process
 def test_equal_to_the_ragged_way(
     seed: int, num_boxes: int, num_classes: int, threshold: float, nms_iou: float
 ) -> None:

@@ -242,6 +242,7 @@ def test_bf16_predictions_are_summed_in_fp32(inside_autocast: bool) -> None:
     logits=arrays(np.float32, (1, 3, 6), elements=st.floats(-(2.0**127), 2.0**127, width=32)),
     labels=arrays(np.int64, (1, 6), elements=st.integers(0, 2)),
 )
+@pytest.mark.process
 def test_gradients_are_finite_for_any_finite_prediction(
     offsets: np.ndarray, logits: np.ndarray, labels: np.ndarray
 ) -> None:

@@ -56,6 +56,7 @@ def check_equal(actual: ImageDetections, expected: list[reference.Detection]) ->
     ("seed", "num_classes", "num_boxes", "spread"),
     [(0, 3, 300, 1.0), (1, 6, 600, 1.0), (2, 6, 1500, 3.0), (3, 21, 400, 1.5), (4, 81, 2000, 2.2)],
 )
+@pytest.mark.process
 def test_equal_to_the_loop(seed: int, num_classes: int, num_boxes: int, spread: float) -> None:
     offsets, logits, defaults = predictions(seed, num_classes, num_boxes, spread)
     [actual] = run(offsets, logits, defaults)

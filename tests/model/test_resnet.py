@@ -31,6 +31,7 @@ def test_every_builder_is_compared() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.process
 def test_outputs_equal_torchvisions(name: str) -> None:
     torch.manual_seed(3)
     expected = torchvision_network(name)
@@ -46,6 +47,7 @@ def test_outputs_equal_torchvisions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet50"])
+@pytest.mark.process
 def test_a_seed_gives_torchvisions_weights(name: str) -> None:
     from torchvision import models
 

@@ -15,6 +15,8 @@ from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_
 from ssdctl.model.resnet import BUILDERS
 from ssdctl.model.ssd300 import SSD300, feature_channels
 
+pytestmark = pytest.mark.full_network
+
 WEIGHTS = ("weight", "bias")
 NORM = {"mlperf": "none", "nvidia": "batch"}
 BLOCKS = {"resnet18": (2, 2, 2), "resnet34": (3, 4, 6), "resnet50": (3, 4, 6)}

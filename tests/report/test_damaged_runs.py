@@ -78,6 +78,7 @@ def test_damaged_metrics_are_skipped_and_counted(tmp_path: Path, line: bytes, cl
     assert read_metrics(run / "metrics.jsonl")[1] == 0  # written again without it
 
 
+@pytest.mark.process
 def test_the_page_counts_damaged_lines(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run", *DAMAGED)
     result = cli("report", run)
@@ -87,6 +88,7 @@ def test_the_page_counts_damaged_lines(tmp_path: Path, cli: Cli) -> None:
     assert "0.250" in page
 
 
+@pytest.mark.process
 def test_records_with_other_fields_damaged_are_drawn(tmp_path: Path, cli: Cli) -> None:
     run = make_run(
         tmp_path / "run",
@@ -116,6 +118,7 @@ def test_environment_of_another_type(tmp_path: Path, content: bytes) -> None:
     assert any("environment.json" in problem for problem in data.problems)
 
 
+@pytest.mark.process
 def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
     content = {"packages": {"torch": {"a": 1}}, "command": 3, "device": None, "x": [[], {}]}
@@ -127,6 +130,7 @@ def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) 
     assert "environment.json is not a JSON object" in (run / "report.html").read_text()
 
 
+@pytest.mark.process
 def test_a_curve_of_one_point(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
     first = (run / "metrics.jsonl").read_bytes().splitlines()[0]
@@ -165,6 +169,7 @@ def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = No
     return data
 
 
+@pytest.mark.process
 def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     names = ["a\nb", "$\\frac{$", "\u4e2d\u6587", "\x1b[31mred", "x" * 5000]
     folder = tmp_path / "$\\alpha$ \u4e2d"
@@ -179,6 +184,7 @@ def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> No
     assert page.count("<figure>") == 9
 
 
+@pytest.mark.process
 def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """The dataset was prepared again without it; the other samples are shown."""
     folder = tmp_path / "run"

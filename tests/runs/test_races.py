@@ -38,6 +38,7 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(ROUNDS, marks=pytest.mark.slow)])
+@pytest.mark.process
 def test_the_lock_has_one_owner(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

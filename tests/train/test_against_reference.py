@@ -151,6 +151,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "backbone", "lr"), CASES)
+@pytest.mark.process
 def test_loss_and_six_steps_equal_the_reference(
     dataset: Path, tmp_path: Path, layout: str, backbone: str, lr: float
 ) -> None:
@@ -190,6 +191,7 @@ def test_loss_and_six_steps_equal_the_reference(
 
 @pytest.mark.parametrize("layout", ["mlperf", "nvidia"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.module."])
+@pytest.mark.process
 def test_third_party_checkpoint_evaluates_as_the_naive_decode(
     dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
 ) -> None:
@@ -283,6 +285,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     assert f"starting from the weights of {run / 'checkpoints'}" in result.err
 
 
+@pytest.mark.process
 def test_third_party_file_with_a_broken_network_is_refused(
     tmp_path: Path, cli: Callable[..., Result]
 ) -> None:

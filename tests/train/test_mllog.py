@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_RUN, Result
+from conftest import TINY_RUN, Result, run_cli
 
 Cli = Callable[..., Result]
 ROOT = Path(__file__).parents[2]
@@ -39,11 +39,12 @@ def complaints(path: Path) -> str:
     return "" if done.returncode == 0 else Path(f"{path}.check").read_text() + done.stderr
 
 
-@pytest.fixture
-def log(cli: Cli, shapes: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "result_0.txt"
-    result = cli(
-        "train", "--data", shapes, "--out", "run", *OPTIONS, "--eval-at", 1, "--seed", 9,
+@pytest.fixture(scope="module")
+def log(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logged")
+    path = folder / "result_0.txt"
+    result = run_cli(
+        "train", "--data", shapes, "--out", folder / "run", *OPTIONS, "--eval-at", 1, "--seed", 9,
         "--mllog", path,
     )  # fmt: skip
     assert result.code == 0, result.err

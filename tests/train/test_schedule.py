@@ -96,6 +96,7 @@ def test_warmup_longer_than_the_run_is_refused() -> None:
     assert "st" in (caught.value.hint or "")
 
 
+@pytest.mark.process
 def test_durations() -> None:
     plan = make_plan(config(batch_size=32), COCO, 1)
     assert split_duration("3") == split_duration("3ep") == (3.0, "ep")
@@ -112,6 +113,7 @@ def test_durations() -> None:
     batch_size=st.integers(1, 64),
     epochs=st.sampled_from(["1", "0.3ep", "7", "1.1"]),
 )
+@pytest.mark.process
 def test_epoch_periods_end_with_their_epochs(images: int, batch_size: int, epochs: str) -> None:
     plan = make_plan(config(batch_size=batch_size, warmup="0st"), images, 1)
     period = Fraction(epochs.removesuffix("ep")) * images / batch_size

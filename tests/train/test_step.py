@@ -79,6 +79,7 @@ def test_a_bad_step_changes_nothing_and_training_continues(
     assert not torch.equal(model.box_heads[0].weight, before["box_heads.0.weight"])
 
 
+@pytest.mark.process
 def test_accumulation_equals_the_larger_batch() -> None:
     """Batch norm sees other batches, so it is frozen; the rest is a mean of means."""
     full_batch = batch(2)
@@ -167,6 +168,7 @@ def test_guard_bounds_rollbacks() -> None:
 
 
 @pytest.mark.parametrize("backbone", ["resnet18", "resnet50"])
+@pytest.mark.process
 def test_frozen_stem_keeps_its_weights_and_moves_its_statistics(backbone: str) -> None:
     torch.manual_seed(0)
     settings = config(freeze_stem=True, weight_decay=0.1)
@@ -184,6 +186,7 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics(backbone: str) -
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
+@pytest.mark.process
 def test_a_bad_first_step_leaves_no_trace(optimizer_name: str) -> None:
     """The step after it is the one that a fresh run would have taken."""
     ends = []

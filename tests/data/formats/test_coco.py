@@ -136,6 +136,7 @@ NUMBERS = st.one_of(
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS), max_size=20))
+@pytest.mark.process
 def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
     tmp_path_factory: pytest.TempPathFactory, bboxes: list[tuple[float, ...]]
 ) -> None:

@@ -162,6 +162,7 @@ def test_errors_name_the_place_in_the_file(
 
 
 @given(st.integers(0, 12_000), st.binary(max_size=4), st.integers(0, 5))
+@pytest.mark.process
 def test_any_damage_has_the_same_result(place: int, inserted: bytes, removed: int) -> None:
     content = document()
     del content["info"]

@@ -309,6 +309,7 @@ class TestYolo:
             make(tmp_path, "yolo")
 
     @given(st.data())
+    @pytest.mark.process
     def test_any_label_file(
         self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
     ) -> None:
@@ -446,6 +447,7 @@ def end(process: subprocess.Popen[str]) -> None:
 class TestKills:
     """dataset.toml and the annotations that it names are of one conversion, at any moment."""
 
+    @pytest.mark.process
     def test_a_few(self, tmp_path: Path) -> None:
         self._kill(tmp_path, num_kills=6)
 

@@ -169,6 +169,7 @@ class TestRefused:
         assert (result.code, "document type" in result.err) == (3, True), result.err
 
     @pytest.mark.parametrize("option", ["--data", "--store"])
+    @pytest.mark.process
     def test_urls(self, option: str, cli: Callable[..., Result], tmp_path: Path) -> None:
         result = cli("prepare", option, "s3://bucket/parts")
         assert (result.code, "s3://bucket/parts" in result.err) == (2, True), result.err

@@ -1,0 +1,195 @@
+"""Detect objects with an ONNX file of `ssdctl export`, by onnxruntime on the CPU or on CUDA.
+
+The outputs of a file are detections (`--nms onnx`), decoded boxes and scores (`--nms none`) or the
+raw heads (`--raw`).
+Shapes: B batch, C classes with background, N default boxes, K detections of an image.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
+from ssdctl.checkpoint.onnx_file import PACKAGES
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.device.base import Device
+from ssdctl.errors import IntegrityError, UsageError, missing_package
+from ssdctl.inference.detector import refuse_non_finite
+from ssdctl.model.conventions import conventions_of
+from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
+
+DETECTIONS = ("boxes", "scores", "labels", "count")
+DECODED = ("all_boxes", "all_scores")
+HEADS = ("offsets", "logits")
+MAX_DETECTIONS = 10_000  # of an image, in the output of a graph
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
+
+class OnnxDetector:
+    """Implement `ssdctl.inference.detector.DetectorBackend` with onnxruntime.
+
+    Args:
+        checkpoint: Of `read_model`, with a graph.
+        device: A CPU or CUDA device.
+        precision: Only `fp32`: the precision is part of the graph.
+        score_threshold, nms_iou: None: the graph's, else the network's convention.
+
+    Raises:
+        UsageError: The device, precision or a threshold does not suit the graph, or onnxruntime is
+            not installed.
+        IntegrityError: The graph is damaged or not of an SSD300.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: Device,
+        *,
+        precision: str = "fp32",
+        score_threshold: float | None = None,
+        nms_iou: float | None = None,
+    ) -> None:
+        assert checkpoint.graph is not None
+        assert checkpoint.nms is not None
+        if precision != "fp32":
+            raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
+        self._path = checkpoint.path
+        self._num_classes = checkpoint.architecture.num_classes
+        self._session = _session(checkpoint, device)
+        self._outputs, self._batch = self._check_signature()
+        self._rules = conventions_of(checkpoint.architecture.backbone)
+        self._has_nms = self._outputs == DETECTIONS
+        least, iou = checkpoint.nms if self._has_nms else (None, None)
+        if self._has_nms and (least is None or iou is None):
+            raise IntegrityError(f"{self._path}: its metadata has no thresholds of its NMS")
+        if least is not None and score_threshold is not None and score_threshold < least:
+            raise UsageError(
+                f"{self._path}: its NMS drops scores below {least}, {score_threshold} is lower",
+                hint=f"export with --score-threshold {score_threshold}, or with --nms none",
+            )
+        if iou is not None and nms_iou not in (None, iou):
+            raise UsageError(
+                f"{self._path}: its NMS has the IoU threshold {iou}, not {nms_iou}",
+                hint=f"export with --nms-iou {nms_iou}, or with --nms none",
+            )
+        default = self._rules.score_threshold if least is None else least
+        self.score_threshold = default if score_threshold is None else score_threshold
+        self.nms_iou = (self._rules.nms_iou if iou is None else iou) if nms_iou is None else nms_iou
+
+    def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
+        return self.finish(self.forward(images_BHW3))
+
+    def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
+        """Run the graph; a fixed batch size is filled with repetitions of the last picture.
+
+        Raises:
+            IntegrityError: The graph cannot be run, or its outputs have other shapes.
+        """
+        images = images_BHW3.cpu().numpy()
+        size = self._batch or len(images)
+        parts = []
+        for start in range(0, len(images), size):
+            part = images[start : start + size]
+            filled = np.concatenate([part, part[-1:].repeat(size - len(part), axis=0)])
+            try:
+                arrays = self._session.run(list(self._outputs), {"images": filled})
+            except Exception as error:  # onnxruntime's have no common class
+                raise IntegrityError(f"{self._path}: the graph cannot be run: {error}") from error
+            if not self._is_valid(arrays, size):
+                raise IntegrityError(f"{self._path}: the outputs of the graph have other shapes")
+            parts.append([array[: len(part)] for array in arrays])
+        return tuple(torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True))
+
+    def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
+        """Return the detections in the output of `forward`.
+
+        Raises:
+            NonFiniteError: It is NaN or infinite.
+            IntegrityError: A label is not a class.
+        """
+        refuse_non_finite(output)
+        if self._has_nms:
+            return [self._above_threshold(*image) for image in zip(*output, strict=True)]
+        boxes, scores = output
+        if self._outputs == HEADS:
+            boxes, scores = boxes_and_scores(
+                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._rules.clips_boxes
+            )
+        return select_detections(
+            boxes, scores, self.score_threshold, self.nms_iou, self._rules.candidates_per_class
+        )
+
+    def _above_threshold(
+        self, boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, count: Tensor
+    ) -> ImageDetections:
+        kept = (torch.arange(len(scores_K)) < count) & (scores_K > self.score_threshold)
+        labels = labels_K[kept]
+        if not bool(((labels > 0) & (labels < self._num_classes)).all()):
+            raise IntegrityError(f"{self._path}: a label of the graph's output is not a class")
+        return ImageDetections(boxes_K4[kept], scores_K[kept], labels)
+
+    def _check_signature(self) -> tuple[tuple[str, ...], int | None]:
+        """Return the names of the outputs, and the batch size if it is fixed."""
+        inputs = self._session.get_inputs()
+        shape = inputs[0].shape if len(inputs) == 1 else []
+        expected = [IMAGE_SIZE, IMAGE_SIZE, 3]
+        if shape[1:] != expected or (inputs[0].name, inputs[0].type) != ("images", "tensor(uint8)"):
+            raise IntegrityError(f"{self._path}: its input is not `images`, uint8 (B, 300, 300, 3)")
+        names = {output.name for output in self._session.get_outputs()}
+        for outputs in (DETECTIONS, DECODED, HEADS):
+            if names == set(outputs):
+                return outputs, shape[0] if isinstance(shape[0], int) else None
+        raise IntegrityError(
+            f"{self._path}: its outputs are {', '.join(sorted(names))[:200]}, not those of "
+            "ssdctl export"
+        )
+
+    def _is_valid(self, arrays: list[Any], batch: int) -> bool:
+        """Return whether arrays have the types and shapes of the outputs."""
+        expected: list[tuple[int, ...]]
+        shapes = [array.shape for array in arrays]
+        kinds = [array.dtype.kind for array in arrays]
+        classes = self._num_classes
+        if self._outputs == HEADS:
+            expected = [(batch, 4, NUM_BOXES), (batch, classes, NUM_BOXES)]
+        elif self._outputs == DECODED:
+            expected = [(batch, NUM_BOXES, 4), (batch, classes - 1, NUM_BOXES)]
+        else:
+            most = shapes[1][-1] if shapes[1] else 0
+            if most > MAX_DETECTIONS:
+                return False
+            expected = [(batch, most, 4), (batch, most), (batch, most), (batch,)]
+        return shapes == expected and kinds == ["f", "f", "i", "i"][: len(kinds)]
+
+
+def _session(checkpoint: Checkpoint, device: Device) -> Any:
+    """Return the onnxruntime session of a graph, on the device."""
+    try:
+        import onnxruntime
+    except ImportError:
+        raise missing_package("onnxruntime", *PACKAGES) from None
+    providers: list[Any] = ["CPUExecutionProvider"]
+    if device.torch_device.type == "cuda":
+        if CUDA_PROVIDER not in onnxruntime.get_available_providers():
+            raise UsageError(
+                "this onnxruntime does not compute on CUDA",
+                hint="pip install onnxruntime-gpu in its place, or use --device cpu",
+            )
+        providers.insert(0, (CUDA_PROVIDER, {"device_id": device.torch_device.index or 0}))
+    elif device.torch_device.type != "cpu":
+        raise UsageError(
+            f"{checkpoint.path}: onnxruntime does not compute on device {device.name}",
+            hint="use --device cpu, or the checkpoint that it was exported from",
+        )
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    try:
+        return onnxruntime.InferenceSession(checkpoint.graph, options, providers=providers)
+    except Exception as error:  # onnxruntime's have no common class
+        raise IntegrityError(
+            f"{checkpoint.path}: onnxruntime cannot read the graph: {error}"
+        ) from None

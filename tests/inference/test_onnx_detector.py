@@ -1,0 +1,210 @@
+"""ONNX files in place of checkpoints: thresholds of the NMS in the graph, fixed batches; files of other
+programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
+real network: tests/export/test_onnx.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result
+
+import ssdctl
+from ssdctl.checkpoint.onnx_file import InputConvention, OnnxDescription
+from ssdctl.checkpoint.reader import read_model
+from ssdctl.device import open_device
+from ssdctl.inference.detector import open_detector
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+Cli = Callable[..., Result]
+FACTS = OnnxDescription(
+    format=1,
+    backbone="resnet18",
+    num_classes=4,
+    classes=["ball", "brick", "cone"],
+    category_ids=[1, 2, 5],
+    input=InputConvention(),
+    step=3,
+    epoch=0.5,
+    score_threshold=0.02,
+    nms_iou=0.5,
+)
+GRAPH = """
+    <ir_version: 10, opset_import: ["" : 18]>
+    constants (uint8[BATCH, 300, 300, 3] images)
+        => (float[BATCH, 3, 4] boxes, float[BATCH, 3] scores, int64[BATCH, 3] labels, int64[BATCH] count)
+    <float[1, 3] weights = {0.9, 0.5, 0.1}>
+    {
+        batch = Shape <end = 1> (images)
+        three = Constant <value = int64[1] {3}> ()
+        four = Constant <value = int64[1] {4}> ()
+        table = Concat <axis = 0> (batch, three)
+        box_table = Concat <axis = 0> (table, four)
+        box = Constant <value = float[4] {0.25, 0.25, 0.5, 0.75}> ()
+        boxes = Expand (box, box_table)
+        scores = Expand (weights, table)
+        all_labels = Constant <value = int64[3] {1, 3, 0}> ()
+        labels = Expand (all_labels, table)
+        two = Constant <value = int64[1] {2}> ()
+        count = Expand (two, batch)
+    }
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a changed copy of the graph."""
+
+    def write(change: Callable[[Any], object] = lambda model: None, batch: str = "batch") -> Path:
+        model = onnx.parser.parse_model(GRAPH.replace("BATCH", batch))
+        onnx.helper.set_model_props(model, FACTS.as_metadata())
+        change(model)
+        path = tmp_path / "changed.onnx"
+        path.write_bytes(model.SerializeToString())
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def picture(shapes: Path) -> Path:
+    return sorted((shapes / "val2017").iterdir())[0]
+
+
+def test_thresholds(cli: Cli, write: Callable[..., Path], picture: Path) -> None:
+    """Those of the NMS in the graph: a higher score is applied, other values are refused."""
+    path = write()
+    many, few = (ssdctl.load(path, device="cpu", score=s).predict(picture) for s in (0.02, 0.6))
+    assert [(d.name, d.category_id, round(d.score, 3)) for d in many] == [
+        ("ball", 1, 0.9),
+        ("cone", 5, 0.5),
+    ]
+    assert [d.name for d in few] == ["ball"]
+    for options in (["--score", 0.01], ["--nms-iou", 0.4]):
+        result = cli("predict", path, picture, "--device", "cpu", *options)
+        assert result.code == 2, result.err
+        assert str(options[1]) in result.err
+        assert "--nms none" in result.err
+
+
+@pytest.mark.parametrize("batch", ["batch", "1", "2", "4"])
+def test_batches(write: Callable[..., Path], batch: str) -> None:
+    """Three pictures, in batches of the graph's size; the last one is filled."""
+    detector = open_detector(read_model(write(batch=batch)), open_device("cpu"))
+    assert (detector.score_threshold, detector.nms_iou) == (0.02, 0.5)
+    found = detector(torch.zeros((3, 300, 300, 3), dtype=torch.uint8))
+    assert [len(image.scores) for image in found] == [2, 2, 2]
+
+
+def test_files_of_other_programs_lack_the_description(
+    cli: Cli, write: Callable[..., Path], picture: Path
+) -> None:
+    def clear(model: Any) -> None:
+        del model.metadata_props[:]
+
+    path = write(clear)
+    result = cli("predict", path, picture)
+    assert result.code == 5
+    for name in ("classes", "category_ids", "input", "num_classes"):
+        assert name in result.err
+    assert "ssdctl export" in result.err
+
+
+def set_metadata(key: str, value: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        for entry in model.metadata_props:
+            if entry.key == key:
+                entry.value = value
+
+    return change
+
+
+def external_weights(model: Any) -> None:
+    tensor = model.graph.initializer[0]
+    tensor.ClearField("raw_data")
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    entry = tensor.external_data.add()
+    entry.key, entry.value = "location", "../../secret"
+
+
+def another_domain(model: Any) -> None:
+    model.graph.node[0].domain = "evil"
+
+
+def another_input(model: Any) -> None:
+    model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 512
+
+
+@pytest.mark.parametrize(
+    ("change", "subject"),
+    [
+        (set_metadata("classes", '["a"]'), "classes"),
+        (set_metadata("classes", "[" * 5000), "metadata"),
+        (set_metadata("category_ids", '["x"]'), "category_ids"),
+        (set_metadata("num_classes", "1e9"), "num_classes"),
+        (set_metadata("backbone", '"alexnet"'), "alexnet"),
+        (set_metadata("input", '{"layout": "BCHW"}'), "layout"),
+        (set_metadata("score_threshold", "null"), "score_threshold"),
+        (external_weights, "another file"),
+        (another_domain, "evil"),
+        (another_input, "changed.onnx"),
+        (lambda model: model.graph.node.pop(), "onnxruntime"),
+        (lambda model: model.graph.ClearField("node"), "no graph"),
+    ],
+)
+def test_damaged_and_hostile_files(
+    cli: Cli, write: Callable[..., Path], picture: Path, change: Callable[[Any], object], subject: str
+) -> None:  # fmt: skip
+    result = cli("predict", write(change), picture, "--device", "cpu")
+    assert result.code == 5, result.err
+    assert subject in result.err
+    assert result.out == ""
+
+
+def many_labels(model: Any) -> None:
+    labels = next(n for n in model.graph.node if n.output[0] == "all_labels").attribute[0].t
+    labels.CopyFrom(onnx.numpy_helper.from_array(np.array([1, 4, 0])))
+
+
+def infinite_scores(model: Any) -> None:
+    weights = np.array([[np.inf, 0.5, 0.1]], np.float32)
+    model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(weights, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "subject"),
+    [(many_labels, 5, "label"), (infinite_scores, 7, "NaN or infinite")],
+)
+def test_impossible_outputs(
+    cli: Cli, write: Callable[..., Path], picture: Path, change: Callable[[Any], object], code: int, subject: str
+) -> None:  # fmt: skip
+    result = cli("predict", write(change), picture, "--device", "cpu")
+    assert result.code == code, result.err
+    assert subject in result.err
+
+
+def test_not_onnx(cli: Cli, tmp_path: Path, picture: Path) -> None:
+    path = tmp_path / "x.onnx"
+    for content in (b"", b"garbage" * 100):
+        path.write_bytes(content)
+        assert cli("predict", path, picture).code == 5
+    assert cli("predict", tmp_path / "absent.onnx", picture).code == 2
+
+
+def test_it_has_no_weights(cli: Cli, write: Callable[..., Path]) -> None:
+    """Nothing that needs weights accepts it."""
+    path = write()
+    for command in (
+        ["export", path, "--format", "safetensors", "--out", "x.safetensors"],
+        ["push", path, "hf://a/b", "--license", "mit"],
+    ):
+        result = cli(*command)
+        assert result.code == 2, result.err
+        assert "exported from" in result.err
+    assert not Path("x.safetensors").exists()
