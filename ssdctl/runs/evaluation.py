@@ -14,7 +14,8 @@ import msgspec
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, write_bytes
 
-SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
+SHOWN_SCORE = 0.3  # lowest score of detections in pictures and confusions, unless chosen
+SAMPLE_SCORE = 0.05  # lowest score of detections in samples
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
 
@@ -86,7 +87,7 @@ class GroundTruthBox(msgspec.Struct, frozen=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True):
-    """One image: its ground truth, and its detections with a score of 0.3 or more."""
+    """One image: its ground truth, and its detections with at least the sample score."""
 
     image_id: int
     file_name: str
@@ -106,6 +107,8 @@ class Evaluation(msgspec.Struct, frozen=True):
     calibration_error: float  # expected calibration error: the mean gap, by count
     confusions: list[Confusion]  # the most frequent ones
     samples: list[SampleImage]
+    sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files
+    confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
