@@ -343,7 +343,7 @@ def main() -> None:
             for name in list(rates):
                 result = pipelines[name].rate(options.seconds)
                 if isinstance(result, str):
-                    print(f"{name}: {result}; pip install 'ssdctl[dali]'")
+                    print(f"{name}: {result}; pip install nvidia-dali-cuda130")
                     del rates[name]
                 else:
                     rates[name].append(result)

@@ -2,69 +2,93 @@
 
 import ssdctl
 
-for detection in ssdctl.load("runs/stable-r34").predict("street.jpg"):
+ssdctl.prepare("photos")
+run = ssdctl.train(data="photos", epochs=20)
+for detection in ssdctl.load(run).predict("street.jpg"):
     print(detection.name, detection.score, detection.box)
+
+The functions are those of `ssdctl.api`; the commands of the command line use the same code.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import types
+from typing import TYPE_CHECKING, Any
 
+from ssdctl import errors
 from ssdctl._version import __version__
 
 if TYPE_CHECKING:
+    from ssdctl.api import Run, configure, evaluate, load, prepare, train
+    from ssdctl.config import Config
     from ssdctl.inference.predict import Predictor
+    from ssdctl.inference.results import Detection, Result
+else:
+    import ssdctl.evaluate
+    import ssdctl.train  # noqa: F401 - the names of these functions are also those of packages
+
+__all__ = [
+    "Config",
+    "Detection",
+    "Predictor",
+    "Result",
+    "Run",
+    "__version__",
+    "configure",
+    "errors",
+    "evaluate",
+    "load",
+    "prepare",
+    "train",
+]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
-__all__ = ["__version__", "load"]
+
+class _CallablePackage(types.ModuleType):
+    """A package that is also the function of its name: `ssdctl.train(...)`."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._function(*arguments, **options)
+
+    @property
+    def _function(self) -> Any:
+        from ssdctl import api
+
+        return getattr(api, self.__name__.rpartition(".")[2])
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(self._function)
 
 
-def load(
-    checkpoint: str | os.PathLike[str],
-    *,
-    device: str = "auto",
-    score: float = 0.3,
-    nms_iou: float | None = None,
-    precision: str = "fp32",
-    classes: Sequence[str] = (),
-    max_detections: int | None = None,
-    tile: int | None = None,
-    tile_overlap: float = 0.2,
-) -> Predictor:
-    """Load a detector from a checkpoint, ready to predict.
+for _name in ("evaluate", "train"):
+    globals()[_name].__class__ = _CallablePackage
 
-    Args:
-        checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
-            torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run folder: its
-            best checkpoint, else its last; a detector's name, as
-            `ssd300-vgg16-coco`; or a model on the Hugging Face Hub, as `hf://org/name@v1`.
-        device: `auto` is the accelerator of this machine, else the CPU.
-        score: Return only detections with a score above this, 0 to 1.
-        nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
-            None: the convention of the network (0.5; VGG16 0.45).
-        precision: `fp32` or `bf16`.
-        classes: The names of the classes to return; empty: all.
-        max_detections: How many detections of a picture are returned, the best; None: all.
-        tile: Detect on tiles of so many pixels and on the whole picture, and merge; for pictures
-            of which the objects are small. None: only the whole picture.
-        tile_overlap: Overlap of neighbouring tiles, as a fraction of a tile, 0 to 0.9.
 
-    Raises:
-        ssdctl.errors.UsageError: The file, device, precision or a class does not exist.
-        ssdctl.errors.NetworkError: The detector or model cannot be fetched.
-        ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
-    """
-    from ssdctl.inference import predict  # late: torch takes seconds
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used: the config and the results take time to import."""
+    if name not in __all__:
+        raise AttributeError(f"module 'ssdctl' has no attribute {name!r}")
+    if name == "Config":
+        from ssdctl.config import Config
 
-    return predict.load(
-        checkpoint,
-        device=device,
-        score=score,
-        nms_iou=nms_iou,
-        precision=precision,
-        options=predict.Options(classes, max_detections, tile, tile_overlap),
-    )
+        return Config
+    if name == "Predictor":
+        from ssdctl.inference.predict import Predictor
+
+        return Predictor
+    if name in ("Detection", "Result"):
+        from ssdctl.inference import results
+
+        return getattr(results, name)
+    from ssdctl import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -27,6 +26,7 @@ import msgspec
 
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.runtime.redact import redact_url
+from ssdctl.runtime.system import is_process_running, lock_exclusively
 
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
@@ -205,8 +205,9 @@ def remove_stale_temporaries(folder: Path) -> list[Path]:
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         writer = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
-        is_alive = writer != str(os.getpid()) and Path(f"/proc/{writer}").exists()
-        if writer.isdigit() and not is_alive:
+        if not writer.isdigit():
+            continue
+        if int(writer) == os.getpid() or not is_process_running(int(writer)):
             path.unlink(missing_ok=True)
             removed.append(path)
     return removed
@@ -235,13 +236,13 @@ def safe_join(root: Path, name: str) -> Path:
 def try_lock(path: Path) -> int | None:
     """Lock a file, created if missing, and return its descriptor; None if another process has it.
 
-    The kernel releases the lock when the descriptor is closed or the process ends. If the file
-    system has no locks, the file counts as locked.
+    The kernel releases the lock when the descriptor is closed or the process ends. If the system or
+    the file system has no locks, the file counts as locked by this process.
     """
     with disk_errors(path, "locking"):
         descriptor = no_follow(path, os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_exclusively(descriptor)
         # An owner may remove the file when it ends: then this lock is on a deleted file.
         if path.stat().st_ino == os.fstat(descriptor).st_ino:
             return descriptor

@@ -166,6 +166,32 @@ def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
     assert (tmp_path / "drawn/detections.json").is_file()
 
 
+@pytest.mark.slow
+def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    run_page(ROOT / "docs" / "python.md", tmp_path, cli)
+    assert (tmp_path / "run/report.html").is_file()
+    assert (tmp_path / "drawn.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # they are not committed
+    nbclient.NotebookClient(
+        notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    data = [output["data"] for output in outputs if "data" in output]
+    pictures = [entry for entry in data if "image/png" in entry]
+    assert len(pictures) == 2  # the loss and the detections
+    assert any("AP50" in entry.get("text/plain", "") for entry in data)
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "training" in text + str(data)  # a progress bar, of text without ipywidgets
+    assert "Warning" not in text
+
+
 COCO = {
     "images": [{"id": 1, "file_name": "a.jpg", "width": 160, "height": 120}],
     "annotations": [{"id": 1, "image_id": 1, "category_id": 7, "bbox": [10, 10, 50, 40]}],

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, draw_samples
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import Targets
+from ssdctl.runtime.cores import usable_cores
 
 log = logging.getLogger(__name__)
 BATCH_SIZE = 32
@@ -52,7 +52,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     device = open_device("cpu", execution=config.train.execution)
     for notice in device.notices:
         log.info(notice)
-    threads = config.train.workers or len(os.sched_getaffinity(0))
+    threads = config.train.workers or usable_cores()
     plan = single_process_config(split, config, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
@@ -66,7 +66,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
         stages = stage_times(split, plan, TIMED_IMAGES)
     finally:
         torch.set_num_threads(torch_threads)
-    cores = min(threads, len(os.sched_getaffinity(0)))
+    cores = min(threads, usable_cores())
     return {
         "images_per_second": host,
         "images_per_second_full": full,

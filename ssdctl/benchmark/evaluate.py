@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
@@ -29,6 +28,7 @@ from ssdctl.inference.detector import Detector
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runtime.cores import usable_cores
 
 DETECT_BATCH = 8
 ROUNDS = 5
@@ -67,7 +67,7 @@ def benchmark_evaluate(
     options = DetectOptions(
         settings.batch_size,
         settings.precision,
-        settings.workers or len(os.sched_getaffinity(0)),
+        settings.workers or usable_cores(),
         settings.score_threshold,
         settings.nms_iou,
     )

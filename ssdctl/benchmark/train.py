@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size
 from ssdctl.train.optimizer import build_optimizer
@@ -103,7 +103,7 @@ class _Bench:
         fake_rate = self._rate(step, fake, seconds)
         rate, extra = fake_rate, {}
         if split is not None:
-            threads = self.config.train.workers or len(os.sched_getaffinity(0))
+            threads = self.config.train.workers or usable_cores()
             real = endless_batches(
                 split,
                 self.config,

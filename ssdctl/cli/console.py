@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 from ssdctl.errors import DiskError
 from ssdctl.files import disk_errors
 from ssdctl.runtime.printable import printable, printable_line, printable_message
+from ssdctl.runtime.progress import progress_bar
 from ssdctl.runtime.redact import redact_urls
 
 if TYPE_CHECKING:
@@ -143,10 +144,7 @@ class Console:
         if not self.live:
             yield from items
             return
-        from tqdm import tqdm
-
-        label = printable_line(label)
-        yield from tqdm(items, total=total, desc=label, unit=unit, leave=False, file=sys.stderr)
+        yield from progress_bar(items, total=total, label=printable_line(label), unit=unit)
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
         """Return the text in a colour or bold if the stream (None: stdout) supports colours."""

@@ -13,9 +13,7 @@ import typer
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
-from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.model_source import is_model_folder, locate_checkpoint
-from ssdctl.runs.layout import RunDir
+from ssdctl.errors import SsdctlError
 from ssdctl.runtime.malloc import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -68,25 +66,18 @@ def evaluate(
     split are scored, in fp32 unless --bf16 is given. The output includes the errors by type, with
     the AP50 that each type costs.
     """
-    path = Path(what)
-    if not path.exists() or is_model_folder(path):
-        path = locate_checkpoint(what, mirror=call.config.download.mirror)
-    if path.suffix == ".json":
-        if find_ranks().is_main:  # scored on one rank
-            _score_file(call, path, report)
-        return
-    files = RunDir(path).all_checkpoints() if path.is_dir() else [path]
-    if len(files) > 1 and detections:
-        raise UsageError(
-            f"--detections writes one file, but {path} contains {len(files)} checkpoints",
-            hint=f"give one of them, such as {files[0]}",
-        )
-    evaluations = _evaluate(call, files, Path(detections) if detections else None)
+    from ssdctl.evaluate.sources import files_to_score, locate_source
+
+    path = locate_source(what, mirror=call.config.download.mirror)
+    evaluations = _evaluate(call, files_to_score(path), Path(detections) if detections else None)
     if not evaluations:  # not the main rank
         return
     if report is not None:
+        from ssdctl.report.page import write_evaluation_report
+
         best = max(evaluations, key=lambda e: e.figures["AP"])
-        _write_report(call, best, Path(report))
+        page = write_evaluation_report(best, Path(report))
+        call.console.info(f"report: {page}")
     if not call.console.as_json:
         return
     if path.is_dir():
@@ -97,35 +88,22 @@ def evaluate(
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score checkpoints on all ranks; return the evaluations on the main rank, else nothing."""
-    from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import barrier
-    from ssdctl.distributed.process_group import process_group
-    from ssdctl.evaluate.checkpoint import evaluate_checkpoint
+    """Score all files and print each result; the list is empty on ranks other than the main one."""
+    from ssdctl.evaluate.sources import evaluate_files
 
     keep_freed_memory()
     ranks = find_ranks()
     call.console.handler.addFilter(MainRankFilter(ranks))
-    device = open_device(call.config.evaluate.device, ranks.local_rank)
     evaluations = []
-    with _one_report(ranks), process_group(ranks, device):
-        for file in files:
-            evaluation = evaluate_checkpoint(
-                file,
-                call.config,
-                device,
-                given=call.resolved.explicit_settings(),
-                progress=call.console.progress,
-                ranks=ranks,
-                detections_file=detections,
-            )
-            if evaluation is not None:
-                evaluations.append(evaluation)
-                if not call.console.as_json:
-                    if len(files) > 1:  # the tables do not name the checkpoint
-                        call.console.result(None, f"{file}")
-                    call.console.result(None, functools.partial(tables, evaluation))
-        barrier(ranks)
+    with _one_report(ranks):
+        for evaluation in evaluate_files(
+            files, call.resolved, progress=call.console.progress, detections_file=detections
+        ):
+            evaluations.append(evaluation)
+            if not call.console.as_json:
+                if len(files) > 1:  # the tables do not name the checkpoint
+                    call.console.result(None, evaluation.about.source)
+                call.console.result(None, functools.partial(tables, evaluation))
     return evaluations
 
 
@@ -138,28 +116,6 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
         if error.is_from_all_ranks and not ranks.is_main:
             raise SystemExit(error.exit_code) from None
         raise
-
-
-def _score_file(call: Call, path: Path, report: str | None) -> None:
-    """Score a COCO results file; only the annotations of the dataset are read."""
-    from ssdctl.evaluate.results_file import evaluate_results
-
-    evaluation = evaluate_results(path, call.config)
-    if report is not None:
-        _write_report(call, evaluation, Path(report))
-    call.console.result(evaluation.as_json(), lambda: tables(evaluation))
-
-
-def _write_report(call: Call, evaluation: Evaluation, folder: Path) -> None:
-    from ssdctl.files import make_dir
-    from ssdctl.report.page import write_report
-    from ssdctl.runs.evaluation import write_evaluation
-    from ssdctl.runs.reader import read_run
-
-    run = RunDir(make_dir(folder))
-    write_evaluation(run.evaluation, evaluation)
-    write_report([read_run(folder)], run.report)
-    call.console.info(f"report: {run.report}")
 
 
 def tables(evaluation: Evaluation) -> Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +12,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.malloc import keep_freed_memory
 from ssdctl.runtime.printable import printable_line
 
@@ -124,7 +124,7 @@ def _predict(
     writer = None
     if out is not None:
         writer = open_writer(settings.save or "json", out, predictor.returned_classes)
-    threads = len(os.sched_getaffinity(0))
+    threads = usable_cores()
     results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)
     records, failures, stems = [], list[UnreadablePicture](), set[str]()
     for result in console.progress(results, total=len(sources), label="predicting", unit="img"):

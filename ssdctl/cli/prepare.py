@@ -10,7 +10,6 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -57,34 +56,15 @@ def prepare(
     continues if the command is run again.
     """
     from ssdctl.cli.interrupts import stoppable
-    from ssdctl.data.prepare import prepare as write_store
+    from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
         from ssdctl.report.preview import check_target
 
         check_target(preview)
-    options = call.config.prepare
-    if options.encoding == "raw" and not options.pack:
-        raise UsageError(
-            "--encoding raw with --no-pack: decoded pixels exist only in a packed store",
-            hint="leave out one of the two",
-        )
-    root, folder = dataset_folders(call.config.data)
     with stoppable("the finished parts are kept"):
-        _convert(call, root, folder)
-        outcome = write_store(
-            root,
-            folder,
-            pack=options.pack,
-            shrink=options.shrink,
-            encoding=options.encoding,
-            verify_images=options.verify_images,
-            jobs=options.jobs,
-            force=force,
-            allow_dropped=options.allow_dropped,
-            progress=call.console.progress,
-        )
+        outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
     call.console.info(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
         call.console.info("nothing changed since it was written (--force writes it again)")
@@ -95,30 +75,9 @@ def prepare(
             call.console.warning(f"{report.split}: {warning}; --preview FILE shows the boxes")
     data: dict[str, Any] = msgspec.to_builtins(outcome)
     if preview is not None:
-        _preview(call, root, folder, preview)
+        _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
     call.console.result(data, lambda: _tables(outcome))
-
-
-def _convert(call: Call, root: Path, folder: Path) -> None:
-    """Convert other layouts than COCO's: with options to the dataset folder, else to the store.
-
-    A conversion that an earlier call wrote is only reported.
-    """
-    from ssdctl.data.convert import AUTO, Conversion, convert, convert_again, describe_conversion
-    from ssdctl.data.dataset import CONVERTED
-
-    options = call.config.prepare
-    source = None if options.source == AUTO else options.source
-    conversion = Conversion(source, options.split, options.classes)
-    if conversion and root.is_file():
-        convert(root, conversion, folder / CONVERTED)
-    elif conversion:
-        convert(root, conversion)
-    elif description := describe_conversion(root):
-        call.console.info(description)
-    else:
-        convert_again(root, folder)
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from ssdctl.cli.console import Console, rich_console
+from ssdctl.runs.progress import describe
 from ssdctl.runtime.printable import printable_message
 
 BAR_WIDTH = 32
@@ -104,24 +105,3 @@ class TrainingDisplay:
             no_wrap=True,
         )
         return Group(position, losses, speed)
-
-
-def describe(record: dict[str, Any]) -> str:
-    """Return one line that summarises a record."""
-    position = f"step {record['step']}  epoch {record['epoch']:.2f}"
-    if record["kind"] == "eval":
-        scores = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
-        if "loss" in record:
-            scores += f"  validation loss {record['loss']:.3f}"
-        return f"{position}  {scores}"
-    if record["kind"] == "epoch":
-        return (
-            f"{position}  done in {record['duration_s']:.0f} s, "
-            f"{record['images_per_second']:.1f} img/s"
-        )
-    wait = f"  waits {record['data_wait']:.0%} for images" if record["data_wait"] >= 0.05 else ""
-    return (
-        f"{position}  loss {record['loss']:.3f} (box {record['loss_box']:.3f} class "
-        f"{record['loss_class']:.3f})  lr {record['lr']:.2e}  "
-        f"{record['images_per_second']:.1f} img/s{wait}"
-    )

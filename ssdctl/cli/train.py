@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -58,17 +57,17 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
-        from ssdctl.data.store_folder import dataset_folders
+        from ssdctl.data.store_folder import dataset_folders, with_absolute_data
         from ssdctl.train.loop import run_training
 
         root, _ = dataset_folders(call.config.data)
-        # Record absolute paths of the dataset, so that `evaluate CKPT` works from any folder.
-        resolved = call.resolved.with_value("data.root", str(root.absolute()))
-        if (store := call.config.data.store) is not None:
-            resolved = resolved.with_value("data.store", str(Path(store).absolute()))
         call.console.info(f"dataset {root}, run folder {run}")
         with TrainingDisplay(call.console) as display:
-            summary = run_training(resolved, emit=display.show, progress=call.console.progress)
+            summary = run_training(
+                with_absolute_data(call.resolved),
+                emit=display.show,
+                progress=call.console.progress,
+            )
     except Stopped as stop:
         if is_main:
             raise

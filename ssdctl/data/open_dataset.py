@@ -11,9 +11,19 @@ from pathlib import Path
 
 import numpy as np
 
+from ssdctl.config import Config
 from ssdctl.data import store
-from ssdctl.data.convert import convert_if_needed, read_unconverted
+from ssdctl.data.convert import (
+    AUTO,
+    Conversion,
+    convert,
+    convert_again,
+    convert_if_needed,
+    describe_conversion,
+    read_unconverted,
+)
 from ssdctl.data.dataset import (
+    CONVERTED,
     NotConvertedError,
     SplitFiles,
     find_splits,
@@ -25,15 +35,55 @@ from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.formats.coco_check import check
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import changed_images
-from ssdctl.data.prepare import prepare
+from ssdctl.data.prepare import Outcome, prepare
 from ssdctl.data.store import is_prepared
-from ssdctl.data.store_folder import is_cached_store
-from ssdctl.errors import DataError
+from ssdctl.data.store_folder import dataset_folders, is_cached_store
+from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start
+
+
+def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outcome:
+    """Convert the dataset of a config if its layout is not COCO's, and write its store.
+
+    With options of a conversion it is written to the dataset folder, else to the store; a
+    conversion that an earlier call wrote is only reported.
+
+    Raises:
+        UsageError: Options that exclude each other, or do not apply.
+        DataError: See `prepare`.
+        DiskError: The store cannot be written.
+    """
+    options = config.prepare
+    if options.encoding == "raw" and not options.pack:
+        raise UsageError(
+            "--encoding raw with --no-pack: decoded pixels exist only in a packed store",
+            hint="leave out one of the two",
+        )
+    root, folder = dataset_folders(config.data)
+    source = None if options.source == AUTO else options.source
+    conversion = Conversion(source, options.split, options.classes)
+    if conversion:
+        convert(root, conversion, folder / CONVERTED if root.is_file() else None)
+    elif description := describe_conversion(root):
+        log.info("%s", description)
+    else:
+        convert_again(root, folder)
+    return prepare(
+        root,
+        folder,
+        pack=options.pack,
+        shrink=options.shrink,
+        encoding=options.encoding,
+        verify_images=options.verify_images,
+        jobs=options.jobs,
+        force=force,
+        allow_dropped=options.allow_dropped,
+        progress=progress,
+    )
 
 
 def open_dataset(

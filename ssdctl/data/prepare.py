@@ -52,6 +52,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
     write_bytes,
 )
+from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -222,7 +223,7 @@ def _prepare_split(
         *([options.encoding] if options.encoding != "jpeg" else []),
     ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
-    threads = run.jobs or len(os.sched_getaffinity(0))
+    threads = run.jobs or usable_cores()
     job = Job(split, key, images, files.images, folder, options, threads)
     check_files(job, files, sizes)
     index = store.index_path(folder, split)

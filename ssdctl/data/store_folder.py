@@ -12,7 +12,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from ssdctl.config import DataConfig
+from ssdctl.config import DataConfig, Resolved
 from ssdctl.errors import SsdctlError
 from ssdctl.files import refuse_url
 
@@ -40,6 +40,19 @@ def dataset_folders(config: DataConfig) -> tuple[Path, Path]:
     if config.store:
         return root, Path(config.store)
     return root, default_store(root)
+
+
+def with_absolute_data(resolved: Resolved) -> Resolved:
+    """Return the config with absolute paths of the dataset and its store.
+
+    A checkpoint contains them, so that `evaluate CKPT` finds the dataset from any folder.
+    """
+    data = resolved.config.data
+    root, _ = dataset_folders(data)
+    resolved = resolved.with_value("data.root", str(root.absolute()))
+    if data.store is not None:
+        resolved = resolved.with_value("data.store", str(Path(data.store).absolute()))
+    return resolved
 
 
 def default_store(root: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ssdctl.device.base import (
     pageable_buffer,
     sum_over_ranks_at_once,
 )
+from ssdctl.runtime import system
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,13 +103,15 @@ class Cpu:
         pass
 
     def peak_memory_bytes(self) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return system.peak_memory_bytes()
 
     def memory_bytes(self) -> int | None:
+        if not (available := _meminfo_bytes("MemAvailable")):
+            return None  # not Linux
         resident = _status_bytes("VmRSS")
-        limits = [_meminfo_bytes("MemAvailable") + resident]
-        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if soft != resource.RLIM_INFINITY:  # it counts addresses, most of which hold no memory
+        limits = [available + resident]
+        soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
+        if soft != system.UNLIMITED:  # it counts addresses, most of which hold no memory
             limits.append(soft - _status_bytes("VmSize") + resident)
         return max(min(limits), 0)
 
@@ -138,8 +140,12 @@ def _meminfo_bytes(field: str) -> int:
 
 
 def _kilobytes(path: str, field: str) -> int:
-    """Return a field of a kernel table, in bytes."""
-    for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
+    """Return a field of a kernel table, in bytes; 0 if there is no such table or field."""
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    for line in text.splitlines():
         name, _, value = line.partition(":")
         if name == field:
             return int(value.split()[0]) * 1024

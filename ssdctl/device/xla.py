@@ -214,7 +214,7 @@ def open_xla(local_rank: int, execution: str | None) -> Xla:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(
             f"device xla: the package {PACKAGE} is not installed here",
-            hint="pip install 'ssdctl[tpu]', with the torch of the same version",
+            hint="pip install torch_xla, in the version of the installed torch",
         )
     choose_execution("xla", execution, ("lazy",))
     try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import struct
+
+from ssdctl.runtime.system import device_control
 
 SIOCGIFADDR = 0x8915  # requests an interface's IPv4 address (Linux, netdevice(7))
 OUTSIDE = "192.0.2.1"  # unassigned (RFC 5737): routed by the default route
@@ -20,7 +21,7 @@ def own_addresses() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                reply = device_control(probe.fileno(), SIOCGIFADDR, request)
                 addresses[name] = socket.inet_ntoa(reply[20:24])
     return addresses
 

@@ -125,7 +125,7 @@ def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     """Check that torch_xla matches torch, and which devices it detects."""
     device = config.train.device
     if importlib.util.find_spec("torch_xla") is None:
-        remedy = "pip install 'ssdctl[tpu]', with the torch of the same version"
+        remedy = "pip install torch_xla, in the version of the installed torch"
         return [absent("tpu", "no torch_xla", remedy, is_wanted=device == "xla")]
     versions = {name: _release(name) for name in ("torch", "torch_xla")}
     packages = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"

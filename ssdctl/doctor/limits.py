@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 
 from ssdctl.doctor.check import OK, WARN, CheckResult
 from ssdctl.doctor.hardware import Hardware
+from ssdctl.runtime.system import UNLIMITED, resource_limit
 
 SHM = Path("/dev/shm")
 SHM_WANTED = 2**30  # what collectives between the cards of a node need, with a margin
@@ -17,7 +17,8 @@ FILES_NEEDED = 1024
 
 def check_limits(pci: Hardware) -> list[CheckResult]:
     """Return the results for shared memory, locked memory and open files."""
-    return [_shared_memory(pci), _locked_memory(pci), _open_files()]
+    checks = [_shared_memory(pci), _locked_memory(pci), _open_files()]
+    return [check for check in checks if check is not None]
 
 
 def _shared_memory(pci: Hardware) -> CheckResult:
@@ -38,9 +39,12 @@ def _shared_memory(pci: Hardware) -> CheckResult:
     return CheckResult("/dev/shm", OK, detail)
 
 
-def _locked_memory(pci: Hardware) -> CheckResult:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
+def _locked_memory(pci: Hardware) -> CheckResult | None:
+    limits = resource_limit("MEMLOCK")
+    if limits is None:
+        return None
+    soft, _ = limits
+    if soft == UNLIMITED:
         return CheckResult("locked memory", OK, "unlimited")
     detail = f"limit {soft / 2**20:,.1f} MiB"
     if pci.has_rdma or pci.num_gaudi:
@@ -52,11 +56,16 @@ def _locked_memory(pci: Hardware) -> CheckResult:
     return CheckResult("locked memory", OK, f"{detail}; it matters only for RDMA and Gaudi")
 
 
-def _open_files() -> CheckResult:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_raisable = hard == resource.RLIM_INFINITY or hard >= FILES_WANTED
-    if soft >= FILES_NEEDED:
-        return CheckResult("open files", OK, f"limit {soft:,}")
+def _open_files() -> CheckResult | None:
+    limits = resource_limit("NOFILE")
+    if limits is None:
+        return None
+    soft, hard = limits
+    is_raisable = hard == UNLIMITED or hard >= FILES_WANTED
+    if soft == UNLIMITED or soft >= FILES_NEEDED:
+        return CheckResult(
+            "open files", OK, "unlimited" if soft == UNLIMITED else f"limit {soft:,}"
+        )
     remedy = f"ulimit -n {FILES_WANTED if is_raisable else hard}"
     if not is_raisable and hard < FILES_NEEDED:
         remedy = f"raise the hard limit of {hard:,} (nofile in /etc/security/limits.conf)"

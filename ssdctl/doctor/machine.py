@@ -9,6 +9,7 @@ from pathlib import Path
 from ssdctl.doctor import hardware
 from ssdctl.doctor.check import OK, WARN, CheckResult
 from ssdctl.launch.node import read_node
+from ssdctl.runtime.cores import usable_cores
 
 LITTLE_MEMORY = 4 * 2**30
 
@@ -19,7 +20,7 @@ def check_machine() -> list[CheckResult]:
 
 
 def _cores() -> CheckResult:
-    usable = len(os.sched_getaffinity(0))
+    usable = usable_cores()
     node = read_node(hardware.SYS / "devices/system/cpu")
     numa = len(list((hardware.SYS / "devices/system/node").glob("node[0-9]*"))) or 1
     detail = f"{usable} usable of {os.cpu_count()}"

@@ -54,7 +54,7 @@ def _packages(config: Config) -> list[CheckResult]:
     try:
         texts = metadata.requires("ssdctl") or []
     except metadata.PackageNotFoundError:
-        remedy = "pip install ssdctl (or -e . in its folder)"
+        remedy = "install it: pip install -e . in its folder, or pip install of its wheel"
         return [CheckResult("packages", WARN, "ssdctl runs without being installed", remedy)]
     requirements = [Requirement(text) for text in texts]
     needed = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
@@ -125,9 +125,11 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult
             installed.append(extra)
         elif wanted.get(extra) or any(_version(c.name) for c in results if c.state != OK):
             state = FAIL if wanted.get(extra) else WARN
-            bad = next(c for c in results if c.state != OK)
-            remedy = f"pip install 'ssdctl[{extra}]', for {purpose}"
-            wrong.append(CheckResult(f"extra {extra}", state, f"{bad.name}: {bad.detail}", remedy))
+            bad = [c for c in results if c.state != OK]
+            detail = "; ".join(f"{c.name}: {c.detail}" for c in bad)
+            packages = " ".join(c.remedy.removeprefix("pip install ") for c in bad)
+            remedy = f"pip install {packages}, for {purpose}"
+            wrong.append(CheckResult(f"extra {extra}", state, detail, remedy))
         else:
             absent.append(f"{extra} ({purpose})")
     detail = "; not installed: ".join(", ".join(part) for part in (installed, absent) if part)

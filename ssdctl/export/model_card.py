@@ -30,8 +30,9 @@ SSD300 on {backbone}, from ssdctl {version}: {classes} classes, pictures of 300 
 
 ## Use it
 
+With ssdctl, and the packages huggingface_hub and safetensors:
+
 ```sh
-pip install 'ssdctl[hub]'
 ssdctl predict hf://{repo} street.jpg
 ssdctl evaluate hf://{repo} --data DIR
 ssdctl train --init hf://{repo} --backbone {backbone} --extra-norm {extra_norm} --data DIR

@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -24,17 +25,22 @@ from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
-from ssdctl.errors import UsageError
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.inference.detector import DetectorBackend, open_detector
 from ssdctl.inference.model_source import locate_checkpoint
-from ssdctl.inference.results import Detection, LabelledClass
-from ssdctl.inference.sources import source_of
+from ssdctl.inference.results import Detection, LabelledClass, Result
+from ssdctl.inference.sources import UrlSource, source_of
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
+from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.map_ahead import map_ahead
 
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
 TILES_PER_PASS = 8
+OnePicture: TypeAlias = (
+    str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
+)
 
 
 class Options(NamedTuple):
@@ -51,6 +57,14 @@ class View(NamedTuple):
 
     size: tuple[int, int]  # width and height of the picture
     pixels: NDArray[np.uint8]  # (300, 300, 3)
+
+
+class _OpenedPicture(NamedTuple):
+    """A picture that was opened: its source to open it again, its size, what the network needs."""
+
+    source: Picture
+    size: tuple[int, int]
+    content: Any  # a View; with tiles the whole image
 
 
 class Predictor:
@@ -96,30 +110,81 @@ class Predictor:
             if label in self._selected
         ]
 
-    def predict(self, picture: Picture) -> list[Detection]:
-        """Return the objects on a picture, the highest score first.
+    @overload
+    def predict(self, picture: list[Picture] | tuple[Picture, ...]) -> list[Result]: ...
+
+    @overload
+    def predict(self, picture: OnePicture) -> Result: ...
+
+    def predict(self, picture: Picture) -> Result | list[Result]:
+        """Return the objects on a picture, the highest score first; of a list, one result each.
 
         Args:
             picture: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
-                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`.
+                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`. Or a list
+                of them, which go through the network together.
 
         Raises:
             DataError: It is not a readable picture.
             NetworkError: The URL cannot be fetched.
             NonFiniteError: The network's output is NaN or infinite.
         """
+        if isinstance(picture, list | tuple):
+            return self.predict_many(picture)
         return self.predict_many([picture])[0]
 
-    def predict_many(self, pictures: Sequence[Picture]) -> list[list[Detection]]:
+    def predict_many(self, pictures: Sequence[Picture]) -> list[Result]:
         """Return the objects on several pictures, from one pass through the network.
 
         With tiles, each picture takes passes of its own.
         """
-        if self.options.tile is not None:
-            return [
-                self.predict_tiled(open_picture(picture), TILES_PER_PASS) for picture in pictures
-            ]
-        return self.predict_views([view_of(open_picture(picture)) for picture in pictures])
+        return self._results([self._open(picture) for picture in pictures])
+
+    def predict_iter(self, pictures: Iterable[Picture], *, batch_size: int = 8) -> Iterator[Result]:
+        """Yield the objects on each of many pictures, in their order.
+
+        Threads open the pictures of the next batches; results of earlier ones are not kept.
+
+        Args:
+            pictures: Pictures as `predict` takes them; the iterable may be endless.
+            batch_size: Pictures that go through the network together.
+
+        Raises:
+            DataError, NetworkError: A picture cannot be read; those before were yielded.
+        """
+        # With tiles whole pictures are in memory.
+        threads, ahead = (1, 1) if self.options.tile else (usable_cores(), 2 * batch_size)
+        with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
+            opened = map_ahead(pool, self._try_to_open, pictures, ahead)
+            while batch := list(itertools.islice(opened, batch_size)):
+                errors = [n for n, item in enumerate(batch) if isinstance(item, SsdctlError)]
+                num_good = errors[0] if errors else len(batch)
+                yield from self._results(batch[:num_good])
+                if errors:
+                    raise batch[num_good]
+
+    def _try_to_open(self, picture: Picture) -> Any:
+        try:
+            return self._open(picture)
+        except SsdctlError as error:  # raised when its turn comes
+            return error
+
+    def _open(self, picture: Picture) -> _OpenedPicture:
+        image = open_picture(picture)
+        is_url = isinstance(picture, str) and isinstance(source_of(picture), UrlSource)
+        # A file object and a URL are read only once; anything else is opened again to plot it.
+        source = image if is_url or hasattr(picture, "read") else picture
+        return _OpenedPicture(source, image.size, image if self.options.tile else view_of(image))
+
+    def _results(self, opened: Sequence[_OpenedPicture]) -> list[Result]:
+        if self.options.tile is None:
+            found = self.predict_views([item.content for item in opened])
+        else:
+            found = [self.predict_tiled(item.content, TILES_PER_PASS) for item in opened]
+        return [
+            Result(detections, item.size, item.source, open_picture)
+            for item, detections in zip(opened, found, strict=True)
+        ]
 
     def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
         """Return the objects on pictures that are already resized, from one pass."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ssdctl.errors import SsdctlError
-from ssdctl.inference.drawing import BoxLabel, one_line
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ssdctl.errors import SsdctlError, missing_package
+from ssdctl.inference.drawing import BoxLabel, draw, one_line
 from ssdctl.inference.sources import Source
+
+if TYPE_CHECKING:
+    import supervision
+
+NOTEBOOK_PIXELS = 1024  # longer side of a picture that a notebook shows
 
 
 class LabelledClass(NamedTuple):
@@ -36,6 +45,97 @@ class Detection(NamedTuple):
     def as_box_label(self) -> BoxLabel:
         """Return it as `ssdctl.inference.drawing.draw` takes it."""
         return BoxLabel(self.box, f"{one_line(self.name)} {self.score:.2f}", self.label)
+
+
+class Result(list[Detection]):
+    """The detections on one picture, the highest score first: a list, and arrays of its columns.
+
+    Args:
+        detections: The detections.
+        size: Width and height of the picture in pixels, upright.
+        picture: What was detected on.
+        open_picture: Opens it in RGB, to plot the result.
+    """
+
+    def __init__(
+        self,
+        detections: Iterable[Detection],
+        size: tuple[int, int],
+        picture: Any,
+        open_picture: Callable[[Any], Image.Image],
+    ) -> None:
+        super().__init__(detections)
+        self.size = size
+        self.picture = picture
+        self._open_picture = open_picture
+
+    @property
+    def boxes(self) -> NDArray[np.float64]:
+        """The boxes, (N, 4): left, top, right, bottom in pixels, clipped to the picture."""
+        return np.array([d.box for d in self], np.float64).reshape(-1, 4)
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """The scores, (N,), 0 to 1."""
+        return np.array([d.score for d in self], np.float64)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The network's class labels, (N,), 1 and up."""
+        return np.array([d.label for d in self], np.int64)
+
+    @property
+    def names(self) -> list[str]:
+        """The N class names."""
+        return [d.name for d in self]
+
+    def plot(self) -> Image.Image:
+        """Return the picture with its boxes; a path is opened again.
+
+        Raises:
+            DataError: The file does not exist any more.
+        """
+        return draw(self._open_picture(self.picture), [d.as_box_label() for d in self])
+
+    def _repr_png_(self) -> bytes:
+        """Return what a notebook shows: the plot, reduced if it is large."""
+        image = self.plot()
+        image.thumbnail((NOTEBOOK_PIXELS, NOTEBOOK_PIXELS))
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
+
+    def to_coco(self, image_id: int = 0) -> list[dict[str, Any]]:
+        """Return COCO's results format: one object per detection.
+
+        The category id is the dataset's, or the label if a third-party file names none.
+        """
+        results = []
+        for d in self:
+            left, top, right, bottom = d.box
+            box = [left, top, round(right - left, 2), round(bottom - top, 2)]
+            category = d.label if d.category_id is None else d.category_id
+            results.append(
+                {"image_id": image_id, "category_id": category, "bbox": box, "score": d.score}
+            )
+        return results
+
+    def to_supervision(self) -> supervision.Detections:
+        """Return `supervision.Detections`; the class id is the index into `class_names`.
+
+        Raises:
+            UsageError: supervision is not installed.
+        """
+        try:
+            from supervision import Detections
+        except ImportError:
+            raise missing_package("supervision", "supervision") from None
+        return Detections(
+            xyxy=self.boxes.astype(np.float32),
+            confidence=self.scores.astype(np.float32),
+            class_id=self.labels - 1,
+            data={"class_name": np.array(self.names, str)},
+        )
 
 
 class Prediction(NamedTuple):

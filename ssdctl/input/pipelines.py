@@ -12,7 +12,7 @@ from ssdctl.input.fake import FakeLoader
 from ssdctl.input.loader import Batch, Buffer, TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.runtime.torch_compat import dali_extra
+from ssdctl.runtime.torch_compat import dali_package
 
 
 class TrainInput(Protocol):
@@ -36,7 +36,7 @@ def check_pipeline(pipeline: str) -> None:
     except ImportError as error:
         raise UsageError(
             f"--pipeline dali: nvidia-dali cannot be imported ({error})",
-            hint=f"pip install 'ssdctl[{dali_extra()}]', or leave --pipeline at native",
+            hint=f"pip install {dali_package()}, or leave --pipeline at native",
         ) from None
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+
+from ssdctl.runtime.system import usable_cpus
 
 SYSFS = Path("/sys/devices/system/cpu")
 PCI = Path("/sys/bus/pci/devices")
@@ -34,7 +35,7 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None, pci: 
         pci: The folder of PCI devices.
     """
     if allowed is None:
-        allowed = _allowed_cpus()
+        allowed = usable_cpus()
     cores, has_topology = set(), True
     for cpu in allowed:
         topology = sysfs / f"cpu{cpu}" / "topology"
@@ -57,9 +58,3 @@ def _pci_id(device: Path) -> tuple[str, str]:
     except OSError:
         return ("", "")
     return vendor, model
-
-
-def _allowed_cpus() -> Collection[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return range(os.cpu_count() or 1)

@@ -15,13 +15,14 @@ from markupsafe import Markup
 from ssdctl._version import __version__
 from ssdctl.evaluate.analysis import ERROR_NAMES
 from ssdctl.evaluate.coco_ap import FIGURES
-from ssdctl.files import write_text
+from ssdctl.files import make_dir, write_text
 from ssdctl.inference.drawing import PALETTE, one_line
 from ssdctl.report import plots
 from ssdctl.report.samples import sample_pictures
-from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.evaluation import Evaluation, write_evaluation
+from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import is_number
-from ssdctl.runs.reader import RunData, different_settings, prepare_findings
+from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
 
 MAX_PICTURES, MIN_PICTURES = 24, 3  # of all runs, of one: the page stays small
 
@@ -76,6 +77,18 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     )
     # File names that are not UTF-8 contain surrogates, which a page cannot.
     write_text(target, page.encode("utf-8", "backslashreplace").decode())
+
+
+def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
+    """Write an evaluation and its report to a folder, and return the page's path.
+
+    Raises:
+        DiskError: It cannot be written.
+    """
+    run = RunDir(make_dir(folder))
+    write_evaluation(run.evaluation, evaluation)
+    write_report([read_run(folder)], run.report)
+    return run.report
 
 
 def _safe(chart: plots.Chart) -> plots.Chart:

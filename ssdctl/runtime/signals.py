@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -37,6 +38,26 @@ def restore() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+    """Handle the signals in the block and restore the earlier handlers afterwards.
+
+    Only the main thread can: in others the block runs without.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    install()
+    try:
+        yield
+    finally:
+        restore()
+        for number, handler in earlier.items():
+            if handler is not None:  # None: not installed by Python
+                signal.signal(number, handler)
 
 
 def stop_requested() -> str | None:

@@ -63,6 +63,7 @@ class ProgressLog:
         self._emit = emit
         self._writer: RunWriter | None = None
         self._trackers: Trackers | None = None
+        self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         self._mllog: MLLog | None = None
         if setup.ranks.is_main:
             self._open(resolved, start_step)
@@ -91,6 +92,8 @@ class ProgressLog:
                 records=self._writer.past_records,
             )
             self._trackers = Trackers(classes, run, uploads=config.upload_checkpoints)
+            evals = [r for r in run.records if r["kind"] == "eval"]
+            self._best_step = max(evals, key=lambda r: float(r["AP"]), default={}).get("step")
         if config.mllog is not None:
             self._mllog = MLLog(Path(config.mllog), is_resumed=start_step > 0)
             self._mllog.run(
@@ -237,6 +240,7 @@ class ProgressLog:
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
         if is_best and self._trackers is not None:
             self._trackers.checkpoint("best", step, self._run.best)
+            self._best_step = None
         if self._mllog is not None:
             epoch = self._epoch_number(step)
             self._mllog.point("eval_accuracy", evaluation.figures["AP"], epoch_num=epoch)
@@ -255,6 +259,8 @@ class ProgressLog:
             self.training_ended()
             self._mllog.stop("run", status=status, epoch_num=self._epoch_number(step))
         if is_success and self._trackers is not None:
+            if self._best_step is not None:
+                self._trackers.checkpoint("best", self._best_step, self._run.best)
             self._trackers.checkpoint("last", step, self._run.last)
         self.close_trackers(is_success=is_success)
 

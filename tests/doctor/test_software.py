@@ -81,4 +81,4 @@ def test_an_extra_that_the_config_needs(run_doctor: RunDoctor, machine: Machine)
     assert code == 2
     (check,) = (c for name, c in checks.items() if name.startswith("extra dali"))
     assert state(check)[0] == "fail"
-    assert "ssdctl[dali-cuda" in check["remedy"]
+    assert "pip install 'nvidia-dali-cuda" in check["remedy"]

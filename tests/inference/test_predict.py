@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Result
+from conftest import Result as CliResult
 from download.http_server import Server, file
 from PIL import Image
 
@@ -23,9 +24,10 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import label_font
 from ssdctl.inference.predict import Predictor
+from ssdctl.inference.results import Result
 from ssdctl.inference.tiles import tile_windows
 
-Cli = Callable[..., Result]
+Cli = Callable[..., CliResult]
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +63,89 @@ def test_any_kind_of_picture(predictor: Predictor, picture: Path) -> None:
 
 def test_many_at_once_are_as_one_by_one(predictor: Predictor, shapes: Path) -> None:
     pictures = sorted((shapes / "val2017").iterdir())[:3]
-    together = predictor.predict_many(pictures)
+    together = predictor.predict([pictures[0].read_bytes(), *pictures[1:]])
     for result, path in zip(together, pictures, strict=True):
         single = predictor.predict(path)
         assert [f.label for f in result] == [f.label for f in single]
         np.testing.assert_allclose([f.box for f in result], [f.box for f in single], atol=0.05)
-    assert predictor.predict_many([]) == []
+    assert predictor.predict([]) == []
+
+
+def test_results_have_arrays_and_a_plot(predictor: Predictor, picture: Path) -> None:
+    result = predictor.predict(picture)
+    assert result.boxes.shape == (len(result), 4)
+    assert result.boxes[1].tolist() == list(result[1].box)
+    assert result.scores.tolist() == [d.score for d in result]
+    assert [predictor.class_names[label - 1] for label in result.labels] == result.names
+    with Image.open(picture) as image:
+        before, size = np.asarray(image.convert("RGB")), image.size
+    assert result.size == size
+    plots = [result.plot(), predictor.predict(io.BytesIO(picture.read_bytes())).plot()]
+    for plot in plots:  # of a path, and of a file object that was read to its end
+        assert plot.size == size
+        assert (np.asarray(plot) != before).any()
+    assert np.array_equal(*map(np.asarray, plots))
+    with Image.open(io.BytesIO(result._repr_png_())) as shown:
+        assert shown.size == size
+    empty = predictor.predict(np.zeros((40, 50, 3), np.uint8))[:0]
+    assert Result(empty, (50, 40), None, lambda _: Image.new("RGB", (50, 40))).boxes.shape == (0, 4)
+
+
+def test_results_as_coco_are_scored_as_evaluate_scores(
+    cli: Cli, predictor: Predictor, shapes: Path
+) -> None:
+    listed = json.loads((shapes / "annotations/instances_val2017.json").read_text())["images"]
+    rows = []
+    for image in listed:
+        rows += predictor.predict(shapes / "val2017" / image["file_name"]).to_coco(image["id"])
+    Path("rows.json").write_text(json.dumps(rows))
+    result = cli("evaluate", "rows.json", "--data", shapes, "--json")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["detections"] == len(rows) > 0
+
+
+def test_a_stream_of_pictures(predictor: Predictor, shapes: Path) -> None:
+    pictures = sorted((shapes / "val2017").iterdir())[:4]
+    taken = []
+
+    def stream() -> Iterator[Path | bytes]:
+        for path in itertools.cycle(pictures):
+            taken.append(path)
+            yield path
+            yield path.read_bytes()
+
+    results = predictor.predict_iter(stream(), batch_size=3)
+    first = list(itertools.islice(results, 7))
+    results.close()
+    assert len(taken) < 20  # of an endless stream
+    assert [result.picture for result in first[::2]] == pictures[:4]
+    for result, path in zip(first, [p for p in pictures for _ in range(2)], strict=False):
+        assert [d.label for d in result] == [d.label for d in predictor.predict(path)]
+    broken = predictor.predict_iter([pictures[0], b"no picture", pictures[1]], batch_size=8)
+    assert len(next(broken)) > 0
+    with pytest.raises(DataError, match="not a readable image"):
+        next(broken)
+
+
+def test_supervision_is_named_if_it_is_absent(
+    predictor: Predictor, picture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "supervision", None)
+    with pytest.raises(UsageError, match="supervision") as error:
+        predictor.predict(picture).to_supervision()
+    assert error.value.hint == "pip install supervision"
+
+
+@pytest.mark.slow  # importing it takes seconds
+def test_results_for_supervision(predictor: Predictor, picture: Path) -> None:
+    pytest.importorskip("supervision")
+    result = predictor.predict(picture)
+    detections = result.to_supervision()
+    assert len(detections) == len(result)
+    np.testing.assert_allclose(detections.xyxy, result.boxes, atol=0.01)
+    best = detections[detections.confidence >= np.float32(result.scores[0])]
+    assert best.data["class_name"][0] == result[0].name
+    assert predictor.class_names[best.class_id[0]] == result[0].name
 
 
 def test_the_same_boxes_as_evaluate(

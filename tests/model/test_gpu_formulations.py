@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +22,9 @@ from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.resnet import StemConv
 from ssdctl.model.ssd300 import ALIGNMENT, SSD300, joined_heads
+from ssdctl.runtime.torch_compat import installed_version
+
+CODEGEN = Path(__file__).parent.parent.parent / "benchmarks/codegen.py"
 
 pytestmark = pytest.mark.full_network
 
@@ -129,3 +138,19 @@ def test_another_form_of_the_loss_equals_the_eager_one(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: form == "gpu")
     for value, other in zip(value_and_gradients(), expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or installed_version() < (2, 15),
+    reason="the script replaces the driver queries of torch 2.15 and Triton",
+)
+def test_the_generated_step_has_no_atomics_and_only_aligned_channels() -> None:
+    options = ("--backbone", "resnet18", "--bs", "16", "--check", "--json")
+    done = subprocess.run(
+        [sys.executable, CODEGEN, *options], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout)
+    assert counts["atomics"] == counts["unaligned_convolutions"] == 0
+    assert counts["launches_forward"] > 50

@@ -33,6 +33,7 @@ def test_the_installed_release_and_its_cuda(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert torch_compat.installed_version() == release
     assert torch_compat.dali_extra() == extra
+    assert torch_compat.dali_package() == f"nvidia-{extra}0"
 
 
 def test_buffers_are_not_copied_under_either_name_of_the_option() -> None:

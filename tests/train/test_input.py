@@ -149,4 +149,4 @@ def test_another_pipeline_is_a_changed_setting(
 def test_dali_that_is_not_installed_is_named_first(tmp_path: Path, cli: Cli) -> None:
     result = cli("train", "--pipeline", "dali", "--data", tmp_path / "nothing", *OPTIONS)
     assert result.code == 2, result.err
-    assert "ssdctl[dali" in result.err
+    assert "pip install nvidia-dali-cuda" in result.err

@@ -1,0 +1,167 @@
+"""The Python API: the same work, settings and errors as the commands."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import Result
+
+import ssdctl
+from ssdctl.errors import DataError, UsageError
+from ssdctl.runtime.progress import progress_bar
+
+Cli = Callable[..., Result]
+TINY = {
+    "backbone": "resnet18", "backbone_weights": "none", "bs": 2, "warmup": "1st", "log_every": 1,
+    "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34",
+}  # fmt: skip
+
+
+def test_the_package_is_light_and_its_names_are_listed() -> None:
+    code = (
+        "import sys, ssdctl; before = set(sys.modules); assert callable(ssdctl.train);"
+        "assert not {'torch', 'numpy', 'msgspec', 'PIL'} & before, 'heavy import';"
+        "[getattr(ssdctl, name) for name in ssdctl.__all__ if name != 'Predictor'];"
+        "assert set(ssdctl.__all__) <= set(dir(ssdctl));"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="nothing"):
+        ssdctl.nothing  # type: ignore[attr-defined] # noqa: B018
+
+
+def test_functions_and_packages_have_the_same_name() -> None:
+    from ssdctl.train.loop import run_training
+
+    assert sys.modules["ssdctl.train"].loop.run_training is run_training
+    assert callable(ssdctl.train)
+    assert next(iter(inspect.signature(ssdctl.train).parameters)) == "data"
+
+
+def test_the_config_is_resolved_as_on_the_command_line(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("ssdctl.toml").write_text("[train]\nepochs = 7\n[predict]\nscore = 0.5\n")
+    monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
+    config = ssdctl.configure(train={"lr": 2e-3, "batch-size": 4}, model={"backbone": "resnet18"})
+    assert isinstance(config, ssdctl.Config)
+    shown = json.loads(
+        cli("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4",
+            "--set", "model.backbone=resnet18").out
+    )  # fmt: skip
+    values = {path: entry["value"] for path, entry in shown.items()}
+    tables = json.loads(msgspec.json.encode(config))
+    assert {f"{s}.{k}": v for s, table in tables.items() for k, v in table.items()} == values
+    assert (config.train.epochs, config.train.seed, config.predict.score) == (7, 3, 0.5)
+    assert ssdctl.configure(config) == config
+    changed = ssdctl.configure(config, train={"epochs": 2})
+    assert (changed.train.epochs, changed.train.lr) == (2, 2e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"batchsize": 4}, "batchsize"),
+        ({"lr": "fast"}, "fast"),
+        ({"bs": 0}, "0"),
+        ({"train": {"epoch": 1}}, "train.epoch"),
+        ({"score": 0.5}, "score"),  # a setting of predict
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        ssdctl.train("data", **settings)
+
+
+def test_mistyped_settings_have_a_hint() -> None:
+    with pytest.raises(UsageError) as error:
+        ssdctl.train("data", batchsize=4)
+    assert "batch_size" in str(error.value.hint)
+
+
+def test_data_errors_are_those_of_the_commands(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        ssdctl.prepare(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="nowhere"):
+        ssdctl.train(tmp_path / "nowhere", **TINY)
+
+
+def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    outcome = ssdctl.prepare(shapes, store=tmp_path / "store", pack=False, jobs=1)
+    assert [(s.split, s.images) for s in outcome.splits] == [("train", 24), ("val", 9)]
+    again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
+    assert json.loads(again.out)["unchanged"] is True
+
+
+def test_train_and_evaluate(
+    shapes: Path, tmp_path: Path, tiny_run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ssdctl")
+    handlers = signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers
+    run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
+    assert (signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers) == handlers
+    (step,) = (record for record in run.metrics if record["kind"] == "train")
+    reference = ssdctl.Run(tiny_run)  # of the command line, with the same settings
+    assert step["loss"] == next(r["loss"] for r in reference.metrics if r["kind"] == "train")
+    assert any("loss" in record.getMessage() for record in caplog.records)
+    assert run.config.train == msgspec.structs.replace(
+        reference.config.train, out=str(tmp_path / "run"), steps=1
+    )
+    assert run.best == tmp_path / "run/checkpoints/best.pt"
+    evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
+    assert run.figures is not None
+    assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
+    rescored = ssdctl.evaluate("rows.json", shapes)
+    assert rescored.figures == evaluation.figures
+
+
+@pytest.mark.slow
+def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny_run: Path) -> None:
+    run = ssdctl.Run(tiny_run)
+    assert "<html" in run.report(tmp_path / "run.html").read_text(encoding="utf-8")
+    evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
+    assert Path("page/report.html").is_file()
+    scored = json.loads(cli("evaluate", run.best, "--device", "cpu", "--workers", 1, "--json").out)
+    assert scored["AP"] == evaluation.figures["AP"]
+    again = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
+    metrics = again.metrics
+    again = ssdctl.train(shapes, out=again, steps=1, **TINY)
+    assert [r for r in again.metrics if r["kind"] == "train"] == [
+        r for r in metrics if r["kind"] == "train"
+    ]
+
+
+class Terminal:
+    """A text stream that is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None: ...
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_is_shown_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(progress_bar(range(3), total=3, label="counting")) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert list(progress_bar(range(3), total=3, label="counting")) == [0, 1, 2]
+    assert "counting" in terminal.text

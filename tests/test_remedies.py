@@ -1,0 +1,50 @@
+"""Commands that messages and pages print work today: ssdctl is on no package index, so they name the
+packages that are missing, and these are declared dependencies."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssdctl.errors import missing_package
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "ssdctl").rglob("*.py"))
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "ssdctl").rglob("*.html")]
+
+
+def test_remedies_do_not_install_ssdctl_from_an_index() -> None:
+    pattern = r"ssdctl\[\w|pip install (--?[\w-]+ )*'?ssdctl\b"
+    texts = [(path.name, path.read_text(encoding="utf-8")) for path in [*MODULES, *PAGES]]
+    matches = [(name, match[0]) for name, text in texts for match in re.finditer(pattern, text)]
+    assert len(texts) > 100
+    assert matches == []
+
+
+def test_packages_that_messages_name_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"].values()
+    lines = [*project["dependencies"], *itertools.chain.from_iterable(extras)]
+    declared = {re.findall(r"[\w-]+", line)[0] for line in lines}
+    named = set()
+    for path in MODULES:
+        for call in re.findall(r"raise missing_package\(([^)]*)\)", path.read_text("utf-8")):
+            named |= set(re.findall(r'"([^"]+)"', call))
+    assert {"onnx", "safetensors", "av", "tensorboard"} <= named
+    assert named <= declared
+
+
+@pytest.mark.parametrize("packages", [("av",), ("onnx", "onnxruntime")])
+def test_a_missing_package_is_named_with_its_command(packages: tuple[str, ...]) -> None:
+    error = missing_package(packages[0], *packages)
+    assert packages[0] in str(error)
+    assert error.hint == f"pip install {' '.join(packages)}"
