@@ -10,6 +10,12 @@ function element(name, attributes, text) {
   return node;
 }
 
+// Return a data value from a coordinate of the SVG, which has 6 decimals.
+function unscaled(at, offset, unit) {
+  const value = (at - offset) / unit;
+  return Math.abs(value) < Math.abs(1e-5 / unit) ? 0 : value;
+}
+
 function number(value) {
   return Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
     ? value.toExponential(2) : String(Number(value.toPrecision(4)));
@@ -137,7 +143,7 @@ for (const chart of document.querySelectorAll("[data-hover]")) {
     guide.replaceChildren(element("line", { x1: at, x2: at, y1: area[1], y2: area[1] + area[3] }));
     tip.replaceChildren();
     const heading = document.createElement("b");
-    heading.textContent = `${x} ${number((at - scale[0]) / scale[1])}`;
+    heading.textContent = `${x} ${number(unscaled(at, scale[0], scale[1]))}`;
     tip.append(heading);
     lines.forEach((line, i) => {
       if (!line.length) return;
@@ -147,7 +153,7 @@ for (const chart of document.querySelectorAll("[data-hover]")) {
       const row = document.createElement("div"), mark = document.createElement("i");
       mark.style.background = colours[i];
       const label = labels[i].startsWith("_") ? "" : `${labels[i]} `;
-      row.append(mark, `${label}${number((point[1] - scale[2]) / scale[3])}`);
+      row.append(mark, `${label}${number(unscaled(point[1], scale[2], scale[3]))}`);
       tip.append(row);
     });
     guide.setAttribute("visibility", "visible");
