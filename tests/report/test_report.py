@@ -76,7 +76,15 @@ def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     ):  # fmt: skip
         assert words in page, words
     assert page.count("<figure>") == 9  # the validation pictures
-    assert len(re.findall(r"<figcaption>0+\d\.jpg: \d+ ground truth, \d+ detections<", page)) == 9
+    assert (
+        len(
+            re.findall(
+                r"<figcaption>0+\d\.jpg: <span class=\"counts\">\d+ ground truth, \d+ detections<",
+                page,
+            )
+        )
+        == 9
+    )
     assert page.count("<img") == 18  # ground truth and detections
     assert page.count("data:image/jpeg") == 9  # the same picture
     (data,) = read_data(page)
