@@ -28,6 +28,7 @@ COMMANDS = {
     "a TAB after train --pre": "",
     "train --dry-run": f"{TRAIN} --device cpu --steps 1 --dry-run",
     "train --steps 1": f"{TRAIN} --device cpu --steps 1",
+    "launch --cpus 2 --steps 1": f"{TRAIN} --steps 1".replace("train", "launch --cpus 2"),
 }
 
 

@@ -183,6 +183,8 @@ def _call(
     for setting in settings:
         for flag, parameter, constant in _options(setting):
             value = values.pop(parameter)
+            if isinstance(value, list):
+                value = ",".join(value) if value else None
             if value is None or (value is False and constant is not None):
                 continue
             if setting.is_flag and value is False:
@@ -226,7 +228,7 @@ def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
                 show_default=False,
                 autocompletion=completer(choices) if choices else None,
             )
-            kind = bool if setting.is_flag else str
+            kind: Any = bool if setting.is_flag else list[str] if setting.is_list else str
             parameters.append(_parameter(name, kind | None, option, default=None))
     return parameters
 

@@ -24,6 +24,7 @@ def setting(
     aliases: tuple[str, ...] = (),
     removed_flags: Mapping[str, str] | None = None,
     affects_results: bool = False,
+    choices: tuple[str, ...] = (),
 ) -> msgspec.Meta:
     """Describe one field.
 
@@ -40,6 +41,7 @@ def setting(
             replacement.
         affects_results: Whether another value changes what a run computes, so that a resume
             refuses it.
+        choices: Values of a text setting that accepts others too. A Literal has its own.
     """
     extra = {
         "flag": flag,
@@ -49,6 +51,7 @@ def setting(
         "aliases": aliases,
         "removed_flags": dict(removed_flags or {}),
         "affects_results": affects_results,
+        "choices": choices,
     }
     return msgspec.Meta(description=help, extra=extra)
 

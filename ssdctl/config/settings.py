@@ -48,6 +48,11 @@ class Setting(NamedTuple):
         return plain_type(self.type) is bool
 
     @property
+    def is_list(self) -> bool:
+        """Return whether it has several values: its option can be repeated."""
+        return typing.get_origin(plain_type(self.type)) is tuple
+
+    @property
     def key_aliases(self) -> list[str]:
         """Return other names of its key in files, `--set` and variables: `bs` for `batch_size`."""
         flags = [] if self.is_flag or self.choice_flags else list(self.flags)
@@ -78,7 +83,7 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
     ]  # nested Annotated types are flattened: the setting is last
     extra = meta.extra
     kind = plain_type(field.type)
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else extra["choices"]
     dashed = field.name.replace("_", "-")
     if extra["choice_flags"]:
         flags = tuple(f"--{choice}" for choice in choices if choice != "auto")

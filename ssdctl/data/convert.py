@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import typing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,18 +34,22 @@ from ssdctl.data.formats.coco_writer import (
     divided,
     document,
     num_images,
+    usable_splits,
     with_classes,
 )
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
-from ssdctl.data.formats.find_layout import Layout, find_layout
+from ssdctl.data.formats.find_layout import Layout, Source, find_layout
 from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
-from ssdctl.errors import DataError, UsageError
+from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import lock, make_dir, write_bytes, write_text
+from ssdctl.runtime.entry_points import entry_point_names, load_entry_point
 
 ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
 AUTO = "auto"
+FORMATS = typing.get_args(Source)
+ENTRY_POINTS = "ssdctl.datasets"  # functions of other packages that read a layout
 log = logging.getLogger(__name__)
 
 
@@ -82,6 +87,9 @@ def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict
         DiskError: The folder cannot be written.
     """
     require_root(root)
+    if options.source is not None and not _is_known(options.source):
+        names = ", ".join([*FORMATS, *entry_point_names(ENTRY_POINTS)])
+        raise UsageError(f"--from {options.source}: no such layout", hint=f"choose from {names}")
     source = _source(root, options.source)
     parts = _parts(root, source)
     if options.classes:
@@ -207,18 +215,26 @@ def _parts(root: Path, source: str) -> dict[str, _Part]:
     if source == ORIGINAL:
         own = root / (ORIGINAL if (root / ORIGINAL).is_file() else TOML)
         return _coco_parts(root, read_dataset_toml(own))
-    if source not in ("coco", "voc", "yolo", "openimages", "cvat-xml"):
-        raise DataError(f"{root / TOML}: [made] names an unknown source {source!r}")
-    layout = find_layout(root, source)
-    if layout.splits:
-        return _coco_parts(root, layout.splits)
-    splits, classes = _read_labels(layout, root.is_file())
+    if source in FORMATS:
+        layout = find_layout(root, source)
+        if layout.splits:
+            return _coco_parts(root, layout.splits)
+        images_root, origin = layout.root, layout.file
+        splits, classes = _read_labels(layout, root.is_file())
+    elif _is_known(source):
+        images_root, origin = root_folder(root), root
+        splits, classes = _read_with_plugin(source, root)
+    else:
+        raise DataError(
+            f"{root / TOML}: [made] names an unknown source {source!r}",
+            hint="install the package that reads it",
+        )
     if not classes:
         raise DataError(f"{root}: no object is labelled in it")
     if "train" not in splits:
         raise DataError(f"{root}: no images to train on")
     return {
-        split: _Part(layout.root, document(images, classes), layout.file)
+        split: _Part(images_root, document(images, classes), origin)
         for split, images in splits.items()
     }
 
@@ -235,6 +251,33 @@ def _read_labels(layout: Layout, is_file: bool) -> tuple[dict[str, list[LabeledI
     splits = read_voc(layout.root)
     names = {box.name for images in splits.values() for image in images for box in image.boxes}
     return splits, sorted(names)
+
+
+def _is_known(source: str) -> bool:
+    return source in FORMATS or source in entry_point_names(ENTRY_POINTS)
+
+
+def _read_with_plugin(source: str, root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
+    """Return what another package reads, as the readers of `formats/` do.
+
+    Raises:
+        DataError: It fails, or a box has a class that it does not list.
+        UsageError: It cannot be imported.
+    """
+    read = load_entry_point(ENTRY_POINTS, source)
+    try:
+        splits, classes = read(root)
+        used = {b.name for images in splits.values() for image in images for b in image.boxes}
+    except SsdctlError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"{root}: --from {source} failed: {type(error).__name__}: {error}",
+            hint=f"report it to the package that has the entry point {source} of {ENTRY_POINTS}",
+        ) from error
+    if unlisted := used - set(classes):
+        raise DataError(f"{root}: --from {source} does not list the class {min(unlisted)!r}")
+    return usable_splits(splits), classes
 
 
 def _coco_parts(root: Path, splits: dict[str, SplitFiles]) -> dict[str, _Part]:

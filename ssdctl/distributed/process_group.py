@@ -26,6 +26,7 @@ from ssdctl.errors import DistributedError, UsageError
 DEFAULT_TIMEOUT_S = 600.0
 MISSING_RANKS_WAIT_S = 5.0  # how long a rank that lost another waits for reports of the rest
 POLL_S = 0.05
+FREE_TENSORS_S = 0.2  # gloo's threads need microseconds
 _PrefixStore: Any = dist.PrefixStore  # type: ignore[attr-defined]  # public, left out of __all__
 
 
@@ -73,6 +74,10 @@ def process_group(
     finally:
         _Hosts.group = _Hosts.store = None
         if dist.is_initialized():
+            # Destroying a group waits for gloo's threads and holds the interpreter's lock, which
+            # they need to free the tensors of the last operation: a deadlock with torch up to 2.7
+            # (pytorch/pytorch#154976).
+            time.sleep(FREE_TENSORS_S)
             with contextlib.suppress(RuntimeError):  # the other ranks may be gone
                 dist.destroy_process_group()
 

@@ -25,6 +25,8 @@ PURPOSES = {
     "onnx": "export --format onnx",
     "export": "export --format safetensors",
     "tensorboard": "--tensorboard",
+    "wandb": "--tracker wandb",
+    "mlflow": "--tracker mlflow",
     "hub": "hf:// models, push",
     "video": "predict on videos and cameras",
 }
@@ -111,6 +113,7 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult
     wanted = {
         dali_extra(): config.train.pipeline == "dali",
         "tensorboard": config.train.tensorboard,
+        **dict.fromkeys(config.train.tracker, True),
     }
     installed, absent, wrong = [], [], []
     for extra, purpose in PURPOSES.items():

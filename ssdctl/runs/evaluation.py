@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, write_bytes
+from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
 
+MAX_BYTES = 1 << 28
 SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
@@ -138,11 +139,13 @@ def read_evaluation(path: Path) -> Evaluation | None:
         DataError: The file contains something else.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        return msgspec.json.decode(read_limited(path, MAX_BYTES), type=Evaluation)
     except FileNotFoundError:
         return None
     except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
-            f"{path}: not an evaluation that this version reads: {error}".replace("`", ""),
+            f"{path}: not an evaluation that this version reads: {reason_of(error)}".replace(
+                "`", ""
+            ),
             hint="write it again: ssdctl evaluate CKPT --report DIR",
         ) from None

@@ -9,6 +9,8 @@ RUN/logs/rank-1.log      output of the ranks other than the first
 RUN/nonfinite/           images of the steps with a NaN or infinite loss
 RUN/profile/             traces of --profile
 RUN/tensorboard/         event files of --tensorboard
+RUN/wandb/               files of --tracker wandb
+RUN/tracker-id           the id of the run in every tracker
 RUN/checkpoints/step-00001000.pt    newest ones: a killed run resumes from the last intact one
 RUN/checkpoints/last.pt             the newest
 RUN/checkpoints/best.pt             the one with the best AP
@@ -64,6 +66,10 @@ class RunDir:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def tracker_id(self) -> Path:
+        return self.path / "tracker-id"
 
     @property
     def profile(self) -> Path:

@@ -6,10 +6,12 @@ import json
 import logging
 import math
 import platform
+import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -23,6 +25,9 @@ Record = dict[str, Any]
 # The numbers that records of a kind have in addition to the step.
 REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
 LARGEST_NUMBER = 2**63
+MAX_BYTES = 1 << 30  # ten million records of training
+MAX_LINE_BYTES = 16 << 20  # the AP of 100,000 classes takes a tenth of it
+GIT_S = 10.0  # seconds that git may take
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
 
 
@@ -38,6 +43,7 @@ class MetricsFile:
         self.path = path
         self.last_evaluation: int | None = None  # the step of the last one that is kept
         self.past_aps: list[float] = []  # of those that are kept
+        self.past_records: list[Record] = []  # that are kept
         if path.exists():
             records, skipped = read_metrics(path)
             if skipped:
@@ -46,15 +52,18 @@ class MetricsFile:
             evaluations = [r for r in kept if r["kind"] == "eval"]
             self.last_evaluation = max((r["step"] for r in evaluations), default=None)
             self.past_aps = [float(r["AP"]) for r in evaluations]
+            self.past_records = kept
             write_text(path, "".join(_line(r) for r in kept))
 
-    def write(self, record: Record) -> None:
-        """Append one line. It is flushed to the system; a power cut may lose the last lines."""
+    def write(self, record: Record) -> Record:
+        """Append one line and return what it contains. A power cut may lose the last lines."""
+        record = {k: _figure(v) for k, v in record.items()}
         with (
             disk_errors(self.path, "writing"),
             open(self.path, "a", encoding="utf-8", opener=no_follow) as file,
         ):
             file.write(_line(record))
+        return record
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
@@ -68,11 +77,28 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
         DataError: The file cannot be read.
     """
     try:
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise DataError(
+                f"{path}: {size >> 20:,} MB; the limit is {MAX_BYTES >> 20:,} MB",
+                hint="move the file away: training continues without the earlier records",
+            )
+        with path.open("rb") as file:
+            read = [_record(line) for line in _lines(file)]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    records = [record for line in lines if (record := _record(line)) is not None]
-    return records, len(lines) - len(records)
+    records = [record for record in read if record is not None]
+    return records, len(read) - len(records)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines that are not blank; of one longer than `MAX_LINE_BYTES` the beginning."""
+    while line := file.readline(MAX_LINE_BYTES):
+        rest = line
+        while rest and len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+        if line.strip():
+            yield line
 
 
 def _record(line: bytes) -> Record | None:
@@ -108,8 +134,8 @@ def _figure(value: Any) -> Any:
 
 
 def environment(device_label: str, world_size: int) -> Record:
-    """Return versions, device and command of a run, for environment.json."""
-    return {
+    """Return versions, device, command and git commit of a run, for environment.json."""
+    facts = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "device": device_label,
@@ -117,6 +143,18 @@ def environment(device_label: str, world_size: int) -> Record:
         "packages": {name: _version(name) for name in PACKAGES},
         "command": redact_arguments(sys.argv),
     }
+    commit = git_commit()
+    return facts | ({"git_commit": commit} if commit else {})
+
+
+def git_commit() -> str | None:
+    """Return the git commit of the working folder; None if it is not in a repository."""
+    words = ["git", "-c", "core.fsmonitor=", "rev-parse", "--verify", "--quiet", "HEAD"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=GIT_S, check=True)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:

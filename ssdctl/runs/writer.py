@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import re
+import uuid
+from collections.abc import Sequence
 
 from ssdctl.config.render import to_snapshot_toml
 from ssdctl.config.resolve import Resolved
@@ -21,7 +24,6 @@ class RunWriter:
         resolved: The config, with the source of every value.
         environment: What the run uses: versions, device, command.
         start_step: The step from which the run continues. Later records are dropped.
-        trackers: Called with every record after it is written to metrics.jsonl.
     """
 
     def __init__(
@@ -30,15 +32,18 @@ class RunWriter:
         resolved: Resolved,
         environment: Record,
         start_step: int,
-        trackers: Sequence[Callable[[Record], None]],
     ) -> None:
         self._run = run
-        self._trackers = trackers
         make_dir(run.logs)
         remove_stale_temporaries(run.path)
         write_text(run.config, to_snapshot_toml(resolved))
         write_text(run.environment, json.dumps(environment, indent=2) + "\n")
         self._metrics = MetricsFile(run.metrics, start_step)
+
+    @property
+    def past_records(self) -> Sequence[Record]:
+        """The records of metrics.jsonl up to the start step."""
+        return self._metrics.past_records
 
     @property
     def last_evaluation(self) -> int | None:
@@ -54,11 +59,18 @@ class RunWriter:
         """Drop the records after `step`: those steps are trained again."""
         self._metrics = MetricsFile(self._run.metrics, step)
 
-    def write(self, record: Record) -> None:
-        """Append a record to metrics.jsonl and pass it to the trackers."""
-        self._metrics.write(record)
-        for track in self._trackers:
-            track(record)
+    def write(self, record: Record) -> Record:
+        """Append a record to metrics.jsonl; return it as it is there."""
+        return self._metrics.write(record)
+
+    def tracker_id(self) -> str:
+        """Return the id of the run in trackers, which is made at the first call."""
+        path = self._run.tracker_id
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if re.fullmatch("[0-9a-f]{32}", text := path.read_text().strip()):
+                return text
+        write_text(path, (made := uuid.uuid4().hex) + "\n")
+        return made
 
     def write_best(self, evaluation: Evaluation) -> None:
         """Keep the details of the best evaluation, for the report."""

@@ -94,6 +94,7 @@ def run_training(
                 if ranks.is_main:
                     exit_stack.enter_context(exclusive_run(setup.out))
                 trainer = _Trainer(setup, emit)
+            exit_stack.callback(trainer.progress_log.close_trackers)
             exit_stack.callback(trainer.checkpoint_writer.close)
             return trainer.train()
 

@@ -1,4 +1,4 @@
-"""Record the progress of a run: metrics.jsonl, terminal, TensorBoard, MLPerf's log.
+"""Record the progress of a run: metrics.jsonl, terminal, trackers, MLPerf's log.
 
 Only the first rank writes. Every rank calls the methods, since some of them gather from all ranks.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
@@ -25,8 +26,11 @@ from ssdctl.train.bad_images import BadImages
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
 from ssdctl.train.setup import Setup
-from ssdctl.train.tensorboard import TensorBoard
 from ssdctl.train.throughput import ThroughputMeter
+from ssdctl.train.trackers.background import Trackers
+from ssdctl.train.trackers.base import TrackedRun
+from ssdctl.train.trackers.pictures import draw_first_images
+from ssdctl.train.trackers.registry import find_trackers
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +60,13 @@ class ProgressLog:
         self._bad_images = BadImages(setup.plan.images)
         self._epochs_done = setup.plan.epochs_ended(start_step)
         self._epoch_began = (time.monotonic(), 0.0, 0)  # clock, training seconds, images
+        self._emit = emit
         self._writer: RunWriter | None = None
-        self._tensorboard: TensorBoard | None = None
+        self._trackers: Trackers | None = None
+        self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         self._mllog: MLLog | None = None
         if setup.ranks.is_main:
-            self._open(resolved, start_step, emit)
+            self._open(resolved, start_step)
         self.event(
             "started",
             start_step,
@@ -69,16 +75,25 @@ class ProgressLog:
             world_size=setup.ranks.world_size,
         )
 
-    def _open(self, resolved: Resolved, start_step: int, emit: Callable[[Record], None]) -> None:
+    def _open(self, resolved: Resolved, start_step: int) -> None:
         setup, config = self._setup, self._setup.config.train
-        trackers = [emit]
-        if config.tensorboard:
-            self._tensorboard = TensorBoard(self._run.tensorboard, start_step)
-            trackers.insert(0, self._tensorboard.write)
         resolved = resolved.with_value("train.precision", setup.precision)
         resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
         facts = environment(setup.device.label, setup.ranks.world_size)
-        self._writer = RunWriter(self._run, resolved, facts, start_step, trackers)
+        self._writer = RunWriter(self._run, resolved, facts, start_step)
+        if classes := find_trackers(config):
+            run = TrackedRun(
+                id=self._writer.tracker_id(),
+                name=self._run.path.resolve().name,
+                folder=self._run.path,
+                start_step=start_step,
+                config=snapshot(resolved.config),
+                environment=facts,
+                records=self._writer.past_records,
+            )
+            self._trackers = Trackers(classes, run, uploads=config.upload_checkpoints)
+            evals = [r for r in run.records if r["kind"] == "eval"]
+            self._best_step = max(evals, key=lambda r: float(r["AP"]), default={}).get("step")
         if config.mllog is not None:
             self._mllog = MLLog(Path(config.mllog), is_resumed=start_step > 0)
             self._mllog.run(
@@ -202,9 +217,9 @@ class ProgressLog:
             self._mllog.block_ended()
 
     def detections(self, detections: Detections, step: int) -> None:
-        """Draw the detections on the first validation images, in TensorBoard only."""
-        if self._tensorboard is not None and self._setup.val is not None:
-            self._tensorboard.images(self._setup.val, detections, step)
+        """Draw the detections on the first validation images, for trackers only."""
+        if self._trackers is not None and self._setup.val is not None:
+            self._trackers.pictures(step, draw_first_images(self._setup.val, detections))
 
     def evaluation(
         self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
@@ -223,6 +238,9 @@ class ProgressLog:
         # The record comes last: an evaluation without one is repeated at the next start.
         self._record("eval", step, **evaluation.figures, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
+        if is_best and self._trackers is not None:
+            self._trackers.checkpoint("best", step, self._run.best)
+            self._best_step = None
         if self._mllog is not None:
             epoch = self._epoch_number(step)
             self._mllog.point("eval_accuracy", evaluation.figures["AP"], epoch_num=epoch)
@@ -235,13 +253,21 @@ class ProgressLog:
         self._epochs_done = self._setup.plan.epochs_ended(step)
 
     def close(self, step: int, *, is_success: bool) -> None:
-        """End the trackers' logs."""
+        """End MLPerf's log and the trackers."""
         if self._mllog is not None:
             status = "success" if is_success else "aborted"
             self.training_ended()
             self._mllog.stop("run", status=status, epoch_num=self._epoch_number(step))
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        if is_success and self._trackers is not None:
+            if self._best_step is not None:
+                self._trackers.checkpoint("best", self._best_step, self._run.best)
+            self._trackers.checkpoint("last", step, self._run.last)
+        self.close_trackers(is_success=is_success)
+
+    def close_trackers(self, *, is_success: bool = False) -> None:
+        """Close the trackers, which takes a limited time. Does nothing if they are closed."""
+        if self._trackers is not None:
+            self._trackers.close(is_success=is_success)
 
     def _epoch(self, step: int) -> float:
         return round(self._setup.plan.epoch(step), 4)
@@ -252,5 +278,10 @@ class ProgressLog:
         return ended if self._setup.plan.epochs_ended(step - 1) < ended else self._epoch(step)
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
-        if self._writer is not None:
-            self._writer.write({"kind": kind, "step": step, "epoch": self._epoch(step), **values})
+        if self._writer is None:
+            return
+        record = {"kind": kind, "step": step, "epoch": self._epoch(step), **values}
+        written = self._writer.write(record)
+        if self._trackers is not None:
+            self._trackers.record(written)
+        self._emit(record)

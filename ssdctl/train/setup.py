@@ -46,6 +46,7 @@ from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import with_batch_size
 from ssdctl.train.schedule import TrainSchedule, make_plan
 from ssdctl.train.small_data import adapt_to_data, is_default, may_shorten_warmup
+from ssdctl.train.trackers.registry import find_trackers
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
     """
     config = resolved.config
     check_pipeline(config.train.pipeline)
+    find_trackers(config.train)
     if config.train.deterministic:
         make_deterministic()  # first: the GPU's libraries read it at their first use
     precision = choose_precision(config.train.precision, device)

@@ -28,7 +28,7 @@ from ssdctl.cli.console import Console
 from ssdctl.data.shapes import generate
 from ssdctl.errors import ExitCode
 
-COMMAND_EVERY = 20
+COMMAND_EVERY = 100
 
 
 class Target(NamedTuple):
@@ -44,7 +44,9 @@ def as_command(work: Callable[[], object]) -> Result:
     code = 0
     with redirect_stderr(err):
         try:
-            with_exit_codes(Console(), lambda: work() and None)
+            console = Console()
+            with console.show_log():
+                with_exit_codes(console, lambda: work() and None)
         except SystemExit as end:
             code = int(end.code or 0)
         except Exception:
@@ -466,7 +468,7 @@ def metrics(folder: Path) -> Iterator[Target]:
     """metrics.jsonl, read by a resume and by the reader of reports."""
     from report.test_damaged_runs import make_run
 
-    from ssdctl.runs.metrics import MetricsFile
+    from ssdctl.runs.metrics import MetricsFile, read_metrics
     from ssdctl.runs.reader import read_run
 
     run_folder = make_run(folder / "run")
@@ -474,10 +476,14 @@ def metrics(folder: Path) -> Iterator[Target]:
 
     def read() -> None:
         run = read_run(run_folder)
+        records, _ = read_metrics(path)
         assert run.best is None or run.best["AP"] is not None
         assert isinstance(run.class_ap, dict)
         assert all(isinstance(name, str) for _, name, _ in run.shown_events)
         MetricsFile(path, start_step=2)
+        kept, num_skipped = read_metrics(path)  # rewritten
+        assert num_skipped == 0
+        assert kept == [r for r in records if r["step"] <= 2]
 
     tokens = (b'"kind"', b"eval", b'"step":', b'"AP": ', b"NaN", b"\n{}\n", b"null", b"true")
     yield _file_target(path, mutated_bytes([path.read_bytes()], tokens), read)

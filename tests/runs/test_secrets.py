@@ -36,7 +36,7 @@ COMMAND = [
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
-    writer = RunWriter(run, resolve(overrides=SECRETS), environment("cpu", 1), 0, [])
+    writer = RunWriter(run, resolve(overrides=SECRETS), environment("cpu", 1), 0)
     writer.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
     return run
 

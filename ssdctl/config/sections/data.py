@@ -75,8 +75,13 @@ class PrepareConfig(Section, frozen=True):
     """How `ssdctl prepare` checks a dataset and packs it."""
 
     source: Annotated[
-        Literal["auto", "coco", "voc", "yolo", "openimages", "cvat-xml"],
-        setting("Layout of the dataset; auto detects it", flag="--from", panel="Conversion"),
+        str,
+        setting(
+            "Layout of the dataset; auto detects it, and other packages may add more",
+            flag="--from",
+            panel="Conversion",
+            choices=("auto", "coco", "voc", "yolo", "openimages", "cvat-xml"),
+        ),
     ] = "auto"
     split: Annotated[
         Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,

@@ -534,6 +534,19 @@ class TrainConfig(Section, frozen=True):
             panel="Saving",
         ),
     ] = False
+    tracker: Annotated[
+        tuple[str, ...],
+        setting(
+            "Send metrics, settings and images to these trackers: tensorboard, wandb, mlflow, or "
+            "one that another package adds",
+            metavar="A,B",
+            panel="Saving",
+        ),
+    ] = ()
+    upload_checkpoints: Annotated[
+        bool,
+        setting("Upload the best checkpoints and the last one to the trackers", panel="Saving"),
+    ] = False
     mllog: Annotated[
         str | None,
         setting("Append MLPerf log lines to this file", metavar="FILE", panel="Saving"),

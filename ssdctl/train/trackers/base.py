@@ -1,0 +1,93 @@
+"""What a tracker implements, and what it receives.
+
+A tracker of another package is a subclass of `Tracker` with an entry point:
+
+    [project.entry-points."ssdctl.trackers"]
+    mine = "my_package:MyTracker"       # ssdctl train --tracker mine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.runs.metrics import Record, is_number
+
+ENTRY_POINTS = "ssdctl.trackers"
+GROUPS = ("train", "eval", "epoch", "class_AP")  # of figures
+POSITION = ("kind", "step", "epoch")  # fields of a record that are not figures
+
+
+class Metrics(NamedTuple):
+    """The figures of one record of metrics.jsonl."""
+
+    group: str  # one of GROUPS
+    step: int
+    values: dict[str, float]
+
+
+class TrackedRun(NamedTuple):
+    """The run, for a tracker."""
+
+    id: str  # the same whenever the run is resumed
+    name: str  # of the run folder
+    folder: Path  # the run folder
+    start_step: int
+    config: dict[str, Any]  # by key, without secrets
+    environment: dict[str, Any]  # versions, device, git commit
+    records: Sequence[Record]  # of metrics.jsonl up to the start step
+
+    def past_metrics(self) -> Iterator[Metrics]:
+        """Return the figures up to the start step: a killed run may not have sent all of them."""
+        for record in self.records:
+            if (metrics := metrics_of(record)) is not None:
+                yield metrics
+
+
+class Tracker:
+    """Receives the progress of a run. The methods of this class do nothing.
+
+    One background thread calls all methods but `abandon`, in the order of the events. They may take
+    any time and raise anything: training does not wait, and reports the first error as a warning.
+    A step that is trained again after a kill is sent again.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        self.run = run
+
+    def open(self) -> None:
+        """Create the tracker's run, or continue the one of `run.id`."""
+
+    def metrics(self, metrics: Metrics) -> None:
+        """Add the figures of a step."""
+
+    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Add validation images with their detections, (H, W, 3), by image id."""
+
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        """Upload a checkpoint; `name` is best or last. Only with --upload-checkpoints."""
+
+    def close(self, *, is_success: bool) -> None:
+        """End the run, or interrupt it: it may be resumed."""
+
+    def abandon(self) -> None:
+        """Make sure that the process can exit; called if the thread does not end in time."""
+
+
+def metrics_of(record: Record) -> Metrics | None:
+    """Return the figures of a record; None if it has none."""
+    group, figures = record["kind"], record
+    if group == "event":
+        if record["event"] != "class_ap" or not isinstance(record.get("AP"), dict):
+            return None
+        group, figures = "class_AP", record["AP"]
+    values = {
+        str(name): float(value)
+        for name, value in figures.items()
+        if is_number(value) and (group == "class_AP" or name not in POSITION)
+    }
+    return Metrics(group, record["step"], values) if values and group in GROUPS else None

@@ -1,0 +1,83 @@
+"""A dataset format of another package: an entry point of `ssdctl.datasets`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Result
+from PIL import Image
+from plugins import install_package
+
+Cli = Callable[..., Result]
+PLUGIN = '''
+"""Read boxes.txt: lines of `file class left top width height`."""
+from PIL import Image
+from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
+
+def read(root):
+    images = {}
+    for line in (root / "boxes.txt").read_text().splitlines():
+        file, name, *numbers = line.split()
+        with Image.open(root / file) as image:
+            images.setdefault(file, LabeledImage(file, *image.size, []))
+        images[file].boxes.append(LabeledBox(name, *map(float, numbers)))
+    return {"train": list(images.values())}, ["bolt", "nut"]
+
+broken = 7
+'''
+ENTRIES = "[ssdctl.datasets]\nboxes-txt = boxes_txt:read\nbroken = boxes_txt:broken\n"
+
+
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    install_package(tmp_path / "site", monkeypatch, "boxes_txt", PLUGIN, ENTRIES)
+    folder = tmp_path / "data"
+    (folder / "photos").mkdir(parents=True)
+    pixels = np.full((60, 80, 3), 90, np.uint8)
+    for name in ("a.png", "b.png"):
+        Image.fromarray(pixels).save(folder / "photos" / name)
+    lines = [
+        "photos/a.png nut 1 2 30 40",
+        "photos/a.png bolt 5 5 20 20",
+        "photos/b.png nut 0 0 9 9",
+    ]
+    (folder / "boxes.txt").write_text("\n".join(lines))
+    return folder
+
+
+def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
+    result = cli("prepare", "--data", data, "--from", "boxes-txt", "--no-pack", "--json")
+    assert result.code == 0, result.err
+    (split,) = json.loads(result.out)["splits"]
+    assert (split["images"], split["boxes"]) == (2, 3)
+    (file,) = (data / "annotations").glob("ssdctl_train-*.json")
+    content = json.loads(file.read_text())
+    assert [c["name"] for c in content["categories"]] == ["bolt", "nut"]
+    assert content["annotations"][0]["bbox"] == [1, 2, 30, 40]
+    # The result is in COCO's format: it is read without the package, which a conversion needs.
+    assert cli("prepare", "--data", data, "--no-pack").code == 0
+    assert cli("prepare", "--data", data, "--split", 0.5, "--from", "boxes-txt").code == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "source", "code", "words"),
+    [
+        ("", "other", 2, ["--from other", "boxes-txt", "yolo"]),
+        ("", "broken", 3, ["broken", "TypeError"]),
+        ("photos/a.png ring 1 2 3 4", "boxes-txt", 3, ["boxes-txt", "'ring'"]),
+        ("photos/a.png", "boxes-txt", 3, ["boxes-txt", "ValueError"]),
+        ("../up.png nut 1 2 3 4", "boxes-txt", 3, ["up.png"]),
+    ],
+)
+def test_what_a_plugin_cannot_read(
+    data: Path, cli: Cli, lines: str, source: str, code: int, words: list[str]
+) -> None:
+    (data / "boxes.txt").write_text(lines)
+    Image.new("RGB", (9, 9)).save(data.parent / "up.png")
+    result = cli("prepare", "--data", data, "--from", source, "--no-pack")
+    assert result.code == code, result.err
+    assert all(word in result.err for word in words), result.err
