@@ -111,6 +111,11 @@ class Evaluation(msgspec.Struct, frozen=True):
     sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files
     confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
 
+    def __repr__(self) -> str:
+        """Return the figures in one line: the curves and samples would fill pages."""
+        figures = ", ".join(f"{name}={value:.3f}" for name, value in self.figures.items())
+        return f"Evaluation({self.about.source}: {figures}, images={self.about.images})"
+
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
         place = {"step": self.about.step, "epoch": self.about.epoch}
