@@ -151,15 +151,34 @@ def write_text(path: Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
-def read_text(path: Path) -> str:
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file, unless it is larger than files of its kind can be.
+
+    Raises:
+        OSError: It cannot be read, or has more than `max_bytes`.
+    """
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            limit = f"{max_bytes >> 20} MB" if max_bytes >= 1 << 20 else f"{max_bytes} bytes"
+            raise OSError(errno.EFBIG, f"over {limit}, the limit of such a file", str(path))
+        return file.read()
+
+
+def read_text(path: Path, max_bytes: int) -> str:
     """Return the content of a UTF-8 file, which may begin with a byte order mark.
 
     Raises:
-        OSError, UnicodeDecodeError: It cannot be read, or is not UTF-8; UTF-16 is named.
+        OSError, UnicodeDecodeError: It cannot be read, has more than `max_bytes`, or is not UTF-8;
+            UTF-16 is named.
     """
-    content = path.read_bytes()
+    content = read_limited(path, max_bytes)
     refuse_utf16(content)
     return "\n".join(content.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a file could not be read, without its path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def refuse_utf16(content: bytes) -> None:

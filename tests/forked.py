@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import sys
 import time
@@ -33,6 +35,26 @@ def run_together(works: list[Callable[[], int]], log: Path) -> list[int]:
             os._exit(_child(work, start, log / f"{number}.log"))
         children.append(pid)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+
+
+def import_modules_of(work: Callable[[], int], log: Path) -> int:
+    """Run a function in a fork, then import here what it imported; return what it returned.
+
+    Forks that run the same again import nothing, so that they stay close in time. The function
+    itself is not run here: its threads would not exist in the forks.
+    """
+    names = log / "modules"
+
+    def run() -> int:
+        code = work()
+        names.write_text("\n".join(sys.modules))
+        return code
+
+    (code,) = run_together([run], log)
+    for name in names.read_text().splitlines():
+        with contextlib.suppress(ImportError, AttributeError):
+            importlib.import_module(name)
+    return code
 
 
 def _child(work: Callable[[], int], start: float, log: Path) -> int:

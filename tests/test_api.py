@@ -120,6 +120,8 @@ def test_train_and_evaluate(
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
     assert run.figures is not None
     assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
+    assert f"AP={evaluation.figures['AP']:.3f}" in repr(evaluation)
+    assert len(repr(evaluation)) < 500
     rescored = ssdctl.evaluate("rows.json", shapes)
     assert rescored.figures == evaluation.figures
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ssdctl.errors import missing_package
+from ssdctl.train.trackers.registry import BUILT_IN
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,7 +24,7 @@ PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "ssdctl").
 
 
 def test_remedies_do_not_install_ssdctl_from_an_index() -> None:
-    pattern = r"ssdctl\[\w|pip install (--?[\w-]+ )*'?ssdctl\b"
+    pattern = r"ssdctl\[\w|pip install (--?[\w-]+ )*'?ssdctl\b(?!-)"
     texts = [(path.name, path.read_text(encoding="utf-8")) for path in [*MODULES, *PAGES]]
     matches = [(name, match[0]) for name, text in texts for match in re.finditer(pattern, text)]
     assert len(texts) > 100
@@ -39,6 +40,7 @@ def test_packages_that_messages_name_are_declared() -> None:
     for path in MODULES:
         for call in re.findall(r"raise missing_package\(([^)]*)\)", path.read_text("utf-8")):
             named |= set(re.findall(r'"([^"]+)"', call))
+    named |= {tracker.package for tracker in BUILT_IN.values()}
     assert {"onnx", "safetensors", "av", "tensorboard"} <= named
     assert named <= declared
 

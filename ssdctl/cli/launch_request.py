@@ -66,8 +66,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         run_folder=None if rest else str(run_dir(call.config.train)),
     )
     if not rest:
-        source = call.resolved.sources["train.precision"]
-        for notice in check_train(request, call.config, source):
+        for notice in check_train(request, call.resolved):
             call.console.warning(notice)
     if in_pods:
         check_volumes(request, call.config)

@@ -8,6 +8,7 @@ refused with its replacement or the reason (exit 2).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,7 @@ class AliasCommand(typer.core.TyperCommand):
                 rewritten += [token, *rest]
                 break
             flag, equals, value = _split(token, own, templates)
+            self._refuse_other_meaning(flag, value if equals else rest[0] if rest else "")
             if flag in own or not flag.startswith("-"):
                 rewritten.append(flag + equals + value)
                 is_switch = getattr(own.get(flag), "is_flag", False)
@@ -121,16 +123,17 @@ class AliasCommand(typer.core.TyperCommand):
                 rewritten += [rest.pop(0)] if has_value_next and rest else []
                 continue
             template = templates.get(flag)
+            typed = token.partition("=")[0]
             if template is None:
-                _refuse_removed(flag, self.settings)
+                _refuse_removed(flag, typed, self.settings)
                 rewritten.append(token)
             elif not template.endswith("="):
                 if equals:
-                    raise UsageError(f"{flag} does not take a value")
+                    raise UsageError(f"{typed} does not take a value")
                 rewritten.append(template)
             else:
                 if not equals and not rest:
-                    raise UsageError(f"{flag} requires a value")
+                    raise UsageError(f"{typed} requires a value")
                 value = value if equals else rest.pop(0)
                 if flag == "-d" and value in PRECISIONS:
                     raise UsageError(f"-d is the dataset folder in ssdctl: use --{value}")
@@ -141,6 +144,21 @@ class AliasCommand(typer.core.TyperCommand):
                 if IMPLIED.get(flag) in own:
                     rewritten.append(IMPLIED[flag])
         return [*checkpoints, *rewritten]
+
+    def _refuse_other_meaning(self, flag: str, value: str) -> None:
+        """Raise UsageError if the value shows that an option is meant as in a replaced system."""
+        own = {flag for setting in self.settings for flag in setting.flags}
+        number = re.fullmatch(r"-v=?(\d+)", flag + value if flag == "-v" else flag)
+        if number and "--log-every" in own:
+            raise UsageError(
+                f"-v is --verbose in ssdctl and takes no value: use --log-every {number[1]} for "
+                "the -v of Habana's TensorFlow program"
+            )
+        if flag == "--profile" and flag in own and value.isdecimal():
+            raise UsageError(
+                f"--profile {value}: use --profile 50,53, the first and the last step to profile; "
+                "the trace is a file in RUN/profile, so a port is not needed"
+            )
 
     def _templates(self, own: Mapping[str, Any]) -> dict[str, str]:
         """Return what each alias stands for: `--flag`, or `--flag=` if it takes a value."""
@@ -189,16 +207,22 @@ def _split(
     return token, "", ""
 
 
-def _refuse_removed(flag: str, settings: Sequence[Setting]) -> None:
-    """Raise UsageError with the replacement if `flag` is an option of a replaced system."""
+def _refuse_removed(flag: str, typed: str, settings: Sequence[Setting]) -> None:
+    """Raise UsageError with the replacement if `flag` is an option of a replaced system.
+
+    Args:
+        flag: The option, with dashes.
+        typed: The same as on the command line, for the message.
+        settings: Those of the command.
+    """
     flag = flag.partition("=")[0]
     for setting in all_settings().values():
         if flag in setting.removed_flags:
             place = "" if setting in settings else f" (an option of ssdctl {setting.section})"
             raise UsageError(
-                f"{flag} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
+                f"{typed} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
             )
     if flag in USE_INSTEAD:
-        raise UsageError(f"{flag} is not an option of ssdctl: use {USE_INSTEAD[flag]}")
+        raise UsageError(f"{typed} is not an option of ssdctl: use {USE_INSTEAD[flag]}")
     if flag in NOT_NEEDED:
-        raise UsageError(f"{flag} is not an option of ssdctl and not needed: {NOT_NEEDED[flag]}")
+        raise UsageError(f"{typed} is not an option of ssdctl and not needed: {NOT_NEEDED[flag]}")

@@ -91,8 +91,8 @@ def _show_plan(call: Call) -> None:
     from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES, WHAT_IS_DROPPED
     from ssdctl.data.open_dataset import count_trainable
     from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.train.schedule import make_plan
-    from ssdctl.train.small_data import adapt_to_data, may_shorten_warmup
+    from ssdctl.train.small_data import adapted_plan
+    from ssdctl.train.weight_sources import check_weight_sources
 
     root, folder = dataset_folders(call.config.data)
     if not root.exists():
@@ -108,11 +108,9 @@ def _show_plan(call: Call) -> None:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     limit = call.config.train.limit_train
     images, world_size = min(images, limit or images), find_ranks().world_size
-    resolved, rule = adapt_to_data(call.resolved, images, world_size)
+    plan, (resolved, rule) = adapted_plan(call.resolved, images, world_size)
     config = resolved.config
-    plan = make_plan(
-        config.train, images, world_size, may_shorten_warmup=may_shorten_warmup(resolved)
-    )
+    check_weight_sources(config)
     needs = "" if call.console.as_json else _disk_needed(config, classes)
     recipe = rule or f"preset {config.train.preset}"
     table = _described(plan) + f"\n{'recipe':<20}{recipe}"

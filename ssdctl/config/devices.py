@@ -23,6 +23,7 @@ class DeviceType(NamedTuple):
         slurm_gres: Slurm's usual name of the resource; None: none is requested.
         kubernetes_resource: The name of the resource in a pod; None: none is requested.
         precisions: The precisions in which it can train.
+        executions: How its steps can run (`train --execution`), the default first.
     """
 
     name: str
@@ -32,6 +33,7 @@ class DeviceType(NamedTuple):
     slurm_gres: str | None
     kubernetes_resource: str | None
     precisions: tuple[str, ...]
+    executions: tuple[str, ...]
 
     @property
     def count_option(self) -> str:
@@ -44,9 +46,45 @@ BF16, ALL = ("bf16", "fp32"), ("bf16", "fp16", "fp32")  # fp16 on a CPU takes 10
 DEVICE_TYPES = {
     device.name: device
     for device in (
-        DeviceType("hpu", "hpus", "Gaudi cards", "mpirun", "hpu", "habana.ai/gaudi", BF16),
-        DeviceType("cuda", "gpus", "GPUs", "torchrun", "gpu", "nvidia.com/gpu", ALL),
-        DeviceType("xla", "tpus", "TPU chips", "torchrun", None, "google.com/tpu", BF16),
-        DeviceType("cpu", "cpus", "processes on CPUs", "torchrun", None, None, BF16),
+        DeviceType(
+            name="hpu",
+            plural="hpus",
+            description="Gaudi cards",
+            launcher="mpirun",
+            slurm_gres="hpu",
+            kubernetes_resource="habana.ai/gaudi",
+            precisions=BF16,
+            executions=("lazy", "compile", "eager"),
+        ),
+        DeviceType(
+            name="cuda",
+            plural="gpus",
+            description="GPUs",
+            launcher="torchrun",
+            slurm_gres="gpu",
+            kubernetes_resource="nvidia.com/gpu",
+            precisions=ALL,
+            executions=("compile", "eager"),
+        ),
+        DeviceType(
+            name="xla",
+            plural="tpus",
+            description="TPU chips",
+            launcher="torchrun",
+            slurm_gres=None,
+            kubernetes_resource="google.com/tpu",
+            precisions=BF16,
+            executions=("lazy",),
+        ),
+        DeviceType(
+            name="cpu",
+            plural="cpus",
+            description="processes on CPUs",
+            launcher="torchrun",
+            slurm_gres=None,
+            kubernetes_resource=None,
+            precisions=BF16,
+            executions=("eager", "compile"),
+        ),
     )
 }

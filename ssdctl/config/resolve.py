@@ -21,7 +21,7 @@ import msgspec
 from ssdctl.config.schema import Config, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text
+from ssdctl.files import read_text, reason_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -140,14 +140,12 @@ def read_toml(path: Path) -> list[Override]:
         UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise UsageError(f"{path}: over {MAX_FILE_BYTES >> 20} MB, which no config file has")
-        text = read_text(path)
+        text = read_text(path, MAX_FILE_BYTES)
         tables = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+        raise UsageError(f"{path}: cannot be read: {reason_of(error)}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     lines = _lines_of_keys(text)
@@ -246,7 +244,7 @@ def _readable_problem(setting: Setting, problem: str) -> str:
     if setting.choices:
         return f"expected one of {', '.join(setting.choices)}"
     if "regex" in problem:
-        return f"expected a duration ({setting.help})"
+        return f"expected {setting.metavar} ({setting.help})"
     if "enum" in problem:  # a number or a word
         return f"expected {setting.metavar} ({setting.help})"
     problem = problem[0].lower() + problem[1:].replace("`", "")

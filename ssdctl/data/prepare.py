@@ -49,6 +49,7 @@ from ssdctl.files import (
     lock,
     make_dir,
     no_follow,
+    read_limited,
     remove_stale_temporaries,
     write_bytes,
 )
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
 NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
 DROPPED_IMAGE = "image dropped"
+MAX_REPORT_BYTES = 1 << 28
 MAX_DROPPED = 0.05  # of the images or boxes of a split
 
 
@@ -172,7 +174,9 @@ def _unchanged_outcome(
 ) -> Outcome | None:
     """Return the last outcome if the dataset and the options are unchanged; else None."""
     try:
-        outcome = msgspec.json.decode((folder / "report.json").read_bytes(), type=Outcome)
+        outcome = msgspec.json.decode(
+            read_limited(folder / "report.json", MAX_REPORT_BYTES), type=Outcome
+        )
     except (OSError, *DECODE_ERRORS):
         return None
     keys = {report.split: report.key for report in outcome.splits}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.errors import UsageError
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -136,12 +137,13 @@ def channels_last(model: Module) -> Module:
     return model.to(memory_format=torch.channels_last)
 
 
-def choose_execution(device: str, requested: str | None, supported: tuple[str, ...]) -> str:
-    """Return the requested execution, or by default the first that the device supports.
+def choose_execution(device: str, requested: str | None) -> str:
+    """Return the requested execution, or by default the first that the device type supports.
 
     Raises:
         UsageError: The device does not support it.
     """
+    supported = DEVICE_TYPES[device].executions
     if requested is None:
         return supported[0]
     if requested not in supported:

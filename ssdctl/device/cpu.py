@@ -46,7 +46,7 @@ class Cpu:
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
-        execution_mode = choose_execution("cpu", execution, ("eager", "compile"))
+        execution_mode = choose_execution("cpu", execution)
         self.execution, self.notices = inductor.resolve_execution(execution_mode)
         facts = _cpuinfo()
         self.label = facts.get("model name", platform.processor() or "CPU")

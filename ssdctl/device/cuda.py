@@ -54,7 +54,7 @@ class Cuda:
         capability = torch.cuda.get_device_capability(self.torch_device)
         self.has_native_bf16 = capability >= NATIVE_BF16
         self.auto_precision = _auto_precision(capability)
-        execution_mode = choose_execution("cuda", execution, ("compile", "eager"))
+        execution_mode = choose_execution("cuda", execution)
         self.execution, self.notices = inductor.resolve_execution(execution_mode, capability)
         torch.backends.cudnn.benchmark = True  # shapes are static: each kernel is searched for once
         torch.backends.cudnn.benchmark_limit = 0  # try every kernel, not 10

@@ -166,15 +166,15 @@ def _set_recipe_cache() -> tuple[str, ...]:
     return ()
 
 
-def _default_executions() -> tuple[str, ...]:
-    """Return the executions, the default of the installed release first."""
+def _default_execution() -> str:
+    """Return the default execution of the installed release."""
     try:
         match = re.match(r"(\d+)\.(\d+)", metadata.version(BRIDGE_PACKAGE))
     except metadata.PackageNotFoundError:
         match = None
     if match and (int(match[1]), int(match[2])) >= COMPILE_RELEASE:
-        return ("compile", "lazy", "eager")
-    return ("lazy", "compile", "eager")
+        return "compile"
+    return DEVICE_TYPES["hpu"].executions[0]
 
 
 @contextlib.contextmanager
@@ -216,6 +216,6 @@ def open_hpu(local_rank: int, execution: str | None) -> Hpu:
         )
     if execution is None:  # the user may have chosen by the vendor's own variable
         execution = {"0": "compile", "1": "lazy"}.get(os.environ.get(MODE, ""))
-    execution = choose_execution("hpu", execution, _default_executions())
+    execution = choose_execution("hpu", execution or _default_execution())
     with _clear_errors():
         return Hpu(execution)

@@ -216,7 +216,7 @@ def open_xla(local_rank: int, execution: str | None) -> Xla:
             f"device xla: the package {PACKAGE} is not installed here",
             hint="pip install torch_xla, in the version of the installed torch",
         )
-    choose_execution("xla", execution, ("lazy",))
+    choose_execution("xla", execution)
     try:
         return Xla(local_rank)
     except (RuntimeError, ImportError) as error:

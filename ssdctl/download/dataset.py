@@ -29,10 +29,11 @@ from ssdctl.download.partial_file import remove_part
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
 from ssdctl.download.transfer import Report
-from ssdctl.files import DECODE_ERRORS, make_dir, safe_join, write_bytes
+from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.redact import redact_url
 
 READ_BYTES = 1024 * 1024
+MAX_RECORD_BYTES = 1 << 28  # the names of two million files
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -205,7 +206,9 @@ def _record_path(dest: Path, file: PinnedFile) -> Path:
 def _read_record(dest: Path, file: PinnedFile) -> Record | None:
     """Return the record of an archive that was unpacked here, if it is the pinned one."""
     try:
-        record = msgspec.json.decode(_record_path(dest, file).read_bytes(), type=Record)
+        record = msgspec.json.decode(
+            read_limited(_record_path(dest, file), MAX_RECORD_BYTES), type=Record
+        )
     except (OSError, *DECODE_ERRORS):
         return None
     return record if record.sha256 == file.sha256 else None

@@ -57,6 +57,7 @@ class DetectorSource(NamedTuple):
         return "pinned" if len(self.file.sha256) == 64 else "prefix"
 
 
+SHA256_DIGITS = 64
 DETECTORS = (
     DetectorSource(
         "ssd300-vgg16-coco",
@@ -168,9 +169,8 @@ def remember_checksum(path: Path) -> str:
 
 
 def _check_first_use(path: Path) -> str:
-    recorded = (
-        _checksum_path(path).read_text(encoding="utf-8", errors="replace").split(" ")[0].strip()
-    )
+    with _checksum_path(path).open(encoding="utf-8", errors="replace") as file:
+        recorded = file.read(SHA256_DIGITS)
     digest = sha256_of(path, f"checking {path.name}")
     if digest != recorded:
         raise IntegrityError(

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import DiskError
-from ssdctl.files import disk_errors, no_follow, sync_dir, write_bytes
+from ssdctl.files import disk_errors, no_follow, read_limited, sync_dir, write_bytes
 
 HEADER_BYTES = 1024
 RECORD = struct.Struct("<QQ")
 VERSION = 1
 MIN_PIECE_BYTES = 256 * 1024
+MAX_STATE_BYTES = 64 << 20
 MAX_PIECE_BYTES = 16 * 1024 * 1024
 LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
 
@@ -187,7 +188,7 @@ class Part:
             return None
         header: dict[str, Any]
         try:
-            content = self.state_path.read_bytes()
+            content = read_limited(self.state_path, MAX_STATE_BYTES)
             header = json.loads(content[:HEADER_BYTES])
             if header["version"] != VERSION or header["bytes"] != self.num_bytes:
                 return None

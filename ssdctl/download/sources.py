@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text, safe_join
+from ssdctl.files import read_text, reason_of, safe_join
 from ssdctl.runtime.redact import redact_url
 
 if sys.version_info >= (3, 11):
@@ -24,6 +24,7 @@ else:
 
 # The official host, http://images.cocodataset.org/, has no certificate of its own; this is the
 # same bucket over HTTPS.
+MAX_MANIFEST_BYTES = 16 << 20
 COCO_URL = "https://s3.amazonaws.com/images.cocodataset.org"
 OTHER_ARCHIVES = (".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar")
 WEIGHTS_URL = "https://download.pytorch.org/models"
@@ -209,12 +210,12 @@ def read_manifest(path: Path) -> list[PinnedFile]:
         IntegrityError: A name would leave the destination.
     """
     try:
-        tables = tomllib.loads(read_text(path))
+        tables = tomllib.loads(read_text(path, MAX_MANIFEST_BYTES))
         entries = msgspec.convert(tables, _Manifest).file
     except FileNotFoundError:
         raise UsageError(f"{path}: no such manifest") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from None
+        raise UsageError(f"{path}: cannot be read: {reason_of(error)}") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except msgspec.ValidationError as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
 from ssdctl.evaluate.ground_truth import GroundTruth
 from ssdctl.runs.evaluation import (
+    SAMPLE_SCORE,
     SHOWN_SCORE,
     Box,
     CalibrationBin,
@@ -33,6 +34,8 @@ from ssdctl.runs.evaluation import (
 CURVE_IOUS = (0.5, 0.75, 0.9)
 NUM_SAMPLES = 12
 NUM_CONFUSIONS = 12
+MAX_SAMPLE_BOXES = 100  # of one image
+MAX_MATRIX = 100  # classes of a confusion matrix
 ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
     "Cls": "right place, wrong class",
     "Loc": "right class, IoU with the object between 0.1 and 0.5",
@@ -63,6 +66,7 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     engine = scoring.engine
     precision, cut = engine.eval["precision"], engine.eval["scores"]
     confusion = engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"]
+    shown_confusion = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
     calibration = engine.calibration()
     return Evaluation(
         about=about,
@@ -89,8 +93,10 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
             for b in calibration["bins"]
         ],
         calibration_error=calibration["ece"],
-        confusions=_confusions(engine),
+        confusions=_confusions(shown_confusion),
         samples=_samples(scoring, detections),
+        sample_score=SAMPLE_SCORE,
+        confusion=_matrix(shown_confusion),
     )
 
 
@@ -120,8 +126,14 @@ def _best_f1(precision: NDArray[np.float64], cut: NDArray[np.float64]) -> tuple[
     return round(float(f1[best]), 4), round(float(cut[best]), 4)
 
 
-def _confusions(engine: Any) -> list[Confusion]:
-    table = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
+def _matrix(table: dict[str, Any]) -> list[list[int]]:
+    """Return how often each class was detected as each class; the last index is the background."""
+    is_small = len(table["cat_names"]) <= MAX_MATRIX
+    counts: list[list[int]] = table["matrix"].astype(np.int64).tolist()
+    return counts if is_small else []
+
+
+def _confusions(table: dict[str, Any]) -> list[Confusion]:
     names, counts = table["cat_names"], table["matrix"][:-1, :-1].astype(np.int64)
     np.fill_diagonal(counts, 0)
     order = np.argsort(-counts, axis=None, kind="stable")[:NUM_CONFUSIONS]
@@ -141,7 +153,7 @@ def _samples(scoring: Scoring, detections: Detections) -> list[SampleImage]:
 
 
 def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> SampleImage:
-    is_shown = (detections.image_ids == image_id) & (detections.scores >= SHOWN_SCORE)
+    is_shown = (detections.image_ids == image_id) & (detections.scores >= SAMPLE_SCORE)
     detected = [
         DetectedBox(c, _box(b), round(s, 4))
         for c, b, s in zip(
@@ -157,7 +169,7 @@ def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> Sample
         for m in np.flatnonzero(truth.boxes.image_ids == image_id)
     ]
     detected.sort(key=lambda f: -f.score)
-    return SampleImage(image_id, truth.file_names[row], objects, detected)
+    return SampleImage(image_id, truth.file_names[row], objects, detected[:MAX_SAMPLE_BOXES])
 
 
 def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:

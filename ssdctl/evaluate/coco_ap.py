@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.formats.coco_json import Int64
+from ssdctl.data.formats.coco_json import Int64, decode
+from ssdctl.data.formats.coco_slices import open_content
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -110,7 +111,7 @@ def read_detections(path: Path) -> Detections:
         DataError: It is not such a file; the message gives the place.
     """
     try:
-        rows = msgspec.json.decode(path.read_bytes(), type=list[_Result])
+        rows = decode(open_content(path), list[_Result])
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except DECODE_ERRORS as error:

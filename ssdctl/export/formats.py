@@ -50,11 +50,16 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
         _write_safetensors(checkpoint, target)
         return
     if checkpoint.architecture.backbone == "vgg16":
-        raise UsageError(f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16")
+        raise UsageError(
+            f"{checkpoint.path}: {kind}'s network is a ResNet, this one is a VGG16",
+            hint="--format onnx and --format safetensors write any network",
+        )
     if checkpoint.architecture.extra_norm != EXTRA_NORM[kind]:
         raise UsageError(
             f"{checkpoint.path}: {kind}'s network has extra blocks with "
-            f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}"
+            f"extra_norm={EXTRA_NORM[kind]}, this one has {checkpoint.architecture.extra_norm}",
+            hint=f"--format {_format_of(checkpoint)} fits this network; for {kind} train one with "
+            f"--extra-norm {EXTRA_NORM[kind]}",
         )
     names = label_map(checkpoint.classes)
     payload = {"model": to_third_party(checkpoint.model, kind), "label_map": names}
@@ -62,6 +67,11 @@ def export(checkpoint: Checkpoint, kind: str, target: Path) -> None:
         payload |= nvidia.training_state(checkpoint)
     with atomic_write(target) as file:
         torch.save(payload, file)
+
+
+def _format_of(checkpoint: Checkpoint) -> str:
+    """Return the third-party format that has the extra blocks of a checkpoint."""
+    return next(k for k, norm in EXTRA_NORM.items() if norm == checkpoint.architecture.extra_norm)
 
 
 def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:

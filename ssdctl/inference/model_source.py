@@ -8,12 +8,19 @@ from pathlib import Path
 
 from ssdctl.download.detectors import (
     DETECTORS,
+    DetectorSource,
     fetch_detector,
     find_detector,
     nearest_detector,
     remember_checksum,
 )
-from ssdctl.download.hub import WEIGHTS, fetch_model, is_reference, parse_reference
+from ssdctl.download.hub import (
+    WEIGHTS,
+    HubReference,
+    fetch_model,
+    is_reference,
+    parse_reference,
+)
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir, find_checkpoint
 
@@ -36,9 +43,27 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         IntegrityError: The detector's file is not the published one, or changed after its first
             use, or is not a checkpoint.
     """
+    found = resolve_source(source)
+    if isinstance(found, Path):
+        return found
+    if isinstance(found, HubReference):
+        return fetch_model(found)
+    file = fetch_detector(found.name, mirror=mirror)
+    if found.trust == "first use":
+        trust_first_use(found.name, file)
+    return file
+
+
+def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | DetectorSource:
+    """Return what the name of a checkpoint stands for; nothing is fetched.
+
+    Raises:
+        UsageError: There is no such file, folder or detector (the hint names the nearest one), or
+            the name of a model on the Hub is malformed.
+    """
     name = os.fspath(source)
     if is_reference(name):
-        return fetch_model(parse_reference(name))
+        return parse_reference(name)
     path = Path(source)
     if is_model_folder(path):
         return path / WEIGHTS
@@ -54,10 +79,7 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
             + f"a run keeps its checkpoints in RUN/checkpoints/; detectors by name: {names}; "
             "models on the Hugging Face Hub: hf://org/name",
         )
-    file = fetch_detector(name, mirror=mirror)
-    if detector.trust == "first use":
-        trust_first_use(name, file)
-    return file
+    return detector
 
 
 def trust_first_use(name: str, file: Path) -> None:

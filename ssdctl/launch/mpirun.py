@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 from ssdctl.errors import UsageError
+from ssdctl.files import read_limited, reason_of
 from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 
@@ -21,6 +22,7 @@ from ssdctl.launch.request import LaunchRequest
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
 # (On one node run.py signals the ranks directly.)
 STOP_SIGNAL = signal.SIGUSR1
+MAX_HOSTFILE_BYTES = 16 << 20
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # Variables that ranks on other nodes need; mpirun does not export any by default.
@@ -163,10 +165,9 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         UsageError: The file cannot be read, is empty, or contains an invalid host name.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_limited(path, MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--hostfile {path}: cannot be read: {reason}") from None
+        raise UsageError(f"--hostfile {path}: cannot be read: {reason_of(error)}") from None
     hosts: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()

@@ -9,13 +9,12 @@ Following only reads: a Ctrl-C here does not affect the job.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssdctl.errors import DistributedError, ExitCode, UsageError
@@ -32,6 +31,8 @@ REMEDIES = {
     "slurm": "run this on a login node of the cluster; --write FILE writes the script for there",
     "kubernetes": "install kubectl and log in to the cluster; --write FILE writes the manifest",
 }
+LIST = {"slurm": "squeue --me", "kubernetes": "kubectl get mpijobs,jobs"}
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 ENDED = re.compile(
     r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT"
 )
@@ -52,11 +53,23 @@ def submit(plan: LaunchPlan) -> str:
 
     Raises:
         UsageError: The engine rejects it; its message is included.
+        DistributedError: The engine accepts it, but does not print its id.
     """
-    process = subprocess.run(plan.argv, input=plan.text, capture_output=True, text=True)
+    process = _run(plan.argv, plan.text)
     if process.returncode:
         raise UsageError(f"{plan.argv[0]} refused the job: {process.stderr.strip()}")
-    return process.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
+    job = process.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
+    if not JOB_ID.fullmatch(job):
+        raise DistributedError(
+            f"{plan.argv[0]} printed {job[:200]!r} instead of the id of the job",
+            hint=f"the job may run: `{LIST[plan.launcher]}` lists the jobs",
+        )
+    return job
+
+
+def _run(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run an engine's client. Its output may have any bytes."""
+    return subprocess.run(argv, input=text, capture_output=True, encoding="utf-8", errors="replace")
 
 
 def end_command(job: str, plan: LaunchPlan) -> str:
@@ -89,8 +102,8 @@ def _follow_slurm(job: str, write: Write) -> int:
         state = fields.get("JobState", "")
         if ENDED.match(state):
             _copy_new(Path(fields.get("StdOut", "")), position, write)  # written in the meantime
-            code = int(fields.get("ExitCode", "1:0").partition(":")[0])
-            return _slurm_exit(state, code)
+            code = re.match(r"\d{1,3}(?=:)", fields.get("ExitCode", ""))
+            return _slurm_exit(state, int(code[0]) if code else ExitCode.BUG)
         time.sleep(POLL_S)
 
 
@@ -109,7 +122,8 @@ def _slurm_fields(line: str) -> dict[str, str]:
 
 def _copy_new(path: Path, position: int, write: Write) -> int:
     """Write the content of a file after `position` bytes; return the new position."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    # A NUL in the path is a ValueError.
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         file.seek(position)
         if content := file.read():
             write(content.decode(errors="replace"))
@@ -134,8 +148,8 @@ class _Pods:
     def labelled(self, label: str) -> list[pod_status.Pod]:
         """Return the pods with a label, the oldest first."""
         answer = _query("kubectl", "get", "pods", *self.space, "-l", label, "-o", "json")
-        pods: list[pod_status.Pod] = json.loads(answer)["items"]
-        return sorted(pods, key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
+        pods = pod_status.parse(answer, pod_status.PodList).items
+        return sorted(pods, key=lambda pod: pod.metadata.creation_timestamp)
 
     def copy_logs(self) -> None:
         """Copy the logs of pods that run the command; report what others wait for.
@@ -148,20 +162,20 @@ class _Pods:
             failure = pod_status.installation_failure(pod)
             if failure and failure.starts >= INSTALLATIONS:
                 raise DistributedError(
-                    f"{pod_status.name_of(pod)}: its container {failure.container} failed "
+                    f"{pod.name}: its container {failure.container} failed "
                     f"{failure.starts} times, with exit code {failure.code}",
                     hint=f"the job still holds its nodes: {self.end} ends it",
                 )
         for pod in self.labelled(self.first):
             self._report(pod)
-            name = pod_status.name_of(pod)
-            has_begun = pod_status.phase_of(pod) in ("Running", "Succeeded", "Failed")
+            name = pod.name
+            has_begun = pod.status.phase in ("Running", "Succeeded", "Failed")
             if has_begun and name not in self.followed and name not in self.reported:
                 self.followed.add(name)
                 _copy_log(["kubectl", "logs", *self.space, "--follow", name], self.write)
 
     def _report(self, pod: pod_status.Pod) -> None:
-        name = pod_status.name_of(pod)
+        name = pod.name
         failure = pod_status.installation_failure(pod)
         if failure is not None:
             state = f"{failure.container} failed with exit code {failure.code}"
@@ -184,8 +198,7 @@ def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write) -> int:
     while True:
         pods.copy_logs()
         answer = _query("kubectl", "get", *pods.space, job, "-o", "json")
-        conditions = json.loads(answer).get("status", {}).get("conditions", [])
-        ends = {c["type"] for c in conditions if c.get("status") == "True"}
+        ends = pod_status.parse(answer, pod_status.KubernetesJob).ends()
         if ends & {"Succeeded", "Complete"}:
             return 0
         if "Failed" in ends:
@@ -195,7 +208,9 @@ def _follow_kubernetes(job: str, plan: LaunchPlan, write: Write) -> int:
 
 
 def _copy_log(argv: list[str], write: Write) -> None:
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             write(line)
@@ -213,7 +228,7 @@ def _query(*argv: str) -> str:
     """Return the output of an engine's client; retry while a controller is unavailable."""
     end = time.monotonic() + UNREACHABLE_S
     while True:
-        process = subprocess.run(argv, capture_output=True, text=True)
+        process = _run(argv)
         if process.returncode == 0:
             return process.stdout
         if "Invalid job id" in process.stderr or "NotFound" in process.stderr:

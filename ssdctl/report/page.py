@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,15 @@ from ssdctl._version import __version__
 from ssdctl.evaluate.analysis import ERROR_NAMES
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import make_dir, write_text
+from ssdctl.inference.drawing import PALETTE, one_line
 from ssdctl.report import plots
 from ssdctl.report.samples import sample_pictures
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import is_number
 from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
+
+MAX_PICTURES, MIN_PICTURES = 24, 3  # of all runs, of one: the page stays small
 
 
 def write_report(runs: Sequence[RunData], target: Path) -> None:
@@ -33,7 +39,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
             runs,
             "eval",
             ["loss", "loss_box", "loss_class"],
-            "loss on the validation split; rising while the training loss falls: overfitting",
+            "loss on the validation split (if it rises: overfitting)",
         ),
         plots.curve(runs, "eval", ["AP", "AP50", "AP75"], "AP on the validation split", "epoch"),
         plots.curve(runs, "train", ["lr"], "learning rate"),
@@ -41,6 +47,9 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
         plots.curve(runs, "train", ["grad_norm"], "gradient norm"),
         plots.precision_recall(runs),
     ]
+    limit = max(MAX_PICTURES // len(runs), MIN_PICTURES)
+    analyses = [_analysis(run, limit) for run in runs]
+    script = (Path(__file__).parent / "report.js").read_text(encoding="utf-8")
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
         loader=loader,
@@ -54,12 +63,15 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     environment.filters["spark"] = lambda v: Markup(plots.sparkline(v))  # only digits
     page = environment.get_template("page.html").render(
         runs=runs,
-        charts=[Markup(chart) for chart in charts if chart],  # matplotlib's own SVG
+        charts=[_safe(chart) for chart in charts if chart],
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         figures=list(FIGURES),
         bests={name: _best(runs, name) for name in FIGURES},
         class_names=sorted({name for run in runs for name in run.class_ap}),
         differences=different_settings(list(runs)),
-        analyses=[_analysis(run) for run in runs],
+        analyses=analyses,
+        data=_as_script(analyses),
         error_names=ERROR_NAMES,
         version=__version__,
     )
@@ -79,9 +91,14 @@ def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
     return run.report
 
 
-def _analysis(run: RunData) -> dict[str, Any]:
+def _safe(chart: plots.Chart) -> plots.Chart:
+    """Mark matplotlib's own SVG as safe; it escapes the names in it."""
+    return chart._replace(svg=Markup(chart.svg))
+
+
+def _analysis(run: RunData, limit: int) -> dict[str, Any]:
     """Return what the page shows of a run's evaluation."""
-    pictures, reason = sample_pictures(run.evaluation)
+    pictures, reason = sample_pictures(run.evaluation, limit)
     evaluation = run.evaluation
     chart = plots.calibration(evaluation) if evaluation else None
     return {
@@ -89,10 +106,30 @@ def _analysis(run: RunData) -> dict[str, Any]:
         "evaluation": evaluation,
         "pictures": pictures,
         "reason": reason,
-        "calibration": Markup(chart) if chart else "",
+        "calibration": _safe(chart) if chart else None,
         "largest_error": _largest_error(evaluation),
         "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
     }
+
+
+def _as_script(analyses: Sequence[dict[str, Any]]) -> Markup:
+    """Return what the page's script reads, as JSON that cannot end its script element."""
+    data = []
+    for analysis in analyses:
+        evaluation: Evaluation | None = analysis["evaluation"]
+        classes = [one_line(c.name) for c in evaluation.per_class] if evaluation else []
+        data.append(
+            {
+                "classes": classes,
+                "colours": [PALETTE[(n + 1) % len(PALETTE)] for n in range(len(classes))],
+                "confusion": evaluation.confusion if evaluation else [],
+                "pictures": [
+                    {"truth": p.truth, "detections": p.detections} for p in analysis["pictures"]
+                ],
+            }
+        )
+    text = json.dumps(data, separators=(",", ":"))
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
 
 
 def _largest_error(evaluation: Evaluation | None) -> float:

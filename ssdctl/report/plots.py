@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,15 @@ if TYPE_CHECKING:
 LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
 SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
+SVG_DPI = 72  # of matplotlib's SVG: a pixel of the chart is a unit of the page
 MOST_POINTS = 600  # of a line; more are averaged to keep the page small
+
+
+class Chart(NamedTuple):
+    """A chart, and what the page's script needs to show values under the pointer."""
+
+    svg: str
+    hover: str = ""  # JSON: name of x, labels of the lines, data coordinates from pixels
 
 
 @contextlib.contextmanager
@@ -51,7 +60,7 @@ def curve(
     keys: Sequence[str],
     title: str,
     over: str = "step",
-) -> str | None:
+) -> Chart | None:
     """Plot figures over steps or epochs, a line per run and figure; None without points.
 
     Args:
@@ -81,11 +90,11 @@ def curve(
     axes.set_ylim(bottom=0)
     if len(runs) * len(keys) > 1:
         axes.legend(fontsize=8, frameon=False)
-    return _svg(figure)
+    return _chart_with_hover(figure, axes, over)
 
 
 @_style()
-def precision_recall(runs: Sequence[RunData]) -> str | None:
+def precision_recall(runs: Sequence[RunData]) -> Chart | None:
     """Plot the mean precision over recall, a line per IoU; None if no run was evaluated."""
     figure, axes = _chart("precision over recall, mean of the classes", "recall")
     is_empty = True
@@ -105,11 +114,11 @@ def precision_recall(runs: Sequence[RunData]) -> str | None:
     axes.set_ylim(0, 1.02)
     axes.set_xlim(0, 1)
     axes.legend(fontsize=8, frameon=False)
-    return _svg(figure)
+    return _chart_with_hover(figure, axes, "recall")
 
 
 @_style()
-def calibration(evaluation: Evaluation) -> str | None:
+def calibration(evaluation: Evaluation) -> Chart | None:
     """Plot a reliability diagram: precision over score; None without detections."""
     bins = [b for b in evaluation.calibration if b.count]
     if not bins:
@@ -122,11 +131,11 @@ def calibration(evaluation: Evaluation) -> str | None:
         color=LINE_COLOURS[1],
         label="detections",
     )
-    axes.plot([0, 1], [0, 1], "--", color="#57606a", linewidth=1, label="calibrated")
+    axes.plot([0, 1], [0, 1], "--", color="#808890", linewidth=1, label="calibrated")
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=8, frameon=False)
-    return _svg(figure)
+    return Chart(_svg(figure))
 
 
 def sparkline(precision: Sequence[float]) -> str:
@@ -148,7 +157,7 @@ def sparkline(precision: Sequence[float]) -> str:
 def _chart(title: str, x: str) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=SIZE, dpi=SVG_DPI, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x, fontsize=9)
@@ -164,11 +173,30 @@ def _label(run: str, text: str) -> str:
     return f"{one_line(run).lstrip('_') or 'run'} {text}" if run else text
 
 
+def _chart_with_hover(figure: Figure, axes: Axes, x: str) -> Chart:
+    """Return the chart; its lines are the groups curve-0, curve-1 ... of the SVG."""
+    for number, line in enumerate(axes.lines):
+        line.set_gid(f"curve-{number}")
+    svg = _svg(figure)  # it also computes the layout
+    (x0, y0), (x1, y1) = axes.transData.transform([(0, 0), (1, 1)])
+    height = SIZE[1] * SVG_DPI
+    box = axes.get_window_extent()
+    hover = {
+        "x": x,
+        "labels": [str(line.get_label()) for line in axes.lines],
+        "colours": [str(line.get_color()) for line in axes.lines],
+        "scale": [float(v) for v in (x0, x1 - x0, height - y0, y0 - y1)],
+        "area": [float(v) for v in (box.x0, height - box.y1, box.width, box.height)],
+    }
+    return Chart(svg, json.dumps(hover))
+
+
 def _svg(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     svg = buffer.getvalue()
-    return svg[svg.index("<svg") :]
+    # Black text and axes follow the page's colours, which may be dark.
+    return svg[svg.index("<svg") :].replace("#000000", "currentColor")
 
 
 def _points(

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, write_bytes
+from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
 
-SHOWN_SCORE = 0.3  # lowest score of detections in samples and confusions
+MAX_BYTES = 1 << 28
+SHOWN_SCORE = 0.3  # lowest score of detections in pictures and confusions, unless chosen
+SAMPLE_SCORE = 0.05  # lowest score of detections in samples
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
 
@@ -86,7 +88,7 @@ class GroundTruthBox(msgspec.Struct, frozen=True):
 
 
 class SampleImage(msgspec.Struct, frozen=True):
-    """One image: its ground truth, and its detections with a score of 0.3 or more."""
+    """One image: its ground truth, and its detections with at least the sample score."""
 
     image_id: int
     file_name: str
@@ -106,6 +108,13 @@ class Evaluation(msgspec.Struct, frozen=True):
     calibration_error: float  # expected calibration error: the mean gap, by count
     confusions: list[Confusion]  # the most frequent ones
     samples: list[SampleImage]
+    sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files
+    confusion: list[list[int]] = []  # ground truth x detected, background last; empty: too large
+
+    def __repr__(self) -> str:
+        """Return the figures in one line: the curves and samples would fill pages."""
+        figures = ", ".join(f"{name}={value:.3f}" for name, value in self.figures.items())
+        return f"Evaluation({self.about.source}: {figures}, images={self.about.images})"
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
@@ -138,11 +147,13 @@ def read_evaluation(path: Path) -> Evaluation | None:
         DataError: The file contains something else.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation)
+        return msgspec.json.decode(read_limited(path, MAX_BYTES), type=Evaluation)
     except FileNotFoundError:
         return None
     except (OSError, *DECODE_ERRORS) as error:
         raise DataError(
-            f"{path}: not an evaluation that this version reads: {error}".replace("`", ""),
+            f"{path}: not an evaluation that this version reads: {reason_of(error)}".replace(
+                "`", ""
+            ),
             hint="write it again: ssdctl evaluate CKPT --report DIR",
         ) from None

@@ -21,6 +21,7 @@ from ssdctl.runs.layout import RunDir
 
 WAIT_S = 10.0  # the processes of a killed launch take some seconds to end
 POLL_S = 0.2
+MAX_OWNER = 300  # characters of process id and host name
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def _wait_for_lock(path: Path) -> int | None:
 
 def _owner(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        with path.open(errors="replace") as file:
+            return file.read(MAX_OWNER)
     except OSError:
         return ""

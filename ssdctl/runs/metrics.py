@@ -8,9 +8,10 @@ import math
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -24,6 +25,8 @@ Record = dict[str, Any]
 # The numbers that records of a kind have in addition to the step.
 REQUIRED = {"train": ("epoch",), "eval": ("epoch", "AP")}
 LARGEST_NUMBER = 2**63
+MAX_BYTES = 1 << 30  # ten million records of training
+MAX_LINE_BYTES = 16 << 20  # the AP of 100,000 classes takes a tenth of it
 GIT_S = 10.0  # seconds that git may take
 PACKAGES = ("ssdctl", "torch", "torchvision", "numpy", "pillow", "pyarrow", "hotcoco")
 
@@ -74,11 +77,28 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
         DataError: The file cannot be read.
     """
     try:
-        lines = [line for line in path.read_bytes().splitlines() if line.strip()]
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise DataError(
+                f"{path}: {size >> 20:,} MB; the limit is {MAX_BYTES >> 20:,} MB",
+                hint="move the file away: training continues without the earlier records",
+            )
+        with path.open("rb") as file:
+            read = [_record(line) for line in _lines(file)]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    records = [record for line in lines if (record := _record(line)) is not None]
-    return records, len(lines) - len(records)
+    records = [record for record in read if record is not None]
+    return records, len(read) - len(records)
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines that are not blank; of one longer than `MAX_LINE_BYTES` the beginning."""
+    while line := file.readline(MAX_LINE_BYTES):
+        rest = line
+        while rest and len(rest) == MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES)
+        if line.strip():
+            yield line
 
 
 def _record(line: bytes) -> Record | None:

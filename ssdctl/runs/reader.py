@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, redact_toml
-from ssdctl.config.resolve import read_toml
+from ssdctl.config.resolve import MAX_FILE_BYTES, read_toml
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import DECODE_ERRORS
+from ssdctl.files import DECODE_ERRORS, read_limited
 from ssdctl.runs.evaluation import Evaluation, read_evaluation
 from ssdctl.runs.layout import RunDir, find_runs
 from ssdctl.runs.metrics import Record, is_number, read_metrics
 from ssdctl.runtime.redact import redact_arguments, redact_urls
 
+MAX_ENVIRONMENT_BYTES = 1 << 20
+MAX_REPORT_BYTES = 1 << 28  # of prepare; ten million findings
 EVENT_KEYS = ("kind", "step", "epoch", "event")
 
 
@@ -97,7 +99,7 @@ def read_run(path: Path) -> RunData:
             )
         return RunData(name, path, [], [], [], "", {}, {}, evaluation)
     try:
-        config = redact_toml(run.config.read_text(encoding="utf-8"))
+        config = redact_toml(read_limited(run.config, MAX_FILE_BYTES).decode())
         settings = {
             key: redact_urls(value) if isinstance(value, str) else value
             for key, value, _ in read_toml(run.config)
@@ -135,7 +137,7 @@ def read_run(path: Path) -> RunData:
 def _environment(path: Path) -> dict[str, Any] | None:
     """Read environment.json; None if it is absent or anything but an object."""
     try:
-        value = msgspec.json.decode(path.read_bytes())
+        value = msgspec.json.decode(read_limited(path, MAX_ENVIRONMENT_BYTES))
     except (OSError, *DECODE_ERRORS):
         return None
     if not isinstance(value, dict):
@@ -158,7 +160,7 @@ def different_settings(runs: list[RunData]) -> dict[str, list[Any]]:
 def prepare_findings(store: Path) -> list[tuple[str, str, int]]:
     """Return what prepare dropped or repaired: split, kind, count. Empty if it is unknown."""
     try:
-        report = json.loads((store / "report.json").read_text(encoding="utf-8"))
+        report = json.loads(read_limited(store / "report.json", MAX_REPORT_BYTES))
         return [
             (split["split"], kind, count)
             for split in report["splits"]

@@ -88,6 +88,23 @@ class TrainSchedule(NamedTuple):
         return -(-(step + 1) * self.global_batch_size // self.images) - 1
 
 
+def check_warmup(config: TrainConfig) -> None:
+    """Check that the warm-up is not longer than the run, as far as no dataset is needed for it.
+
+    Raises:
+        UsageError: Both have a length in the same unit, and the warm-up is longer.
+    """
+    value, unit = split_duration(config.warmup)
+    if unit == "st" and config.steps is not None and value > config.steps:
+        hint = f"give a shorter one: --warmup {max(config.steps // 10, 1)}st"
+        raise UsageError(f"a warm-up of {value:.0f} steps: the run has {config.steps}", hint=hint)
+    if unit == "ep" and value > config.epochs:
+        hint = "give it in steps, as in --warmup 300st"
+        if value.is_integer():
+            hint = f"--warmup {value:.0f}st if these are iterations, as in NVIDIA's program"
+        raise UsageError(f"a warm-up of {value:g} epochs: the run has {config.epochs}", hint=hint)
+
+
 def make_plan(
     config: TrainConfig, images: int, world_size: int, *, may_shorten_warmup: bool = False
 ) -> TrainSchedule:

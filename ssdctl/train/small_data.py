@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from ssdctl.config.resolve import Resolved
+from ssdctl.train.schedule import TrainSchedule, make_plan
 
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
@@ -64,6 +65,18 @@ def adapt_to_data(resolved: Resolved, images: int, world_size: int) -> Adapted:
     changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
     line = f"{rule.name} ({kind} {images:,} training images): {changes}"
     return Adapted(resolved, line)
+
+
+def adapted_plan(resolved: Resolved, images: int, world_size: int) -> tuple[TrainSchedule, Adapted]:
+    """Return the schedule of a run without opening its device, and the adapted settings.
+
+    Raises:
+        UsageError: See `make_plan`.
+    """
+    adapted = adapt_to_data(resolved, images, world_size)
+    may_shorten = may_shorten_warmup(adapted.resolved)
+    config = adapted.resolved.config.train
+    return make_plan(config, images, world_size, may_shorten_warmup=may_shorten), adapted
 
 
 def is_default(resolved: Resolved, *names: str) -> bool:

@@ -96,6 +96,7 @@ HOSTILE: dict[str, Callable[[Payload], object]] = {
     "10^400 images": lambda p: p.update(images=10**400),
     "NaN as the best AP": lambda p: p.update(best_ap=float("nan")),
     "a class id of 10^400": lambda p: p["classes"][0].update(id=10**400),
+    "a class name of a megabyte": lambda p: p["classes"][0].update(name="x" * 2**20),
     "a setting of 10^400": lambda p: p["config"].update({"train.lr": 10**400}),
     "a tensor as a setting": lambda p: p["config"].update({"train.lr": torch.zeros(3)}),
     "a number as data.root": lambda p: p["config"].update({"data.root": 7}),

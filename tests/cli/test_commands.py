@@ -185,6 +185,25 @@ def test_a_plan_without_a_dataset_assumes_coco(cli: Cli) -> None:
         assert "no such dataset folder" in result.err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--init", "absent.pt"],
+        ["--init", "hf://absent"],
+        ["--init", "."],
+        ["--backbone-weights", "absent.pth"],
+        ["--resume", "absent.pt"],
+    ],
+    ids=" ".join,
+)
+def test_a_plan_refuses_missing_weights_like_the_run(cli: Cli, options: list[str]) -> None:
+    for is_planned in (True, False):
+        train = ["train", "--fake-data", "--device", "cpu", "--out", "run", *options]
+        result = cli(*train, *["--dry-run"] * is_planned)
+        assert result.code == 2, (is_planned, result.err)
+        assert options[1] in result.err
+
+
 @pytest.mark.parametrize(("batch", "is_reported"), [(20, False), (1000, True)])
 def test_plan_reports_a_batch_larger_than_the_dataset(
     cli: Cli, shapes: Path, batch: int, is_reported: bool

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from ssdctl.cli.main import main
+from ssdctl.data.prepare import prepare
+from ssdctl.data.shapes import generate
+from ssdctl.launch import run
 
 
 @pytest.fixture(autouse=True)
@@ -218,6 +221,21 @@ def test_absent_mpirun_is_a_usage_error(
     assert "openmpi" in capsys.readouterr().err
 
 
+def test_the_end_of_a_failed_ranks_log_is_printable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks inherit the terminal; this is what launch itself prints of them."""
+    monkeypatch.setattr(run, "run", lambda plan, **_: run.JobOutcome(7, {1: 7, 0: 8}))
+    log = Path("run/logs/rank-1.log")
+    log.parent.mkdir(parents=True)
+    log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")
+    assert launch("--cpus", "2", "--out", "run") == 7
+    error_text = capsys.readouterr().err
+    assert r"lost \x1b]0;title\x07\x1b[2J\u202e" in error_text
+    assert not set("\x1b\x07\u202e") & set(error_text)
+    assert "\nerror: fake" not in error_text
+
+
 def test_absent_torch_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +249,12 @@ def test_absent_torch_is_a_usage_error(
     [
         (["--hpus", "8", "--fp16"], "fp16"),
         (["--tpus", "4", "--fp16"], "fp16"),
+        (["--tpus", "4", "--execution", "compile"], "--execution lazy"),
+        (["--gpus", "4", "--execution", "lazy"], "--execution compile or eager"),
+        (["--gpus", "8", "--warmup", "1200"], "--warmup 1200st"),
+        (["--gpus", "8", "--warmup", "20st", "--steps", "10"], "--warmup 1st"),
+        (["--tpus", "8", "--epochs", "3", "--warmup", "3.5"], "--warmup 300st"),
+        (["--hpus", "8", "--cluster", "voyager", "--warmup", "1200"], "--warmup 1200st"),
     ],
 )
 def test_what_the_ranks_would_refuse_is_refused(
@@ -240,6 +264,19 @@ def test_what_the_ranks_would_refuse_is_refused(
     captured = capsys.readouterr()
     assert subject in captured.err
     assert captured.out == ""
+
+
+def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate(Path("data"), num_train=6, num_val=1)
+    job = ("--cpus", "2", "--data", "data", "--bs", "2", "--epochs", "2", "--dry-run")
+    assert launch(*job, "--warmup", "100st") == 0  # the number of images is not known yet
+    prepare(Path("data"), Path("data/prepared"), pack=False)
+    assert launch(*job, "--warmup", "100st") == 2
+    assert "100 steps" in capsys.readouterr().err
+    assert launch(*job, "--warmup", "1st") == 0
+    assert launch(*job, "--preset", "nvidia-r50") == 0  # the preset's own one is shortened
 
 
 @pytest.mark.parametrize(("device", "is_noted"), [("--hpus", True), ("--gpus", False)])

@@ -84,13 +84,16 @@ def test_calibration_counts_true_positives(tmp_path: Path) -> None:
 
 
 def test_confusions_and_samples(tmp_path: Path) -> None:
-    result = evaluation(tmp_path, [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), *RIGHT[2:]])
+    rows = [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), (1, 7, BOX, 0.01), *RIGHT[2:]]
+    result = evaluation(tmp_path, rows)
     assert [(c.truth, c.found, c.count) for c in result.confusions] == [("cat", "dog", 1)]
     first, second = result.samples[:2]
     assert (first.image_id, first.file_name) == (0, "0.jpg")
     assert [(t.category_id, list(t.box)) for t in first.truth] == [(2, BOX)]
     assert [(f.category_id, f.score) for f in first.found] == [(7, 0.9)]
-    assert second.found == []  # its score is below what is drawn
+    assert [f.score for f in second.found] == [0.2]  # the report's threshold can be lowered to 0.05
+    cat, dog, background = result.confusion  # of detections with a score of 0.3 or more
+    assert (cat, dog, background) == ([2, 1, 1], [0, 0, 0], [0, 0, 0])
 
 
 @pytest.mark.parametrize("rows", [[], RIGHT])

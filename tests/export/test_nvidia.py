@@ -206,6 +206,16 @@ def test_a_momentum_of_another_shape_is_refused(exported: Callable[..., Path], c
     assert not Path("x.pt").exists()
 
 
+def test_a_format_of_another_network_is_refused_with_one_that_fits(
+    exported: Callable[..., Path], cli: Cli
+) -> None:
+    exported()
+    result = cli("export", "run", "--format", "mlperf", "--out", "x.pt")
+    assert result.code == 2
+    assert "--format nvidia" in result.err
+    assert "--extra-norm none" in result.err
+
+
 def test_other_classes_than_cocos_are_mentioned(exported: Callable[..., Path], cli: Cli) -> None:
     exported()
     result = cli("export", "run", "--format", "nvidia", "--out", "again.pt")

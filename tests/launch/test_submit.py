@@ -295,6 +295,64 @@ def test_a_job_with_a_failed_installation_shows_its_log(
     assert len([call for call in client_calls(tmp_path) if call[0] == "logs"]) == 1
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "\x1b[2JWARNING: version differs\n{}",
+        "[]",
+        "null",
+        '{"items": null}',
+        '{"items": [1]}',
+        '{"items": [{}]}',
+        '{"items": [{"metadata": {"name": "a"}, "status": {"containerStatuses": {"a": 1}}}]}',
+        '{"items": [{"metadata": {"name": "a"}, "status": {"conditions": [null]}}]}',
+        "[" * 100_000,
+    ],
+    ids=lambda text: text[:40],
+)
+def test_output_of_kubectl_that_is_not_the_expected_json(
+    answer: str, set_answers: SetAnswers
+) -> None:
+    set_answers([(0, answer, "")])
+    with pytest.raises(DistributedError, match="kubectl") as caught:
+        submit.follow("job.batch/a", KUBERNETES, print)
+    assert caught.value.hint
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("answer", ["[]", '{"status": []}', '{"status": {"conditions": [1]}}'])
+def test_a_job_that_is_not_the_expected_json(answer: str, set_answers: SetAnswers) -> None:
+    set_answers([pods(), (0, answer, "")])
+    with pytest.raises(DistributedError, match="kubectl"):
+        submit.follow("job.batch/a", KUBERNETES, print)
+
+
+def test_fields_that_kubectl_may_leave_out(set_answers: SetAnswers) -> None:
+    bare = (0, '{"items": [{"metadata": {"name": "a"}}]}', "")
+    empty = (0, '{"items": [{"metadata": {"name": "a"}, "status": {"phase": "Failed"}}]}', "")
+    log = (0, "step 1\n", "")
+    set_answers([bare, (0, "{}", ""), empty, log, status("Failed"), empty])
+    assert submit.follow("job.batch/a", KUBERNETES, print) == 8
+
+
+@pytest.mark.parametrize("plan", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
+@pytest.mark.parametrize("answer", ["", "--all", "\x1b]0;a\x07", "a b\n"])
+def test_an_engine_that_prints_no_id(
+    plan: LaunchPlan, answer: str, set_answers: SetAnswers
+) -> None:
+    set_answers([(0, answer, "")])
+    with pytest.raises(DistributedError) as caught:
+        submit.submit(plan)
+    assert plan.argv[0] in str(caught.value)
+    assert caught.value.hint
+
+
+def test_output_of_scontrol_without_its_fields(set_answers: SetAnswers, tmp_path: Path) -> None:
+    set_answers([job("FAILED", "none", tmp_path / "a\0b")])
+    assert submit.follow("1", SLURM, print) == 8
+
+
 def test_an_absent_client_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UsageError, match="sbatch is not on PATH") as caught:

@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import run_cli
 from PIL import Image
+
+from ssdctl.runs.metrics import MetricsFile
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -35,11 +40,59 @@ FRAME = """<!doctype html><body style="margin:0">
 <iframe id="page" src="{page}" style="width:{width}px;height:900px;border:0"></iframe>
 <script>
 document.getElementById("page").onload = event => {{
-  const page = event.target.contentDocument;
-  const broken = [...page.images].filter(i => !i.naturalWidth).length;
-  document.title = [page.documentElement.scrollWidth, page.images.length, broken].join(" ");
+  const page = event.target.contentDocument, window_ = event.target.contentWindow;
+  document.title = JSON.stringify((() => {{ {script} }})());
 }};
 </script>"""
+MEASURE = """
+const broken = [...page.images].filter(i => !i.naturalWidth).length;
+return [page.documentElement.scrollWidth, page.images.length, broken];
+"""
+USE = """
+const result = {};
+const all = selector => [...page.querySelectorAll(selector)];
+const key = (node, name) => node.dispatchEvent(new window_.KeyboardEvent("keydown", {key: name}));
+
+const slider = page.querySelector(".threshold input");
+result.boxes = ["0.3", "0.05", "0.9", "1"].map(value => {
+  slider.value = value;
+  slider.dispatchEvent(new window_.Event("input"));
+  return [page.querySelector(".threshold output").textContent,
+    all(".pane:nth-child(2) rect").length, all("rect.wrong").length, all("rect.missed").length,
+    all(".pane:nth-child(1) rect").length];
+});
+result.caption = page.querySelector(".counts").textContent;
+
+const names = () => all(".classes tbody tr").map(row => row.cells[0].textContent);
+const sort = title => {
+  const button = all(".classes th button").find(b => b.textContent === title);
+  button.click();
+  return button.closest("th").ariaSort;
+};
+result.byClass = [sort("class"), names(), sort("class"), names()];
+result.byObjects = [sort("objects"), all(".classes tbody tr").map(row => Number(row.cells[6].textContent))];
+result.sorted = all("th[aria-sort]").length;
+
+const map = page.querySelector(".confusion svg");
+result.cells = all(".confusion rect.right, .confusion rect.confused").length;
+map.focus();
+const first = page.querySelector(".confusion output").textContent;
+key(map, "ArrowDown"); key(map, "ArrowRight");
+result.confusion = [first, page.querySelector(".confusion output").textContent];
+
+const chart = page.querySelector("[data-hover]"), tip = chart.querySelector(".tip");
+result.hidden = tip.hidden;
+chart.dispatchEvent(new window_.Event("focus"));
+const last = tip.textContent;
+key(chart, "Home");
+result.tips = [last, tip.textContent, page.querySelectorAll(".guide circle").length];
+
+const colour = () => window_.getComputedStyle(page.body).backgroundColor;
+const before = colour();
+page.getElementById("theme").click();
+result.colours = [before, colour(), page.documentElement.dataset.theme];
+return result;
+"""
 
 
 def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -48,12 +101,36 @@ def browse(page: Path, profile: Path, *flags: str) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+def in_frame(page: Path, profile: Path, script: str, width: int = 1280) -> Any:
+    """Return what a script returns that runs around the page."""
+    frame = page.with_name(f"frame{width}.html")
+    frame.write_text(FRAME.format(page=page.name, width=width, script=script))
+    done = browse(frame, profile, "--window-size=1400,1000", "--dump-dom")
+    assert "CONSOLE" not in done.stderr, done.stderr
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert title is not None, done.stderr
+    return json.loads(html.unescape(title[1]))
+
+
 @pytest.fixture(scope="module")
-def page(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("browser") / "report.html"
-    result = run_cli("report", tiny_run, "--out", target)
+def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the page of a run: every object is detected with another score, and some twice."""
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    detections = [
+        {k: a[k] for k in ("image_id", "category_id", "bbox")} | {"score": 0.1 + 0.88 * n / len(truth["annotations"])}
+        for n, a in enumerate(truth["annotations"])
+    ]  # fmt: skip
+    results = folder.parent / "d.json"
+    results.write_text(json.dumps(detections + [d | {"score": 0.08} for d in detections[:5]]))
+    folder.mkdir()
+    metrics = MetricsFile(folder / "metrics.jsonl", start_step=0)
+    for step in range(1, 300):
+        metrics.write({"kind": "train", "step": step, "epoch": step / 10, "loss": 3 / step})
+    (folder / "config.toml").write_text("[train]\nepochs = 1\n")
+    result = run_cli("evaluate", results, "--data", shapes, "--report", folder)
     assert result.code == 0, result.err
-    return target
+    return folder / "report.html"
 
 
 def test_no_error_and_no_request(page: Path, tmp_path: Path) -> None:
@@ -63,20 +140,51 @@ def test_no_error_and_no_request(page: Path, tmp_path: Path) -> None:
     with Image.open("page.png") as picture:
         assert picture.size == (1280, 1600)
         assert len(picture.convert("RGB").getcolors(1 << 24) or []) > 500  # it shows something
-    # The same watch sees what it should: a request that the page forbids itself.
+    # The same watch sees what it should: a request and a script that the page forbids itself.
     bad = tmp_path / "bad.html"
-    bad.write_text(page.read_text().replace("</body>", '<img src="http://127.0.0.1:9/x.png">'))
+    extra = '<img src="http://127.0.0.1:9/x.png"><script>document.title = "x"</script>'
+    bad.write_text(page.read_text().replace("</body>", extra))
     done = browse(bad, tmp_path / "profile", "--screenshot=bad.png")
-    assert re.search(r"CONSOLE.*Content Security Policy", done.stderr), done.stderr
+    assert len(re.findall(r"CONSOLE.*Content Security Policy", done.stderr)) == 2, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
-    frame = page.with_name(f"frame{width}.html")
-    frame.write_text(FRAME.format(page=page.name, width=width))
-    done = browse(frame, tmp_path / "profile", "--window-size=1400,1000", "--dump-dom")
-    title = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout)
-    assert title is not None, done.stderr
-    scroll_width, images, broken = map(int, title.groups())
+    scroll_width, images, broken = in_frame(page, tmp_path / "profile", MEASURE, width)
     assert scroll_width <= width
     assert (images, broken) == (18, 0)
+
+
+def test_what_the_page_offers(page: Path, tmp_path: Path, shapes: Path) -> None:
+    """The slider changes the boxes, tables are sorted, keys move through charts and the matrix."""
+    result = in_frame(page, tmp_path / "profile", USE)
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())["annotations"]
+    scores = [0.1 + 0.88 * n / len(truth) for n in range(len(truth))]
+    middle, low, high, nothing = result["boxes"]
+    assert (middle[0], low[0]) == ("0.30", "0.05")
+    shown = [sum(s >= t for s in scores) for t in (0.3, 0.05, 0.9)]
+    assert [middle[1], low[1] - 5, high[1]] == shown
+    assert [middle[2], low[2], high[2]] == [0, 5, 0]  # detected twice
+    assert [m[3] for m in (middle, low, high, nothing)] == [len(truth) - n for n in (*shown, 0)]
+    assert {m[4] for m in result["boxes"]} == {len(truth)}
+    assert "0 detections" in result["caption"]
+
+    ascending, names, descending, reverse = result["byClass"]
+    assert (ascending, descending) == ("ascending", "descending")
+    assert names == sorted(names)
+    assert reverse == names[::-1]
+    assert result["byObjects"][0] == "descending"
+    assert result["byObjects"][1] == sorted(result["byObjects"][1], reverse=True)
+    assert result["sorted"] == 1
+
+    assert result["cells"] >= 5  # the diagonal
+    assert result["confusion"][0] != result["confusion"][1]
+    assert result["hidden"] is True
+    last, first, points = result["tips"]
+    assert "step 299" in last
+    assert re.search(r"step 1(?!\d).*loss 3(?!\d)", first)
+    assert points == 1
+    light, dark, theme = result["colours"]
+    assert light != dark
+    assert theme == "dark"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,17 @@ def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> No
     assert "Glyph" not in result.err
     page = (tmp_path / "both.html").read_text()
     assert page.count("<figure>") == 9
+
+
+def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    hostile = ["</script><b>", "<!--<script>", "&lt;", "\u2028", "a\\"]
+    folder = tmp_path / "run"
+    evaluated(folder, shapes, cli, hostile)
+    page = (folder / "report.html").read_text()
+    assert page.count("</script>") == 2
+    (text,) = re.findall(r'id="data">(.*?)</script>', page)
+    (data,) = json.loads(text)
+    assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
 
 
 @pytest.mark.process

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Result
 
 Cli = Callable[..., Result]
-VOID = {"meta", "link", "img", "br", "hr", "path", "use", "rect", "polygon", "polyline"}
+VOID = {"meta", "link", "img", "br", "input", "hr", "path", "use", "rect", "polygon", "polyline"}
 
 
 class Balanced(HTMLParser):
@@ -32,6 +35,12 @@ class Balanced(HTMLParser):
             assert self.open.pop() == tag
 
 
+def read_data(page: str) -> Any:
+    """Return what the page's script reads."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(text)
+
+
 @pytest.fixture(scope="module")
 def page(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     from conftest import run_cli
@@ -47,8 +56,17 @@ def test_page_needs_nothing_else(page: str) -> None:
     sources = re.findall(r'(?:src|href|xlink:href)="([^"]*)"', page)
     assert sources
     assert all(s.startswith(("data:", "#")) for s in sources)
-    assert "<script" not in page
     assert "@import" not in page
+    assert len(page) < 1_500_000
+
+
+def test_only_the_pages_own_script_may_run(page: str) -> None:
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    assert "default-src 'none'" in policy[1]
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy[1].replace("&#39;", "'")
 
 
 def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
@@ -58,8 +76,20 @@ def test_page_shows_the_run(page: str, tiny_run: Path) -> None:
     ):  # fmt: skip
         assert words in page, words
     assert page.count("<figure>") == 9  # the validation pictures
-    assert len(re.findall(r"<figcaption>0+\d\.jpg: \d+ ground truth, \d+ detections<", page)) == 9
+    assert (
+        len(
+            re.findall(
+                r"<figcaption>0+\d\.jpg: <span class=\"counts\">\d+ ground truth, \d+ detections<",
+                page,
+            )
+        )
+        == 9
+    )
     assert page.count("<img") == 18  # ground truth and detections
+    assert page.count("data:image/jpeg") == 9  # the same picture
+    (data,) = read_data(page)
+    assert len(data["pictures"]) == 9
+    assert sum(map(len, data["confusion"])) == 36  # five classes and the background
     assert page.count('<svg class="spark"') == 5  # a curve for each class
     assert page.count("<svg") - 5 >= 5
 

@@ -23,6 +23,7 @@ from ssdctl.data.formats.coco_json import (
     Category,
     Content,
     ImageEntry,
+    Name,
     NotWholeError,
     Tables,
     column,
@@ -46,7 +47,7 @@ class ClassName(msgspec.Struct, frozen=True):
     """A class: COCO's category id and its name. Its label is its place in the list plus one."""
 
     id: int | None  # None if a third-party checkpoint gives only the name
-    name: str
+    name: Name
 
 
 class BoxColumns(NamedTuple):

@@ -25,6 +25,9 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 Content = bytes | mmap.mmap
 T = TypeVar("T")
+# The longest path on Linux, and far more than the name of a class: longer ones are refused.
+FileName = Annotated[str, msgspec.Meta(max_length=4096)]
+Name = Annotated[str, msgspec.Meta(max_length=10_000)]
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -32,7 +35,7 @@ class ImageEntry(msgspec.Struct, gc=False):
     """An image of an annotation file; width and height in pixels, 0 = not given."""
 
     id: Int64
-    file_name: str = ""
+    file_name: FileName = ""
     width: Int64 | None = 0
     height: Int64 | None = 0
 
@@ -67,7 +70,7 @@ class Category(msgspec.Struct, gc=False):
     """A class of an annotation file."""
 
     id: Int64
-    name: str
+    name: Name
     supercategory: Any = None
 
 
@@ -108,7 +111,7 @@ Number = int | float
 
 class LooseImage(msgspec.Struct):
     id: Number
-    file_name: str = ""
+    file_name: FileName = ""
     width: Number | None = 0
     height: Number | None = 0
 
@@ -124,7 +127,7 @@ class LooseAnnotation(msgspec.Struct):
 
 class LooseCategory(msgspec.Struct):
     id: Number
-    name: str | int | float
+    name: Name | int | float
     supercategory: Any = None
 
 

@@ -22,11 +22,13 @@ from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
+from ssdctl.files import read_limited, reason_of
 
 log = logging.getLogger(__name__)
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 CROWD = "IsGroupOf"
 HEADER_BYTES = 4096
+MAX_NAMES_BYTES = 16 << 20
 THREADS = 8
 
 
@@ -92,12 +94,19 @@ def _class_names(root: Path) -> dict[str, str]:
         header = _header(path)
         if len(header) != 2 or not (header[0] == "LabelName" or header[0].startswith("/m/")):
             continue
-        for line in path.read_text(encoding="utf-8-sig", errors="replace").splitlines():
+        for line in _read_names(path).splitlines():
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
     all_names = list(names.values())
     return {k: f"{v} ({k})" if all_names.count(v) > 1 else v for k, v in names.items()}
+
+
+def _read_names(path: Path) -> str:
+    try:
+        return read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _read_split(

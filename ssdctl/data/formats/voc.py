@@ -20,12 +20,13 @@ from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.formats.xml_reader import has_root, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name, read_text
+from ssdctl.files import is_plain_name, read_text, reason_of
 
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
 IMAGES = ("JPEGImages", "images", "Images", "imgs", "img")
 SUFFIXES = (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES))
 FOLDER_SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}
+MAX_LIST_BYTES = 1 << 28
 XML_THREADS = 8  # they wait for the file system
 
 
@@ -119,9 +120,9 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
 def _stems(path: Path) -> list[str]:
     """Return the first word of each line: lists of one class have a flag after it."""
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path, MAX_LIST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     # CVAT puts names with spaces in quotes.
     words = (
         line.split('"')[1] if line.startswith('"') else line.split()[0]

@@ -7,8 +7,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ssdctl.errors import DataError
+from ssdctl.files import read_limited, reason_of
 
-MAX_BYTES = 10_000_000
+MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
 
@@ -20,11 +21,9 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
         DataError: It cannot be read, is too large, is not XML or declares a document type.
     """
     try:
-        if path.stat().st_size > max_bytes:
-            raise DataError(f"{path}: too large for annotations: over {max_bytes:,} bytes")
-        content = path.read_bytes()
+        content = read_limited(path, max_bytes)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
     # with "<" is in an encoding that could hide them.
     text = content.removeprefix(b"\xef\xbb\xbf").lstrip()

@@ -22,7 +22,7 @@ from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_spl
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
-from ssdctl.files import read_text
+from ssdctl.files import read_limited, read_text, reason_of
 
 log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
@@ -33,7 +33,9 @@ USUAL = {
 }
 UNDIVIDED = ("images", ".")
 SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
-MOST_YAML_BYTES = 1_000_000
+MAX_YAML_BYTES = 1 << 20
+MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
+MAX_LIST_BYTES = 1 << 28  # paths of images
 THREADS = 8
 
 
@@ -89,10 +91,8 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
         if not path.is_file():
             continue
         try:
-            if path.stat().st_size > MOST_YAML_BYTES:
-                raise DataError(f"{path}: too large for a description of a dataset")
             # Every value stays text: a class may have the name `no`.
-            content = yaml.load(read_text(path), Loader=yaml.BaseLoader)
+            content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)
         except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
@@ -104,7 +104,7 @@ def _class_names(root: Path, description: _Description | None) -> list[str]:
     if description is None:
         for name in NAME_FILES:
             if (root / name).is_file():
-                text = (root / name).read_text(encoding="utf-8", errors="replace")
+                text = _read_names(root / name)
                 return _distinct(
                     root / name, [s for line in text.splitlines() if (s := line.strip())]
                 )
@@ -185,11 +185,18 @@ def _tail(text: str) -> PurePosixPath:
     )
 
 
+def _read_names(path: Path) -> str:
+    try:
+        return read_limited(path, MAX_LABEL_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
+
+
 def _listed_images(root: Path, path: Path) -> list[Path]:
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path, MAX_LIST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     images, absent = [], []
     for line in filter(None, (line.strip() for line in lines)):
         parts = _tail(line).parts
@@ -259,9 +266,9 @@ def _boxes(
 ) -> list[LabeledBox]:
     """Return the boxes of a label file; the same line twice counts once."""
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path, MAX_LABEL_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     boxes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

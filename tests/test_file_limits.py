@@ -1,0 +1,135 @@
+"""Files of gigabytes, and names of megabytes, where small ones belong: one error, little memory.
+
+The large files are sparse: they take no space and no time to write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Result
+from data.formats import exports
+from report.test_damaged_runs import make_run
+
+from ssdctl.data.shapes import generate
+from ssdctl.runs import metrics
+from ssdctl.runs.reader import read_run
+
+Cli = Callable[..., Result]
+HUGE_BYTES = 5 << 30
+MAX_GROWTH_BYTES = 200 << 20
+
+
+def enlarge(path: Path) -> None:
+    """Make a file larger than any limit."""
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    os.truncate(path, HUGE_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def little_memory() -> Iterator[None]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert growth * 1024 < MAX_GROWTH_BYTES
+
+
+def refuse(result: Result, code: int, name: str) -> None:
+    assert result.code == code, result.err
+    assert name in result.err
+    assert "limit" in result.err
+    assert "Traceback" not in result.err
+    assert len(result.err) < 1500
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (exports.voc_lists, "Annotations/*.xml"),
+        (exports.voc_lists, "ImageSets/Main/train.txt"),
+        (exports.cvat_xml, "annotations.xml"),
+        (exports.roboflow_yolo, "data.yaml"),
+        (exports.roboflow_yolo, "train/labels/*.txt"),
+        (exports.open_images, "*class*.csv"),
+    ],
+)
+def test_annotations(make: Callable[[Path], Path], name: str, cli: Cli) -> None:
+    root = Path("data")
+    root.mkdir()
+    data = make(root)
+    path = min(root.glob(name))
+    content = path.read_bytes()
+    enlarge(path)
+    with path.open("r+b") as file:
+        file.write(content)  # it is still recognised
+    refuse(cli("prepare", "--data", data, "--store", "store"), 3, path.name)
+    assert not Path("store").exists()
+
+
+def test_dataset_toml(cli: Cli) -> None:
+    generate(Path("data"), num_train=1, num_val=1)
+    enlarge(Path("data/dataset.toml"))
+    refuse(cli("prepare", "--data", "data"), 3, "dataset.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "size"), [("categories", "name", 2 << 20), ("images", "file_name", 2 << 20)]
+)
+def test_long_names_in_annotations(table: str, key: str, size: int, cli: Cli) -> None:
+    generate(Path("data"), num_train=1, num_val=1)
+    path = Path("data/annotations/instances_train2017.json")
+    content = json.loads(path.read_bytes())
+    content[table][0][key] = "x" * size
+    path.write_text(json.dumps(content))
+    result = cli("prepare", "--data", "data")
+    assert result.code == 3
+    assert f"{table}[0].{key}" in result.err
+    assert len(result.err) < 1500
+
+
+def test_manifest_and_host_file(cli: Cli) -> None:
+    enlarge(Path("large"))
+    refuse(cli("download", "--dest", "x", "--manifest", "large", "--dry-run"), 2, "large")
+    hosts = ("--nodes", 2, "--launcher", "mpirun", "--hostfile", "large")
+    refuse(cli("launch", "--cpus", 2, *hosts, "--dry-run"), 2, "large")
+
+
+@pytest.mark.parametrize(
+    ("name", "code"), [("config.toml", 3), ("metrics.jsonl", 3), ("evaluation.json", 3)]
+)
+def test_files_of_a_run(name: str, code: int, cli: Cli) -> None:
+    enlarge(make_run(Path("run")) / name)
+    refuse(cli("report", "run"), code, name)
+
+
+def test_a_huge_environment_and_a_long_line_of_a_run_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long_line = b'{"kind": "train", "step": 9, "epoch": 1, "x": "%b"}' % (b"x" * 5000)
+    folder = make_run(Path("run"), long_line, b'{"kind": "train", "step": 4, "epoch": 1}')
+    enlarge(folder / "environment.json")
+    monkeypatch.setattr(metrics, "MAX_LINE_BYTES", 1000)
+    run = read_run(folder)
+    assert run.environment == {}
+    assert [record["step"] for record in run.train] == [1, 2, 3, 4]
+    assert len(run.problems) == 2
+    assert "1 lines" in run.problems[1]
+
+
+def test_a_huge_lock_file_of_another_run(cli: Cli) -> None:
+    from ssdctl.files import try_lock
+    from ssdctl.runs import lock
+
+    enlarge(Path("run/.lock"))
+    descriptor = try_lock(Path("run/.lock"))
+    assert descriptor is not None
+    try:
+        assert len(lock._owner(Path("run/.lock"))) <= lock.MAX_OWNER
+    finally:
+        os.close(descriptor)
