@@ -23,6 +23,7 @@ from ssdctl.export.deployed import (
 from ssdctl.export.onnx import description
 
 METADATA = "ssdctl.json"
+MAX_BATCH = 65_536
 
 
 def pt2_program(
@@ -40,7 +41,8 @@ def pt2_program(
     Raises:
         IntegrityError: The outputs differ.
     """
-    dynamic = None if options.batch else {"images": {0: torch.export.Dim("batch")}}
+    # torch 2.6 refuses a batch without a limit.
+    dynamic = None if options.batch else {"images": {0: torch.export.Dim("batch", max=MAX_BATCH)}}
     with torch.inference_mode(False), torch.no_grad():
         program = torch.export.export(
             Deployed(checkpoint, options), (example(options),), dynamic_shapes=dynamic

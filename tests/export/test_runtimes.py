@@ -102,7 +102,8 @@ def test_boxes_and_scores(
             np.testing.assert_allclose(outputs[key], expected, atol=tolerance)
     weights = sum(t.numel() for t in read_checkpoint(checkpoint).model.values())
     size = (path.with_suffix(".bin") if name == "x.xml" else path).stat().st_size
-    assert (size < 3 * weights + 300_000) == ("--fp16" in options)  # a part is not weights
+    if name != "x.pt2":  # it contains the example of the input, too
+        assert (size < 3 * weights + 300_000) == ("--fp16" in options)  # a part is not weights
 
 
 @pytest.mark.slow
