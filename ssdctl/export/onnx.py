@@ -128,7 +128,7 @@ def onnx_model(
 def require_onnx() -> None:
     """Raise UsageError unless the packages of the extra `onnx` are installed."""
     try:
-        for name in ("onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
+        for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
             importlib.import_module(name)  # onnxscript: for PyTorch's exporter
     except ImportError as error:
         raise missing_package(error.name, *PACKAGES, "onnxscript") from None
@@ -191,7 +191,7 @@ def clean_opsets(model: Any) -> None:
 
 
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
-    """Return what a reader needs beside the graph."""
+    """Return what a reader needs in addition to the graph."""
     rules = conventions_of(checkpoint.architecture.backbone)
     score_threshold, nms_iou = thresholds(rules, options) if options.has_nms else (None, None)
     return OnnxDescription(
