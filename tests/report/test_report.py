@@ -109,6 +109,8 @@ def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     row = '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>'
     assert row in page
     assert page.count("<td>train.") == 1
+    assert page.index(row) < page.index('id="curves"')
+    assert len(page) < 1_500_000
 
 
 def test_runs_with_equal_names_are_shown_by_their_paths(
