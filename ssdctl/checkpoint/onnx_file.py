@@ -14,6 +14,7 @@ import msgspec
 from ssdctl.checkpoint.format import MAX_CLASSES, MAX_COUNT, Count, Integer
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.formats.coco_json import Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 
 SUFFIX = ".onnx"
@@ -40,7 +41,7 @@ class OnnxDescription(msgspec.Struct):
     format: Literal[1]
     backbone: str
     num_classes: Annotated[int, msgspec.Meta(ge=2, le=MAX_CLASSES)]  # with background
-    classes: list[str]  # in the order of the labels, from 1; empty if they have no names
+    classes: list[Name]  # in the order of the labels, from 1; empty if they have no names
     category_ids: list[Integer | None]
     input: InputConvention
     step: Count

@@ -225,11 +225,11 @@ def test_the_end_of_a_failed_ranks_log_is_printable(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks inherit the terminal; this is what launch itself prints of them."""
-    monkeypatch.setattr(run, "run", lambda plan, **_: run.JobOutcome(8, {1: 8}))
+    monkeypatch.setattr(run, "run", lambda plan, **_: run.JobOutcome(7, {1: 7, 0: 8}))
     log = Path("run/logs/rank-1.log")
     log.parent.mkdir(parents=True)
     log.write_text("--- rank 1, process 2\nlost \x1b]0;title\x07\x1b[2J\u202e\rerror: fake\n")
-    assert launch("--cpus", "2", "--out", "run") == 8
+    assert launch("--cpus", "2", "--out", "run") == 7
     error_text = capsys.readouterr().err
     assert r"lost \x1b]0;title\x07\x1b[2J\u202e" in error_text
     assert not set("\x1b\x07\u202e") & set(error_text)

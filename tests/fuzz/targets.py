@@ -1,76 +1,25 @@
-"""The parsers under test: for each one, inputs and what runs it as a command would.
-
-Most inputs go to the parser inside the boundary that turns errors into exit codes
-(`with_exit_codes`), one in `COMMAND_EVERY` through the whole command.
-"""
+"""The parsers under test: for each one, inputs and what runs it (runner.py)."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import shutil
-import traceback
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from conftest import Result, run_cli
 from data.formats import exports
 from download.zips import zipped
+from fuzz import model_file_targets
 from fuzz.mutations import mutated_bytes, mutated_json, mutated_tree
+from fuzz.runner import COMMAND_EVERY, Target, as_command, file_target
 from hypothesis import strategies as st
 
-from ssdctl.cli.command import with_exit_codes
-from ssdctl.cli.console import Console
 from ssdctl.data.shapes import generate
-from ssdctl.errors import ExitCode
-
-COMMAND_EVERY = 100
-
-
-class Target(NamedTuple):
-    """A parser: its mutated inputs, and a function that gives it one."""
-
-    inputs: st.SearchStrategy[Any]
-    run: Callable[[Any], Result]
-
-
-def as_command(work: Callable[[], object]) -> Result:
-    """Run `work` inside the boundary of a command. An unexpected exception is a bug."""
-    err = io.StringIO()
-    code = 0
-    with redirect_stderr(err):
-        try:
-            console = Console()
-            with console.show_log():
-                with_exit_codes(console, lambda: work() and None)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except Exception:
-            code = ExitCode.BUG
-            traceback.print_exc()
-    return Result(code, "", err.getvalue())
-
-
-def _file_target(
-    path: Path,
-    inputs: st.SearchStrategy[bytes],
-    parse: Callable[[], object],
-    command: Callable[[], Result] | None = None,
-) -> Target:
-    """Write each input to `path`, then parse it, sometimes by the whole command."""
-    numbers = itertools.count()
-
-    def write_and_run(content: bytes) -> Result:
-        path.write_bytes(content)
-        if command is not None and next(numbers) % COMMAND_EVERY == 0:
-            return command()
-        return as_command(parse)
-
-    return Target(inputs, write_and_run)
 
 
 def _prepare(root: Path, store: Path) -> Callable[[], Result]:
@@ -109,7 +58,7 @@ def coco(folder: Path) -> Iterator[Target]:
     other = json.loads((folder / "cvat/annotations/instances_default.json").read_bytes())
     samples = [json.loads(path.read_bytes()), other]
     command = _prepare(root, folder / "store")
-    yield _file_target(path, mutated_json(samples), lambda: _read_any(root), command)
+    yield file_target(path, mutated_json(samples), lambda: _read_any(root), command)
 
 
 def _exported(
@@ -125,7 +74,7 @@ def _exported(
         path = next(iter(sorted(root.glob(name))))
         inputs = mutated_bytes([path.read_bytes()], tokens)
         command = _prepare(made, folder / "store")
-        yield _file_target(path, inputs, lambda: _read_any(made), command)
+        yield file_target(path, inputs, lambda: _read_any(made), command)
 
     return target
 
@@ -145,7 +94,7 @@ def dataset_toml(folder: Path) -> Iterator[Target]:
     tokens = (b"[made]", b"[test]", b"images = 1\n", b'"../.."', b"annotations = []\n", b"[[a]]")
     path = root / "dataset.toml"
     inputs = mutated_bytes([text], tokens)
-    yield _file_target(path, inputs, lambda: _read_any(root), _prepare(root, folder / "store"))
+    yield file_target(path, inputs, lambda: _read_any(root), _prepare(root, folder / "store"))
 
 
 @contextmanager
@@ -159,7 +108,7 @@ def results(folder: Path) -> Iterator[Target]:
     inputs = mutated_json([[box, {**box, "image_id": 2, "score": 0.25}]])
     path = folder / "detections.json"
     command = ("evaluate", path, "--data", root)
-    yield _file_target(path, inputs, lambda: read_detections(path), lambda: run_cli(*command))
+    yield file_target(path, inputs, lambda: read_detections(path), lambda: run_cli(*command))
 
 
 @contextmanager
@@ -328,7 +277,7 @@ def config(folder: Path) -> Iterator[Target]:
         b"bs = 2\n",
     )
     inputs = mutated_bytes([short, text], tokens)
-    yield _file_target(
+    yield file_target(
         path,
         inputs,
         lambda: resolve(file=str(path), environment={}),
@@ -404,7 +353,7 @@ def manifest(folder: Path) -> Iterator[Target]:
     path = folder / "manifest.toml"
     command = ("download", "--dest", folder / "dest", "--manifest", path, "--dry-run")
     inputs = mutated_bytes([text], tokens)
-    yield _file_target(path, inputs, lambda: read_manifest(path), lambda: run_cli(*command))
+    yield file_target(path, inputs, lambda: read_manifest(path), lambda: run_cli(*command))
 
 
 @contextmanager
@@ -486,7 +435,7 @@ def metrics(folder: Path) -> Iterator[Target]:
         assert kept == [r for r in records if r["step"] <= 2]
 
     tokens = (b'"kind"', b"eval", b'"step":', b'"AP": ', b"NaN", b"\n{}\n", b"null", b"true")
-    yield _file_target(path, mutated_bytes([path.read_bytes()], tokens), read)
+    yield file_target(path, mutated_bytes([path.read_bytes()], tokens), read)
 
 
 @contextmanager
@@ -540,7 +489,7 @@ def host_file(folder: Path) -> Iterator[Target]:
         return first if first.code else run_cli(*command, "--launcher", "torchrun")
 
     inputs = mutated_bytes([text], tokens)
-    yield _file_target(path, inputs, lambda: read_hosts(path), run)
+    yield file_target(path, inputs, lambda: read_hosts(path), run)
 
 
 TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
@@ -564,6 +513,8 @@ TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
     "store": store,
     "checkpoint": checkpoint,
     "checkpoint: bytes": checkpoint_bytes,
+    "safetensors": model_file_targets.safetensors,
+    "onnx": model_file_targets.onnx,
     "config": config,
     "config: --set": assignments,
     "archive": archive,
