@@ -20,12 +20,13 @@ from ssdctl import errors
 from ssdctl._version import __version__
 
 if TYPE_CHECKING:
-    from ssdctl.api import Run, configure, evaluate, load, prepare, train
+    from ssdctl.api import Run, configure, evaluate, export, load, prepare, train
     from ssdctl.config import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
 else:
     import ssdctl.evaluate
+    import ssdctl.export
     import ssdctl.train  # noqa: F401 - the names of these functions are also those of packages
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "configure",
     "errors",
     "evaluate",
+    "export",
     "load",
     "prepare",
     "train",
@@ -65,7 +67,7 @@ class _CallablePackage(types.ModuleType):
         return inspect.signature(self._function)
 
 
-for _name in ("evaluate", "train"):
+for _name in ("evaluate", "export", "train"):
     globals()[_name].__class__ = _CallablePackage
 
 

@@ -212,6 +212,60 @@ def evaluate(
     return evaluation
 
 
+def export(
+    checkpoint: PathLike,
+    out: PathLike,
+    *,
+    format: str = "onnx",
+    nms: str | None = None,
+    raw: bool = False,
+    batch: int | None = None,
+    fp16: bool = False,
+    int8: bool = False,
+    calibrate: int | None = None,
+    max_ap_loss: float | None = None,
+    config: Config | PathLike | None = None,
+    progress: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Write a checkpoint for another runtime or program.
+
+    Before a file for another runtime is written, its output is compared with PyTorch's.
+
+    Args:
+        checkpoint: As `load` takes it.
+        out: The file to write.
+        format: `onnx`, `openvino`, `pt2`, `safetensors`, `mlperf` or `nvidia`.
+        nms: `onnx`: detections; `efficientnms`: TensorRT's plugin; `none`: all boxes and scores.
+        raw: The raw heads, without decoding and NMS.
+        batch: Pictures of a call; None: any number.
+        fp16: Weights in half precision; the arithmetic is fp32.
+        int8: ONNX: quantize, and score the result.
+        calibrate: Pictures for the ranges of int8.
+        max_ap_loss: Write no int8 file that loses more AP.
+        config: A config, or a config file.
+        progress: Show a progress bar, on a terminal and in a notebook.
+        settings: Settings of `ssdctl export`: `data`, `score_threshold`, `nms_iou`, `limit`.
+
+    Returns:
+        What `ssdctl export --json` prints: the file, and what was compared or measured.
+
+    Raises:
+        ssdctl.errors.UsageError: The options do not fit the format, or a package is missing.
+        ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
+        ssdctl.errors.DiskError: The file cannot be written.
+    """
+    from ssdctl.export.request import ExportRequest, export_checkpoint
+
+    names = ["score_threshold", "nms_iou", "limit"]
+    return export_checkpoint(
+        os.fspath(checkpoint),
+        ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
+        _resolved(config, ["data.root", *(f"evaluate.{name}" for name in names)], settings),
+        progress=progress_bar if progress else without_progress,
+    )
+
+
 class Run:
     """A run folder of `train` or `ssdctl train`. Functions that take a checkpoint take a run too.
 

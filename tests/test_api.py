@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -100,6 +101,36 @@ def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> Non
     assert [(s.split, s.images) for s in outcome.splits] == [("train", 24), ("val", 9)]
     again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
     assert json.loads(again.out)["unchanged"] is True
+
+
+def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -> None:
+    result = ssdctl.export(tiny_run, "ssd.safetensors", format="safetensors")
+    assert result["file"] == "ssd.safetensors"
+    picture = shapes / "val2017/000000000001.jpg"
+    options: dict[str, Any] = {"device": "cpu", "score": 0.02}
+    expected = ssdctl.load(tiny_run, **options).predict(picture)
+    assert ssdctl.load("ssd.safetensors", **options).predict(picture) == expected
+    own = cli("export", tiny_run, "--format", "safetensors", "--out", "own.safetensors", "--json")
+    assert json.loads(own.out) == {**result, "file": "own.safetensors"}
+    assert Path("own.safetensors").read_bytes() == Path("ssd.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"format": "tflite"}, "tflite"),
+        ({"format": "mlperf", "batch": 4}, "--batch"),
+        ({"batch": 0}, "--batch 0"),
+        ({"format": "pt2", "int8": True}, "--int8"),
+        ({"calibrate": 10}, "--calibrate"),
+        ({"iou": 0.5}, "iou"),
+    ],
+)
+def test_wrong_exports_are_named_before_anything_is_read(
+    options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        ssdctl.export("none.pt", "out", **options)
 
 
 def test_train_and_evaluate(
