@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 MIGRATING = ROOT / "docs" / "migrating.md"
 # Options of other programs that the pages mention.
-FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation"}
+FOREIGN = {"--batch-size", "--hmp-bf16", "--batch-splits", "--accumulation", "--build-arg"}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=[p.name for p in PAGES])
 

@@ -30,7 +30,7 @@ from ssdctl.evaluate.coco_ap import run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_with, merge
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
-from ssdctl.inference.detector import open_detector
+from ssdctl.inference.open_detector import open_detector
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress

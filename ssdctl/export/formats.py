@@ -1,4 +1,4 @@
-"""Write checkpoints in other formats: safetensors, ONNX, third-party programs'."""
+"""Write checkpoints in other formats: safetensors, for other runtimes, for third-party programs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from ssdctl.data.dataset import find_splits
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.export import nvidia
-from ssdctl.export.onnx import OnnxComparison, onnx_model
+from ssdctl.export.deployed import Comparison, ExportOptions
+from ssdctl.export.onnx import onnx_model
+from ssdctl.export.openvino import write_openvino
+from ssdctl.export.pt2 import pt2_program
 from ssdctl.files import atomic_write, write_bytes
 from ssdctl.inference.predict import open_picture, resized
 
 NUM_PICTURES = 5  # an ONNX file is compared with PyTorch on them
-MAX_TRIED = 50  # images of the dataset that are opened to find as many
+MAX_TRIED = 10  # images of the dataset that are opened for each of them
 EXTRA_NORM = {"mlperf": "none", "nvidia": "batch"}
 
 
@@ -93,35 +96,29 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
     return content
 
 
-def export_onnx(
-    checkpoint: Checkpoint,
-    target: Path,
-    data: tuple[Path, Path],
-    *,
-    has_nms: bool,
-    score_threshold: float | None,
-    nms_iou: float | None,
-) -> tuple[OnnxComparison, str]:
-    """Write an ONNX file if onnxruntime gives PyTorch's outputs on pictures of the dataset.
+def export_graph(
+    checkpoint: Checkpoint, kind: str, target: Path, data: tuple[Path, Path], options: ExportOptions
+) -> tuple[Comparison, str]:
+    """Write the network for another runtime if it gives PyTorch's outputs on pictures of a dataset.
 
     Args:
+        kind: `onnx`, `openvino` or `pt2`.
         data: The dataset folder and the store; if both are absent, pictures are generated.
+        options: What the file computes.
 
     Returns:
         The largest differences, and the source of the pictures.
 
     Raises:
-        UsageError, IntegrityError: See `onnx_model`.
+        UsageError: A package is absent, or the file name does not suit the format.
+        IntegrityError: The outputs differ.
         DiskError: The file cannot be written.
     """
     pictures, source = pictures_of(*data)
-    content, comparison = onnx_model(
-        checkpoint,
-        pictures,
-        has_nms=has_nms,
-        score_threshold=score_threshold,
-        nms_iou=nms_iou,
-    )
+    if kind == "openvino":
+        return write_openvino(checkpoint, target, pictures, options), source
+    convert = onnx_model if kind == "onnx" else pt2_program
+    content, comparison = convert(checkpoint, pictures, options)
     write_bytes(target, content)
     return comparison, source
 
@@ -137,29 +134,53 @@ def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
         return np.stack(_opened(sorted((generated / "val2017").iterdir()))), "generated shapes"
 
 
-def _of_dataset(root: Path, store: Path) -> list[NDArray[np.uint8]]:
-    """Return the first images that open: the store's or, without a store, the image folder's."""
+def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
+    """Return (P, 300, 300, 3) pictures of the training split, evenly spaced; at most `count`.
+
+    Raises:
+        DataError: There is none.
+    """
+    pictures = _of_dataset(root, store, count, ("train", "val"))
+    if not pictures:
+        raise DataError(
+            f"{root}: no pictures for the calibration of int8",
+            hint="name the dataset: --data DIR; `ssdctl prepare` checks it",
+        )
+    return np.stack(pictures)
+
+
+def _of_dataset(
+    root: Path, store: Path, count: int = NUM_PICTURES, names: tuple[str, ...] = ("val", "train")
+) -> list[NDArray[np.uint8]]:
+    """Return images that open: the store's or, without a store, the image folder's.
+
+    Args:
+        names: Splits, in the order of preference.
+    """
     try:
         splits = find_splits(root, store)
-        name = "val" if "val" in splits else "train"
+        name = next(name for name in names if name in splits)
         files = splits[name]
         try:
             split = open_split(store, name, files)
         except DataError:
-            return _opened(sorted(files.images.iterdir()))
-        rows = range(min(len(split.image_ids), MAX_TRIED))
-        return _opened(io.BytesIO(split.read(row)) for row in rows)
-    except (DataError, OSError):
+            return _opened(sorted(files.images.iterdir()), count)
+        rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
+        return _opened((io.BytesIO(split.read(row)) for row in rows), count)
+    except (DataError, OSError, StopIteration):
         return []
 
 
-def _opened(sources: Iterable[Path | IO[bytes]]) -> list[NDArray[np.uint8]]:
+def _opened(
+    sources: Iterable[Path | IO[bytes]], count: int = NUM_PICTURES
+) -> list[NDArray[np.uint8]]:
+    """Return the first pictures that open."""
     pictures: list[NDArray[np.uint8]] = []
-    for source in itertools.islice(sources, MAX_TRIED):
+    for source in itertools.islice(sources, MAX_TRIED * count):
         try:
             pictures.append(resized(open_picture(source)))
         except DataError:
             continue
-        if len(pictures) == NUM_PICTURES:
+        if len(pictures) == count:
             break
     return pictures

@@ -32,8 +32,8 @@ from ssdctl.export import standalone_detect
 from ssdctl.export.formats import safetensors_bytes
 from ssdctl.export.model_card import CardFacts, model_card
 from ssdctl.files import atomic_write, write_bytes, write_text
-from ssdctl.inference.detector import open_detector
 from ssdctl.inference.drawing import draw
+from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.predict import Predictor, class_names, open_picture
 from ssdctl.model.conventions import conventions_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE

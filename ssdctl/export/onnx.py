@@ -1,49 +1,45 @@
-"""Export to ONNX, compared with PyTorch on real pictures by onnxruntime before publication.
+"""Export to ONNX, compared with PyTorch on real pictures by onnxruntime before it is written.
 
-    content, check = onnx_model(checkpoint, pictures, has_nms=True)
+    content, comparison = onnx_model(checkpoint, pictures, ExportOptions())
 
-Input `images`: (B, 300, 300, 3) uint8 RGB pictures, any B; normalisation is inside.
-Outputs with NMS: `boxes` (B, 200, 4) ltrb in fractions of the picture, `scores` and `labels`
-(B, 200), the best first and padded with label 0, `count` (B). Raw: `offsets` (B, 4, 8732) and
-`logits` (B, C, 8732). Class names and thresholds are in the file's metadata.
+Inputs and outputs: see `ssdctl.export.deployed`. Classes and thresholds are in the metadata.
 """
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.onnx_file import InputConvention, OnnxDescription
-from ssdctl.checkpoint.reader import Checkpoint, load_network
-from ssdctl.errors import IntegrityError, missing_package
-from ssdctl.model.augment import Normalise, normalise
-from ssdctl.model.postprocess import (
-    DETECTIONS_PER_IMAGE,
-    boxes_and_scores,
-    detect,
+from ssdctl.boxes.default_boxes import NUM_BOXES
+from ssdctl.checkpoint.onnx_file import PACKAGES, InputConvention, OnnxDescription
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.errors import missing_package
+from ssdctl.export.deployed import (
+    DECODED_NAMES,
+    Comparison,
+    Deployed,
+    ExportOptions,
+    Pictures,
+    Reference,
+    Runner,
+    example,
+    thresholds,
 )
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.conventions import conventions_of
+from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 
 OPSET = 18
-TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the picture
-# Share of detections: at an overlap of almost exactly the threshold, rounding decides.
-MAX_DIFFERENT = 0.01
-RAW_NAMES, DECODED_NAMES = ("offsets", "logits"), ("all_boxes", "all_scores")
 
 # The 200 best of each class, NMS within each class, the 200 best of the picture: as
 # ssdctl.model.postprocess does it, in ONNX's own operators.
 NMS = """
 <ir_version: {ir}, opset_import: ["" : {opset}]>
-nms (float[batch, boxes_in, 4] all_boxes, float[batch, classes, boxes_in] all_scores)
-    => (float[batch, {most}, 4] boxes, float[batch, {most}] scores,
-        int64[batch, {most}] labels, int64[batch] count)
+nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] all_scores)
+    => (float[{batch}, {most}, 4] boxes, float[{batch}, {most}] scores,
+        int64[{batch}, {most}] labels, int64[{batch}] count)
 {{
     per_class = Constant <value = int64[1] {{{per_class}}}> ()
     most = Constant <value = int64[1] {{{most}}}> ()
@@ -86,59 +82,119 @@ nms (float[batch, boxes_in, 4] all_boxes, float[batch, classes, boxes_in] all_sc
 }}
 """
 
-
-class OnnxComparison(NamedTuple):
-    """The difference between onnxruntime's outputs and PyTorch's."""
-
-    pictures: int
-    box_difference: float  # the largest, in fractions of the picture
-    score_difference: float
+# TensorRT's plugin, which takes the place of NMS when an engine is built. Its classes start at 0.
+# The plugin considers the 4096 best candidates of a picture.
+EFFICIENT_NMS = """
+<ir_version: {ir}, opset_import: ["" : {opset}, "TRT" : 1]>
+nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] all_scores)
+    => (int32[{batch}, 1] num_detections, float[{batch}, {most}, 4] detection_boxes,
+        float[{batch}, {most}] detection_scores, int32[{batch}, {most}] detection_classes)
+{{
+    scores_of_boxes = Transpose <perm = [0, 2, 1]> (all_scores)
+    num_detections, detection_boxes, detection_scores, detection_classes = TRT.EfficientNMS_TRT <
+        score_threshold = {threshold}, iou_threshold = {iou}, max_output_boxes = {most},
+        background_class = -1, score_activation = 0, class_agnostic = 0, box_coding = 0,
+        plugin_version = "1"
+    > (all_boxes, scores_of_boxes)
+}}
+"""
 
 
 def onnx_model(
-    checkpoint: Checkpoint,
-    pictures: NDArray[np.uint8],
-    *,
-    has_nms: bool,
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
-) -> tuple[bytes, OnnxComparison]:
+    checkpoint: Checkpoint, pictures: Pictures, options: ExportOptions
+) -> tuple[bytes, Comparison]:
     """Return the network of a checkpoint as an ONNX file that gives the same outputs.
 
     Args:
         checkpoint: Ours or a third-party one.
-        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2, to check that the batch varies.
-        has_nms: Include decoding and NMS; otherwise export the raw heads.
-        score_threshold, nms_iou: Of the NMS that is included. None: the network's
-            convention.
+        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2.
+        options: The outputs, the batch and the precision.
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
         IntegrityError: onnxruntime's outputs differ from PyTorch's.
     """
-    onnx, runtime = _packages()
-    network = load_network(checkpoint).eval()
-    rules = network.conventions
-    score_threshold = rules.score_threshold if score_threshold is None else score_threshold
-    nms_iou = rules.nms_iou if nms_iou is None else nms_iou
-    model = _exported(_Deployed(network, is_decoded=has_nms))
-    check = _compare(runtime, model, network, pictures, is_decoded=has_nms)
-    if has_nms:
-        text = NMS.format(
-            ir=model.ir_version,
-            opset=OPSET,
-            per_class=network.conventions.candidates_per_class,
-            most=DETECTIONS_PER_IMAGE,
-            num_boxes=len(default_boxes_cxcywh()),
-            iou=nms_iou,
-            threshold=score_threshold,
+    require_onnx()
+    model = network_graph(checkpoint, options)
+    reference = Reference(checkpoint, pictures, options, "onnxruntime")
+    comparison = reference.check_outputs(runner(model))
+    if options.has_nms:
+        model = with_nms(model, checkpoint, options)
+    if options.nms == "onnx":
+        reference.check_detections(runner(model))
+    return with_metadata(model, checkpoint, options), comparison
+
+
+def require_onnx() -> None:
+    """Raise UsageError unless the packages of the extra `onnx` are installed."""
+    try:
+        for name in ("onnx", "onnx.compose", "onnx.parser", "onnxruntime", "onnxscript"):
+            importlib.import_module(name)  # onnxscript: for PyTorch's exporter
+    except ImportError as error:
+        raise missing_package(error.name, *PACKAGES, "onnxscript") from None
+
+
+def network_graph(checkpoint: Checkpoint, options: ExportOptions) -> Any:
+    """Return the ONNX model of the network, before NMS."""
+    dynamic = None if options.batch else {"images": {0: torch.export.Dim("batch")}}
+    with warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")  # warnings of the exporter itself
+        program = torch.onnx.export(
+            Deployed(checkpoint, options),
+            (example(options),),
+            dynamo=True,
+            dynamic_shapes=dynamic,
+            input_names=["images"],
+            output_names=list(options.output_names),
+            opset_version=OPSET,
+            verbose=False,
         )
-        model = onnx.compose.merge_models(
-            model, onnx.parser.parse_model(text), io_map=[(name, name) for name in DECODED_NAMES]
-        )
-        _merge_opsets(model)
-        _compare_detections(runtime, model, network, pictures, score_threshold, nms_iou)
-    facts = OnnxDescription(
+    assert program is not None
+    return program.model_proto
+
+
+def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
+    """Return a graph with NMS after the boxes and scores."""
+    import onnx
+
+    rules = conventions_of(checkpoint.architecture.backbone)
+    score_threshold, nms_iou = thresholds(rules, options)
+    text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
+        ir=model.ir_version,
+        opset=next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")),
+        batch=options.batch or "batch",
+        per_class=rules.candidates_per_class,
+        most=DETECTIONS_PER_IMAGE,
+        num_boxes=NUM_BOXES,
+        iou=f"{nms_iou:.9f}",
+        threshold=f"{score_threshold:.9f}",
+    )
+    merged = onnx.compose.merge_models(
+        model, onnx.parser.parse_model(text), io_map=[(name, name) for name in DECODED_NAMES]
+    )
+    clean_opsets(merged)
+    return merged
+
+
+def clean_opsets(model: Any) -> None:
+    """List each operator set that is used, once.
+
+    Merging two models lists both of theirs, which onnxruntime's quantization refuses; onnxruntime's
+    optimizer lists all that it implements.
+    """
+    used = {"", *(node.domain for node in model.graph.node)}
+    opsets = {entry.domain: entry.version for entry in model.opset_import}
+    del model.opset_import[:]
+    for domain, version in opsets.items():
+        if domain in used:
+            model.opset_import.add(domain=domain, version=version)
+
+
+def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
+    """Return what a reader needs in addition to the graph."""
+    rules = conventions_of(checkpoint.architecture.backbone)
+    score_threshold, nms_iou = thresholds(rules, options) if options.has_nms else (None, None)
+    return OnnxDescription(
         format=1,
         backbone=checkpoint.architecture.backbone,
         num_classes=checkpoint.architecture.num_classes,
@@ -147,161 +203,29 @@ def onnx_model(
         input=InputConvention(),
         step=checkpoint.step,
         epoch=checkpoint.epoch,
-        score_threshold=score_threshold if has_nms else None,
-        nms_iou=nms_iou if has_nms else None,
+        score_threshold=score_threshold,
+        nms_iou=nms_iou,
     )
-    onnx.helper.set_model_props(model, {"producer": "ssdctl", **facts.as_metadata()})
+
+
+def with_metadata(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> bytes:
+    """Return a checked ONNX file with what `ssdctl.checkpoint.onnx_file` reads."""
+    import onnx
+
+    facts = description(checkpoint, options).as_metadata()
+    onnx.helper.set_model_props(model, {"producer": "ssdctl", **facts})
     onnx.checker.check_model(model)
-    return model.SerializeToString(), check
+    content: bytes = model.SerializeToString()
+    return content
 
 
-def _merge_opsets(model: Any) -> None:
-    """List each operator set once: merging two models lists both of theirs.
+def runner(model: Any) -> Runner:
+    """Return a function that runs a model by onnxruntime on the CPU."""
+    import onnxruntime
 
-    onnxruntime runs such a model, but its quantization refuses it.
-    """
-    opsets = {entry.domain: entry.version for entry in model.opset_import}
-    del model.opset_import[:]
-    for domain, version in opsets.items():
-        model.opset_import.add(domain=domain, version=version)
-
-
-class _Deployed(nn.Module):
-    """Compute the heads, or boxes and scores, from uint8 pictures."""
-
-    def __init__(self, network: SSD300, is_decoded: bool) -> None:
-        super().__init__()
-        self.network = network
-        self.is_decoded = is_decoded
-        self.normalise = Normalise(conventions=network.conventions)
-        self.register_buffer("defaults", default_boxes_cxcywh())
-
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        offsets, logits = self.network(self.normalise(images))
-        assert isinstance(self.defaults, Tensor)
-        return (
-            boxes_and_scores(
-                offsets,
-                logits,
-                self.defaults,
-                clips_boxes=self.network.conventions.clips_boxes,
-            )
-            if self.is_decoded
-            else (offsets, logits)
-        )
-
-
-def _packages() -> tuple[Any, Any]:
-    try:
-        import onnx
-        import onnx.compose
-        import onnx.parser
-        import onnxruntime
-        import onnxscript  # noqa: F401 - PyTorch's exporter needs it
-    except ImportError as error:
-        raise missing_package(error.name, "onnx", "onnxruntime", "onnxscript") from None
-    return onnx, onnxruntime
-
-
-def _exported(model: _Deployed) -> Any:
-    """Return the ONNX model of the network, for any batch size."""
-    example = torch.zeros(2, 300, 300, 3, dtype=torch.uint8)  # the exporter treats 1 as a constant
-    with warnings.catch_warnings(), torch.inference_mode(False):
-        warnings.simplefilter("ignore")  # warnings of the exporter itself
-        program = torch.onnx.export(
-            model,
-            (example,),
-            dynamo=True,
-            dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
-            input_names=["images"],
-            output_names=list(DECODED_NAMES if model.is_decoded else RAW_NAMES),
-            opset_version=OPSET,
-            verbose=False,
-        )
-    assert program is not None
-    return program.model_proto
-
-
-def _run(runtime: Any, model: Any, pictures: NDArray[np.uint8]) -> list[NDArray[Any]]:
-    """Run the model on the first picture and on a batch of the others; return the outputs."""
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
-    session = runtime.InferenceSession(
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    first, rest = (session.run(None, {"images": p}) for p in (pictures[:1], pictures[1:]))
-    return [np.concatenate(pair) for pair in zip(first, rest, strict=True)]
-
-
-def _compare(
-    runtime: Any, model: Any, network: SSD300, pictures: NDArray[np.uint8], *, is_decoded: bool
-) -> OnnxComparison:
-    """Compare all boxes and scores of the network."""
-    outputs = [torch.from_numpy(a) for a in _run(runtime, model, pictures)]
-    decode = partial(
-        boxes_and_scores,
-        defaults_cxcywh=default_boxes_cxcywh(),
-        clips_boxes=network.conventions.clips_boxes,
-    )
-    with torch.inference_mode():
-        exported = outputs if is_decoded else decode(outputs[0], outputs[1])
-        expected = decode(*_outputs(network, pictures))
-    boxes, scores = (float((a - b).abs().max()) for a, b in zip(expected, exported, strict=True))
-    if not (boxes <= TOLERANCE and scores <= TOLERANCE):  # NaN fails too
-        raise IntegrityError(
-            f"onnxruntime differs from PyTorch by {boxes:.2g} in boxes and {scores:.2g} in scores; "
-            "nothing was written",
-            hint="another version of onnxruntime or torch may agree",
-        )
-    return OnnxComparison(len(pictures), boxes, scores)
-
-
-def _compare_detections(
-    runtime: Any,
-    model: Any,
-    network: SSD300,
-    pictures: NDArray[np.uint8],
-    score_threshold: float,
-    nms_iou: float,
-) -> None:
-    """Compare the detections after NMS."""
-    exported = _run(runtime, model, pictures)
-    with torch.inference_mode():
-        expected = detect(
-            *_outputs(network, pictures),
-            default_boxes_cxcywh(),
-            score_threshold=score_threshold,
-            nms_iou=nms_iou,
-            candidates=network.conventions.candidates_per_class,
-            clips_boxes=network.conventions.clips_boxes,
-        )
-    total = wrong = 0
-    for reference, boxes, scores, labels, count in zip(expected, *exported, strict=True):
-        n = int(count)
-        a = (boxes[:n], scores[:n], labels[:n])
-        b = (reference.boxes.numpy(), reference.scores.numpy(), reference.labels.numpy())
-        wrong += _unmatched(a, b) + _unmatched(b, a)
-        total += n + len(reference.scores)
-    if wrong > MAX_DIFFERENT * total:
-        raise IntegrityError(
-            f"{wrong} of {total} detections differ between onnxruntime and PyTorch; "
-            "nothing was written",
-            hint="another version of onnxruntime or torch may agree",
-        )
-
-
-def _outputs(network: SSD300, pictures: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
-    """Return PyTorch's offsets and logits of (P, 300, 300, 3) pictures."""
-    pixels = normalise(torch.from_numpy(pictures), conventions=network.conventions)
-    outputs: tuple[Tensor, Tensor] = network(pixels)
-    return outputs
-
-
-def _unmatched(a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
-    """Return how many detections of `a` have no counterpart in `b`."""
-    is_same = (
-        (np.abs(a[0][:, None] - b[0][None]).max(axis=2, initial=0) <= TOLERANCE)
-        & (np.abs(a[1][:, None] - b[1][None]) <= TOLERANCE)
-        & (a[2][:, None] == b[2][None])
-    )
-    return int((~is_same.any(axis=1)).sum())
+    return lambda pictures: session.run(None, {"images": pictures})

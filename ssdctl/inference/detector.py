@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
@@ -161,36 +160,3 @@ def refuse_non_finite(output: tuple[Tensor, ...]) -> None:
             "the network's output is NaN or infinite",
             hint="the weights were damaged in training: use an earlier checkpoint",
         )
-
-
-def open_detector(
-    checkpoint: Checkpoint,
-    device: Device,
-    *,
-    precision: str = "fp32",
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
-) -> DetectorBackend:
-    """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
-
-    Raises:
-        UsageError: The device, precision or a threshold does not suit the file.
-        IntegrityError: The weights do not fit the network, or the graph is damaged.
-    """
-    if checkpoint.graph is not None:
-        from ssdctl.inference.onnx_detector import OnnxDetector  # needs optional packages
-
-        return OnnxDetector(
-            checkpoint,
-            device,
-            precision=precision,
-            score_threshold=score_threshold,
-            nms_iou=nms_iou,
-        )
-    return Detector(
-        device.place(load_network(checkpoint)).eval(),
-        device,
-        precision=precision,
-        score_threshold=score_threshold,
-        nms_iou=nms_iou,
-    )

@@ -26,8 +26,9 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.detector import DetectorBackend, open_detector
+from ssdctl.inference.detector import DetectorBackend
 from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.results import Detection, LabelledClass, Result
 from ssdctl.inference.sources import UrlSource, source_of
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows

@@ -26,7 +26,7 @@ LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
 SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
 SVG_DPI = 72  # of matplotlib's SVG: a pixel of the chart is a unit of the page
-MOST_POINTS = 600  # of a line; more are averaged to keep the page small
+MOST_POINTS, LEAST_POINTS = 600, 100  # of the lines of all runs, of one; more are averaged
 
 
 class Chart(NamedTuple):
@@ -76,7 +76,8 @@ def curve(
         records = run.train if kind == "train" else run.evals
         for style, key in zip(LINE_STYLES, keys, strict=False):
             x, y = _points(
-                [(float(r[over]), float(r[key])) for r in records if is_number(r.get(key))]
+                [(float(r[over]), float(r[key])) for r in records if is_number(r.get(key))],
+                limit=max(MOST_POINTS // len(runs), LEAST_POINTS),
             )
             if not len(x):
                 continue
@@ -200,10 +201,10 @@ def _svg(figure: Figure) -> str:
 
 
 def _points(
-    pairs: Sequence[tuple[float, float]],
+    pairs: Sequence[tuple[float, float]], limit: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return x and y, averaged if they are many, without figures that do not exist (-1)."""
     points = np.array([p for p in pairs if p[1] >= 0]).reshape(-1, 2)
-    if len(points) > MOST_POINTS:
-        points = np.array([part.mean(axis=0) for part in np.array_split(points, MOST_POINTS)])
+    if len(points) > limit:
+        points = np.array([part.mean(axis=0) for part in np.array_split(points, limit)])
     return points[:, 0], points[:, 1]

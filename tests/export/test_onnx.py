@@ -133,7 +133,8 @@ def test_a_file_that_differs_is_not_published(
             logits = ConstantOfShape (class_shape)
         }
     """
-    monkeypatch.setattr(onnx_export, "_exported", lambda model: onnx.parser.parse_model(wrong))
+    graph = onnx.parser.parse_model(wrong)
+    monkeypatch.setattr(onnx_export, "network_graph", lambda checkpoint, options: graph)
     result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx")
     assert result.code == 5, result.err
     assert "differs from PyTorch" in result.err

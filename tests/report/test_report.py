@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import Result
+from PIL import Image
 
 Cli = Callable[..., Result]
 VOID = {"meta", "link", "img", "br", "input", "hr", "path", "use", "rect", "polygon", "polyline"}
@@ -109,6 +110,8 @@ def test_runs_side_by_side(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     row = '<td>train.momentum</td><td class="wide">0.9</td><td class="wide">0.8</td>'
     assert row in page
     assert page.count("<td>train.") == 1
+    assert page.index(row) < page.index('id="curves"')
+    assert len(page) < 1_500_000
 
 
 def test_runs_with_equal_names_are_shown_by_their_paths(
@@ -193,3 +196,26 @@ def test_missing_dataset(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     (run / "evaluation.json").write_text(text.replace(about["data"], "/nowhere"))
     assert cli("report", run).code == 0
     assert "/nowhere: no such dataset folder" in (run / "report.html").read_text()
+
+
+def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
+    """Boxes are in pixels of the original image, the store has half of them."""
+    data = tmp_path / "data"
+    (data / "val2017").mkdir(parents=True)
+    (data / "annotations").mkdir()
+    Image.new("RGB", (800, 640), "grey").save(data / "val2017/a.jpg")
+    box = {"image_id": 1, "category_id": 1, "bbox": [200, 160, 400, 320]}
+    content = {
+        "images": [{"id": 1, "file_name": "a.jpg", "width": 800, "height": 640}],
+        "annotations": [box | {"id": 1, "area": 128000, "iscrowd": 0}],
+        "categories": [{"id": 1, "name": "box"}],
+    }
+    (data / "annotations/instances_val2017.json").write_text(json.dumps(content))
+    Path("d.json").write_text(json.dumps([box | {"score": 0.5}]))
+    result = cli("prepare", "--data", data, "--shrink", 320, "--allow-dropped")
+    assert result.code == 0, result.err
+    result = cli("evaluate", "d.json", "--data", data, "--report", "out")
+    assert result.code == 0, result.err
+    (picture,) = read_data(Path("out/report.html").read_text())[0]["pictures"]
+    assert picture["truth"] == [[0, 75, 60, 225, 180]]  # 300 pixels wide in the page
+    assert picture["detections"] == [[0, 75, 60, 225, 180, 0.5]]

@@ -1,0 +1,96 @@
+"""Export to OpenVINO's IR: `NAME.xml` and `NAME.bin`, converted from the ONNX graph.
+
+The files are compared with PyTorch by OpenVINO on the CPU before they are written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.errors import UsageError, missing_package
+from ssdctl.export import onnx
+from ssdctl.export.deployed import (
+    DETECTION_NAMES,
+    Comparison,
+    ExportOptions,
+    Pictures,
+    Reference,
+    Runner,
+)
+from ssdctl.files import write_bytes
+
+METADATA = "ssdctl"  # key of the runtime information in the file
+
+
+def write_openvino(
+    checkpoint: Checkpoint, target: Path, pictures: Pictures, options: ExportOptions
+) -> Comparison:
+    """Write the network as IR if OpenVINO gives PyTorch's outputs.
+
+    Args:
+        checkpoint: Ours or a third-party one.
+        target: NAME.xml; the weights are written to NAME.bin.
+        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2.
+        options: `nms` is onnx, none or raw.
+
+    Raises:
+        UsageError: OpenVINO is not installed, or the file has another suffix.
+        IntegrityError: The outputs differ.
+        DiskError: A file cannot be written.
+    """
+    if target.suffix != ".xml":
+        raise UsageError(f"{target}: OpenVINO reads NAME.xml and NAME.bin", hint="--out NAME.xml")
+    onnx.require_onnx()
+    try:
+        import openvino
+    except ImportError as error:
+        raise missing_package(error.name, "openvino") from None
+    reference = Reference(checkpoint, pictures, options, "OpenVINO")
+    graph = onnx.network_graph(checkpoint, options)
+    with _converted(openvino, graph, checkpoint, options) as file:
+        comparison = reference.check_outputs(_runner(openvino, file, options.output_names))
+        if not options.has_nms:
+            _publish(file, target)
+            return comparison
+    graph = onnx.with_nms(graph, checkpoint, options)
+    with _converted(openvino, graph, checkpoint, options) as file:
+        reference.check_detections(_runner(openvino, file, DETECTION_NAMES))
+        _publish(file, target)
+    return comparison
+
+
+@contextmanager
+def _converted(
+    openvino: Any, graph: Any, checkpoint: Checkpoint, options: ExportOptions
+) -> Iterator[Path]:
+    """Yield the IR of an ONNX graph in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        source, file = Path(folder) / "model.onnx", Path(folder) / "model.xml"
+        source.write_bytes(graph.SerializeToString())
+        model = openvino.convert_model(source)
+        for key, value in onnx.description(checkpoint, options).as_metadata().items():
+            model.set_rt_info(value, [METADATA, key])
+        openvino.save_model(model, file, compress_to_fp16=options.is_fp16)
+        yield file
+
+
+def _runner(openvino: Any, file: Path, names: tuple[str, ...]) -> Runner:
+    """Return a function that runs the IR on the CPU in fp32."""
+    compiled = openvino.Core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(pictures: Pictures) -> list[Any]:
+        results = compiled(pictures)
+        return [results[name] for name in names]
+
+    return run
+
+
+def _publish(file: Path, target: Path) -> None:
+    """Write the weights, then the graph that refers to them by the name of the file."""
+    write_bytes(target.with_suffix(".bin"), file.with_suffix(".bin").read_bytes())
+    write_bytes(target, file.read_bytes())

@@ -1,0 +1,38 @@
+"""Run an exported file by its own runtime: python run_exported.py FILE PICTURES.npy OUTPUTS.npz
+
+This script must work where ssdctl is not installed.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.modules["ssdctl"] = None
+
+
+def run_onnx(path, pictures):
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+    return dict(zip(names, session.run(None, {"images": pictures}), strict=True))
+
+
+def run_openvino(path, pictures):
+    import openvino
+
+    compiled = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return {output.any_name: array for output, array in compiled(pictures).items()}
+
+
+def run_pt2(path, pictures):
+    import torch
+
+    outputs = torch.export.load(path).module()(torch.from_numpy(pictures))
+    return {f"output{i}": tensor.numpy() for i, tensor in enumerate(outputs)}
+
+
+path, pictures, target = sys.argv[1:]
+run = {".onnx": run_onnx, ".xml": run_openvino, ".pt2": run_pt2}[Path(path).suffix]
+np.savez(target, **run(path, np.load(pictures)))
