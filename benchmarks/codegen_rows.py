@@ -72,6 +72,9 @@ ROWS: dict[str, Callable[[], None]] = {
     "stem of four planes": lambda: _replace(resnet.StemConv, "forward", nn.Conv2d.forward),
     "colors as sums": _with_color_products,
     "combo_kernels": lambda: _without_option("combo_kernels"),
+    "ReLU after a norm as a comparison": lambda: _replace(
+        resnet.NormReLU, "forward", nn.ReLU.forward
+    ),
 }
 
 

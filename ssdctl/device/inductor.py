@@ -60,6 +60,8 @@ def gpu_options() -> dict[str, Any]:
         "triton.cudagraphs": True,
         # Otherwise heads with few channels keep the entire network from channels-last.
         "force_layout_optimization": True,
+        # ReLU's mask is recomputed from six values where it is used, instead of being written.
+        "realize_reads_threshold": 6,
     }
     if installed_version() >= OLDEST_COMBO_KERNELS:
         options["combo_kernels"] = True  # independent small kernels in one launch

@@ -42,6 +42,21 @@ class StemConv(nn.Conv2d):
         return self._conv_forward(F.pad(images_B3HW, plane), F.pad(self.weight, plane), self.bias)
 
 
+class NormReLU(nn.ReLU):
+    """ReLU directly after a batch norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return max(x, 0), of NaN NaN."""
+        if torch.compiler.is_compiling() and target.is_gpu(x):
+            return self.as_comparison(x)
+        return super().forward(x)
+
+    def as_comparison(self, x: Tensor) -> Tensor:
+        """Return the same; backward compares x again, which the compiler computes from the input of
+        the batch norm, so that it need not read the result."""
+        return torch.where(x <= 0, x.new_zeros(()), x)
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions; the first one strides."""
 
@@ -53,7 +68,7 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = _conv(in_channels, width, 3, stride)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = NormReLU(inplace=True)
         self.conv2 = _conv(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = downsample
@@ -64,7 +79,7 @@ class BasicBlock(nn.Module):
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
         out += identity
-        return self.relu(out)
+        return F.relu(out, inplace=True)
 
 
 class Bottleneck(nn.Module):
@@ -82,7 +97,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = _conv(width, width * self.expansion, 1)
         self.bn3 = nn.BatchNorm2d(width * self.expansion)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = NormReLU(inplace=True)
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +107,7 @@ class Bottleneck(nn.Module):
         out = self.relu(self.bn2(self.conv2(out)))
         out = self.bn3(self.conv3(out))
         out += identity
-        return self.relu(out)
+        return F.relu(out, inplace=True)
 
 
 class ResNet(nn.Module):
@@ -107,7 +122,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = StemConv(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        self.relu = nn.ReLU(inplace=True)
+        self.relu = NormReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = _layer(block, 64, 64, depths[0], stride=1)
         self.layer2 = _layer(block, 64 * block.expansion, 128, depths[1], stride=2)

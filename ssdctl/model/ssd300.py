@@ -14,6 +14,7 @@ from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.model import target, vgg
 from ssdctl.model.backbone import OUT_CHANNELS, STAGES, build_backbone, freeze_stem
 from ssdctl.model.conventions import conventions_of
+from ssdctl.model.resnet import NormReLU
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
 ALIGNMENT = 64  # tensor cores need a multiple of 8 channels, cuDNN's fastest kernels of 64
@@ -159,5 +160,5 @@ def _extra_block(
         layers.append(convolution)
         if has_norm:
             layers.append(nn.BatchNorm2d(convolution.out_channels))
-        layers.append(nn.ReLU(inplace=True))
+        layers.append(NormReLU(inplace=True) if has_norm else nn.ReLU(inplace=True))
     return nn.Sequential(*layers)

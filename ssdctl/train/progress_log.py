@@ -91,7 +91,12 @@ class ProgressLog:
                 environment=facts,
                 records=self._writer.past_records,
             )
-            self._trackers = Trackers(classes, run, uploads=config.upload_checkpoints)
+            self._trackers = Trackers(
+                classes,
+                run,
+                uploads=config.upload_checkpoints,
+                longest_wait_s=config.rank_timeout / 2,
+            )
             evals = [r for r in run.records if r["kind"] == "eval"]
             self._best_step = max(evals, key=lambda r: float(r["AP"]), default={}).get("step")
         if config.mllog is not None:

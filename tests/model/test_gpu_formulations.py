@@ -20,7 +20,7 @@ from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou, pairwise_iou_tran
 from ssdctl.model import target
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import MultiboxLoss
-from ssdctl.model.resnet import StemConv
+from ssdctl.model.resnet import NormReLU, StemConv
 from ssdctl.model.ssd300 import ALIGNMENT, SSD300, joined_heads
 from ssdctl.runtime.torch_compat import installed_version
 
@@ -88,6 +88,15 @@ def test_the_stem_with_a_fourth_plane_equals_the_stem() -> None:
     torch.testing.assert_close(stem.with_fourth_plane(images), stem(images), rtol=0, atol=1e-13)
     stem.with_fourth_plane(images).sum().backward()
     assert stem.weight.grad.shape == stem.weight.shape
+
+
+def test_the_relu_after_a_norm_as_a_comparison_equals_the_relu() -> None:
+    values = torch.tensor([-2.0, -0.0, 0.0, 3.0, float("inf"), float("nan")], requires_grad=True)
+    relu = NormReLU()
+    outputs = (relu.as_comparison(values), relu(values))
+    gradients = [torch.autograd.grad(output.sum(), values)[0] for output in outputs]
+    torch.testing.assert_close(*outputs, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

@@ -134,6 +134,18 @@ def test_a_tracker_that_hangs_is_left_behind(
     event.set()
 
 
+def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
+    event = threading.Event()
+    run = tracked(tmp_path, config={"event": event})
+    hanging = dict.fromkeys(("one", "two", "three"), Hanging)
+    trackers = Trackers(hanging, run, uploads=True, longest_wait_s=0.2)
+    trackers.record(train_record(1))
+    begin = time.monotonic()
+    trackers.close(is_success=True)
+    assert time.monotonic() - begin < 2
+    event.set()
+
+
 class Failing(Recording):
     def metrics(self, metrics: Metrics) -> None:
         if metrics.step < 3:

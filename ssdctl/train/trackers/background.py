@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000  # calls in the queue of a tracker
 CLOSE_S = 30.0  # seconds to wait for a tracker at the end
-UPLOAD_S = 600.0  # the same if it uploads checkpoints
+UPLOAD_S = 300.0  # the same if it uploads checkpoints
 
 Call = Callable[[Tracker], None]
 
@@ -106,6 +106,7 @@ class Trackers:
         trackers: What creates each tracker, by name.
         run: The run to track.
         uploads: Whether to pass checkpoints to them.
+        longest_wait_s: Seconds that the end of the run may take; other ranks wait for it.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class Trackers:
         run: TrackedRun,
         *,
         uploads: bool = False,
+        longest_wait_s: float = UPLOAD_S,
     ) -> None:
         self._trackers = [BackgroundTracker(name, c, run) for name, c in trackers.items()]
         self._uploads = uploads
+        self._longest_wait_s = longest_wait_s
 
     def record(self, record: Record) -> None:
         """Pass a record of metrics.jsonl."""
@@ -136,9 +139,9 @@ class Trackers:
         """Close all of them; a second call does nothing."""
         trackers, self._trackers = self._trackers, []
         timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
-        end = time.monotonic() + timeout_s
+        end = time.monotonic() + min(timeout_s, self._longest_wait_s)
         for tracker in trackers:
-            remaining = max(end - time.monotonic(), 1.0)
+            remaining = max(end - time.monotonic(), 0.1)
             tracker.close(is_success=is_success, timeout_s=remaining)
 
     def _call(self, call: Call) -> None:
