@@ -77,8 +77,12 @@ def test_two_trainings_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         out = tmp_path / str(number)
         codes = run_together([partial(command, *train, "--out", out)] * 2, tmp_path / "log")
         logs = [(tmp_path / f"log/{i}.log").read_text() for i in range(2)]
-        assert sorted(codes) == [0, 2], (number, codes, logs)
-        assert "another ssdctl process" in logs[codes.index(2)]
+        assert sorted(codes) in ([0, 2], [0, 0]), (number, codes, logs)
+        # On a busy machine the second one may ask for the lock after the first one's end.
+        refused = [log for code, log in zip(codes, logs, strict=True) if code == 2]
+        late = [log for log in logs if "nothing left to train" in log]
+        assert len(refused) + len(late) == 1, (number, codes, logs)
+        assert all("another ssdctl process" in log for log in refused)
         run = RunDir(out)
         assert read_checkpoint(run.last).step == 1
         steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
