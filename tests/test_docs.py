@@ -78,6 +78,7 @@ def complaint(
 
 
 @every_page
+@pytest.mark.process
 def test_commands_are_what_the_command_line_takes(
     page: Path, complaint: Callable[[list[str]], str]
 ) -> None:

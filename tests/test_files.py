@@ -180,6 +180,7 @@ def test_other_errors_pass_through(tmp_path: Path) -> None:
 
 
 @given(st.text())
+@pytest.mark.process
 def test_joined_names_stay_below_the_root(name: str) -> None:
     root = Path("/some/root")
     try:

@@ -80,6 +80,7 @@ def test_equal_to_the_loop_on_the_default_boxes() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(TRUTHS.filter(bool), st.lists(ltrb_boxes(), min_size=1, max_size=25))
+@pytest.mark.process
 def test_every_ground_truth_gets_its_box_unless_a_later_one_claims_it(
     truths: list[Truth], defaults: list[reference.Box]
 ) -> None:

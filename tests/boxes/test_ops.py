@@ -32,6 +32,7 @@ def test_formats_of_one_box() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(boxes_ltrb(), min_size=1, max_size=6))
+@pytest.mark.process
 def test_formats_round_trip(boxes: list[reference.Box]) -> None:
     tensor = torch.tensor(boxes, dtype=torch.float64)
     assert box_ltrb_to_cxcywh(tensor).tolist() == [list(reference.cxcywh(b)) for b in boxes]

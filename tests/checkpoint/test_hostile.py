@@ -197,6 +197,7 @@ def test_hostile_states_of_optimizers(name: str, optimizer: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.process
 def test_an_intact_optimizer_is_restored(optimizer: str, tmp_path: Path) -> None:
     model, built, content = resumable(tmp_path, optimizer)
     for values in content["optimizer"]["state"].values():
@@ -208,6 +209,7 @@ def test_an_intact_optimizer_is_restored(optimizer: str, tmp_path: Path) -> None
     assert all(bool((tensor == 3).all()) for tensor in tensors)
 
 
+@pytest.mark.process
 def test_a_hostile_average_is_refused(tmp_path: Path) -> None:
     model, built, content = resumable(tmp_path)
     content["trained"] = dict(content["model"])

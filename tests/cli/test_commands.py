@@ -31,6 +31,7 @@ def process(*arguments: object, **options: object) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.process
 def test_help_has_a_purpose_and_examples(cli: Cli, command: str) -> None:
     result = cli(*command.split(), "--help")
     assert result.code == 0
@@ -121,6 +122,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["config", "validate", "none.toml"], 2, "no such config file"),
     ],
 )
+@pytest.mark.process
 def test_mistakes_get_one_message_and_their_code(
     cli: Cli, arguments: list[str], code: int, words: str
 ) -> None:
@@ -163,6 +165,7 @@ def test_no_permission_is_a_disk_error(cli: Cli, shapes: Path) -> None:
         assert "Traceback" not in result.err
 
 
+@pytest.mark.process
 def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     result = cli("train", "--data", shapes, "--bs", 4, "--epochs", 10, "--dry-run", "--json")
     plan = json.loads(result.out)

@@ -61,6 +61,7 @@ def test_an_exported_dataset_is_the_same_when_read_again(
     assert exported == expected
 
 
+@pytest.mark.process
 def test_images_are_the_stores_bytes(dataset: Path, cli: Callable[..., Result]) -> None:
     assert cli("dataset", "export", dataset, "--to", "yolo", "--out", "out").code == 0
     for path in (dataset / "images/train").iterdir():
@@ -127,6 +128,7 @@ print(json.dumps({
     assert loaded["objects"]["bbox"] == [[float(v) for v in bbox] for _, *bbox in objects]
 
 
+@pytest.mark.process
 def test_a_folder_with_files_is_not_changed(dataset: Path, cli: Callable[..., Result]) -> None:
     Path("out").mkdir()
     Path("out/mine.txt").write_text("x")

@@ -48,6 +48,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(out)
 
 
+@pytest.mark.process
 def test_a_manifest_is_fetched_and_unpacked(
     server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +167,7 @@ def test_contradictory_options_are_refused(
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.process
 def test_shapes_are_generated(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--dataset", "shapes", "--images", "3", "--val-images", "2"]
     result = answer(capsys, *options, "--dry-run")

@@ -45,6 +45,7 @@ def test_the_default_is_the_weights_of_the_preset(
     assert (code, json.loads(out)["alias"]) == (0, "resnet34-imagenet-v1")
 
 
+@pytest.mark.process
 def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "torch" / "hub" / "checkpoints" / f"{STEM}.pth"
     code, out, _ = run(capsys, "tiny-v1")
@@ -60,12 +61,14 @@ def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     }
 
 
+@pytest.mark.process
 def test_the_default_follows_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "--set", "model.weights=tiny-v1")[0] == 0
     code, _, err = run(capsys, "--set", "model.weights=none")
     assert (code, "--list" in err) == (2, True)
 
 
+@pytest.mark.process
 def test_the_list_shows_which_files_are_present(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(run(capsys, "--list", "--json")[1])["weights"][0]["path"] is None
     run(capsys, STEM)

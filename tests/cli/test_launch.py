@@ -105,6 +105,7 @@ def test_options_of_train_are_passed_on_unchanged(capsys: pytest.CaptureFixture[
     ],
     ids=" ".join,
 )
+@pytest.mark.process
 def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(*arguments, *([] if "--" in arguments else ["--dry-run"])) == 2
     captured = capsys.readouterr()
@@ -119,6 +120,7 @@ def test_the_device_may_be_given_twice(capsys: pytest.CaptureFixture[str]) -> No
         ]
 
 
+@pytest.mark.process
 def test_several_nodes_without_a_host_are_shown_but_not_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -142,6 +144,7 @@ def test_write_creates_an_executable_script(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("engine", [[], ["--launcher", "slurm"]])
+@pytest.mark.process
 def test_write_names_the_file_that_it_replaces(
     engine: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +163,7 @@ def test_write_names_the_file_that_it_replaces(
     assert Path("mine").read_text() == "mine"
 
 
+@pytest.mark.process
 def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--cpus", "2", "--dry-run", "--json", "--", "evaluate", "--bs", "4", "a;b") == 0
     plan = json.loads(capsys.readouterr().out)
@@ -266,6 +270,7 @@ def test_what_the_ranks_would_refuse_is_refused(
     assert captured.out == ""
 
 
+@pytest.mark.process
 def test_a_warmup_longer_than_the_run_on_a_prepared_dataset_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -137,6 +137,7 @@ SEEDS = """
 
 
 @pytest.mark.parametrize("flag", SEEDS.split())
+@pytest.mark.process
 def test_every_documented_option_of_the_replaced_systems_is_handled(cli: Cli, flag: str) -> None:
     """As an option, an alias, or with a reason: never with a bare "No such option"."""
     assert "No such option" not in cli("launch", flag, "1", "--dry-run", "--json").err
@@ -194,6 +195,7 @@ def test_a_file_that_sets_one_setting_twice_is_refused(cli: Cli) -> None:
     assert "train.bs" in result.err
 
 
+@pytest.mark.process
 def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
     settings = [s for s in all_settings().values() if s.section in ("train", "data", "model")]
     flags = [flag for s in settings for flag in s.flags]

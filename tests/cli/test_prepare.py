@@ -25,6 +25,7 @@ def dataset(shapes: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_what_was_dropped_is_in_the_table_and_in_the_report(
     dataset: Path, cli: Callable[..., Result]
 ) -> None:
@@ -108,6 +109,7 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., R
         (["--store", "annotations.txt/x"], 6, "--store"),
     ],
 )
+@pytest.mark.process
 def test_mistakes(
     dataset: Path, cli: Callable[..., Result], options: list[str], code: int, words: str
 ) -> None:
@@ -147,6 +149,7 @@ main()
     assert [p.name for p in (dataset / "prepared").iterdir()] == [".lock"]
 
 
+@pytest.mark.process
 def test_decoded_pixels_need_a_packed_store(cli: Callable[..., Result], shapes: Path) -> None:
     result = cli("prepare", "--data", shapes, "--store", "raw", "--encoding", "raw", "--no-pack")
     assert result.code == 2

@@ -54,6 +54,7 @@ def by_pillow(content: bytes) -> Pixels:
     is_gray=st.booleans(),
     data=st.data(),
 )
+@pytest.mark.process
 def test_rows_down_to_the_bottom_of_a_crop_equal_pillows(
     width: int,
     height: int,

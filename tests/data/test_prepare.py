@@ -205,6 +205,7 @@ def test_pixel_bomb_is_refused_by_its_header(dataset: Path, tmp_path: Path) -> N
     assert "refused by its header" in finding.detail
 
 
+@pytest.mark.process
 def test_shrink_re_encodes_only_large_images(dataset: Path, tmp_path: Path) -> None:
     prepare(dataset, tmp_path / "store", pack=True, shrink=310)
     split = opened(dataset, tmp_path / "store")
@@ -307,6 +308,7 @@ class TestChanges:
         assert again.unchanged
         assert again.splits == first.splits
 
+    @pytest.mark.process
     def test_other_options_write_it_again_without_remains(
         self, dataset: Path, tmp_path: Path
     ) -> None:

@@ -109,6 +109,7 @@ def test_images_are_stored_as_annotated(dataset: Path, tmp_path: Path) -> None:
         assert np.abs(split.decode(0).astype(int) - expected).mean() < 4
 
 
+@pytest.mark.process
 def test_the_size_is_reported_before_it_is_written(
     dataset: Path,
     tmp_path: Path,
@@ -129,6 +130,7 @@ def test_the_size_is_reported_before_it_is_written(
     assert not list((tmp_path / "full").glob("images-*"))
 
 
+@pytest.mark.process
 def test_another_encoding_writes_the_store_again(dataset: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     for encoding in ("raw", "jpeg", "raw"):

@@ -64,6 +64,7 @@ def test_lazy_steps_are_marked_after_backward_and_after_the_optimizer(calls: lis
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.process
 def test_losses_are_those_of_the_cpu(calls: list[str], optimizer: str) -> None:
     actual, expected = (
         losses(build_training(d, optimizer=optimizer)[2])
@@ -102,6 +103,7 @@ def test_a_compiled_step_is_two_graphs(
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(("first", "second"), [("hpu", "cpu"), ("cpu", "hpu")])
+@pytest.mark.process
 def test_an_optimizers_state_continues_on_another_device(
     calls: list[str], optimizer: str, first: str, second: str
 ) -> None:

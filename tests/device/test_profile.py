@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import TINY_RUN, Result
 from tiny_network import batch, build_training
 from torch.autograd import DeviceType
@@ -38,6 +39,7 @@ def test_profile_contains_the_steps_from_first_to_last(
     assert "wait: next batch" in table
 
 
+@pytest.mark.process
 def test_profile_ends_with_the_run(tmp_path: Path) -> None:
     _, _, step = build_training(CPU)
     profiler = StepProfiler("2,9", tmp_path, CPU, SINGLE_PROCESS)
@@ -63,6 +65,7 @@ def test_a_wait_that_the_gpu_records_too_is_listed_once() -> None:
     assert line.split() == ["wait:", "next", "batch", "5.000", "ms", "in", "1"]
 
 
+@pytest.mark.process
 def test_invalid_profile_ranges_are_refused(cli: Cli) -> None:
     for value, words in (("5,3", "step 3 is before step 5"), ("0,3", "--profile"), ("7", "7")):
         result = cli("train", "--profile", value)

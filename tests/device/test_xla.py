@@ -169,7 +169,7 @@ print(json.dumps([xla.label, sharding, counters[1] == counters[-1], losses]))
 # Two replicas in threads of one process: ranks as on TPU v4 and later, as far as the CPU client has
 # them. It stops if one program has several reductions, so there is no batch norm.
 TWO_REPLICAS = """
-import json, sys, threading
+import json, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 import tiny_network as tiny
 import torch_xla.runtime as xr
@@ -198,7 +198,12 @@ def train():
         half = batch._replace(**{
             name: getattr(batch, name)[rank::2] for name in ("images", "boxes", "labels", "jitter")
         })
+        compiled = xla.counters()["compiles"]
         both.wait()
+        # Two compilations of a program at once give two programs, of which the reductions do not
+        # find each other: one rank compiles the two graphs of a step, and the other waits for them.
+        while n == 0 and rank == 1 and xla.counters()["compiles"] < compiled + 2:
+            time.sleep(0.05)
         results.append(step([half], 1e-3))
         xla.synchronize()
     weights = [p.double().sum().item() for p in model.parameters()]
@@ -214,7 +219,13 @@ def run_script(script: str) -> list[object]:
     """Run a script with two devices of the CPU client; return the list that it prints."""
     process = subprocess.run(
         [sys.executable, "-c", script, str(Path(__file__).parents[1])],
-        env={**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"},
+        # In the background, the programs of both devices wait for the same few threads.
+        env={
+            **os.environ,
+            "PJRT_DEVICE": "CPU",
+            "CPU_NUM_DEVICES": "2",
+            "PJRT_CPU_ASYNC_CLIENT": "0",
+        },
         capture_output=True,
         text=True,
         timeout=500,

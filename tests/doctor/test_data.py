@@ -109,6 +109,7 @@ def test_backbone_weights(
     assert (code, checks["weights"]["state"]) == (2, "fail")
 
 
+@pytest.mark.process
 def test_the_download_hosts(run_doctor: RunDoctor, machine: Machine, server: Server) -> None:
     def of_size(num_bytes: int | None) -> Callable[..., Reply]:
         return lambda _: Reply(206, {"Content-Range": f"bytes 0-0/{num_bytes}"}, b"P")
@@ -146,6 +147,7 @@ def test_a_mirror_keeps_its_password(
     assert "mute" not in json.dumps(checks)
 
 
+@pytest.mark.process
 def test_a_network_that_drops_everything(
     run_doctor: RunDoctor, machine: Machine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def test_gpus_as_torch_sees_them(run_doctor: RunDoctor, machine: Machine) -> Non
     ("capability", "has_kernels", "code", "arithmetic"),
     [([7, 5], True, 0, "no native bf16"), ([6, 1], False, 2, "no tensor cores")],
 )
+@pytest.mark.process
 def test_old_gpus(
     run_doctor: RunDoctor,
     machine: Machine,
@@ -112,6 +113,7 @@ def test_gaudi_cards(
     assert (hint["state"], hint["remedy"]) == ("ok", "--bs 120 or --bs 144")
 
 
+@pytest.mark.process
 def test_gaudi_releases_that_do_not_match(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

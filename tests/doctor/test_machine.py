@@ -19,6 +19,7 @@ from processes import is_alive
 from ssdctl.doctor import hardware
 
 
+@pytest.mark.process
 def test_what_a_cgroup_grants(run_doctor: RunDoctor, machine: Machine) -> None:
     _, checks = run_doctor()
     assert (checks["cores"]["state"], checks["memory"]["state"]) == ("ok", "ok")
@@ -35,6 +36,7 @@ def test_what_a_cgroup_grants(run_doctor: RunDoctor, machine: Machine) -> None:
     assert "the cgroup grants 1.0 GiB" in checks["memory"]["detail"]
 
 
+@pytest.mark.process
 def test_what_an_older_cgroup_grants(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.put(machine.proc / "self/cgroup", "5:cpu,cpuacct:/job\n3:memory:/other")
     machine.put(machine.sys / "fs/cgroup/cpu/other/cpu.cfs_quota_us", "1")
@@ -47,6 +49,7 @@ def test_what_an_older_cgroup_grants(run_doctor: RunDoctor, machine: Machine) ->
     assert checks["memory"]["state"] == "ok"
 
 
+@pytest.mark.process
 def test_numa_nodes_and_physical_cores(run_doctor: RunDoctor, machine: Machine) -> None:
     for cpu in os.sched_getaffinity(0):
         topology = machine.sys / f"devices/system/cpu/cpu{cpu}/topology"
@@ -119,6 +122,7 @@ def test_launchers(run_doctor: RunDoctor, machine: Machine) -> None:
     assert "Open MPI" in check["remedy"]
 
 
+@pytest.mark.process
 def test_a_program_that_hangs_is_killed_with_its_children(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

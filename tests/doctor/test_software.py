@@ -20,6 +20,7 @@ from ssdctl.doctor import run_checks
         ("import time; time.sleep(60)", "no answer within 1 s"),
     ],
 )
+@pytest.mark.process
 def test_a_broken_torch_leaves_the_rest(
     run_doctor: RunDoctor,
     machine: Machine,
@@ -39,12 +40,14 @@ def test_a_broken_torch_leaves_the_rest(
     assert checks["memory"]["state"] == "ok"
 
 
+@pytest.mark.process
 def test_a_torch_without_gloo(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.torch_says(**RECORDED | {"has_gloo": False})
     check = run_doctor()[1]["torch import"]
     assert state(check) == ("warn", "1.5 s; built without gloo")
 
 
+@pytest.mark.process
 def test_a_cpu_without_compiler_or_bf16(run_doctor: RunDoctor, machine: Machine) -> None:
     cpu = CPU | {"has_native_bf16": False, "compile": ["no C++ compiler"]}
     machine.torch_says(**RECORDED | {"cpu": cpu})
@@ -53,6 +56,7 @@ def test_a_cpu_without_compiler_or_bf16(run_doctor: RunDoctor, machine: Machine)
     assert state(checks["cpu compile"]) == ("warn", "no C++ compiler")
 
 
+@pytest.mark.process
 def test_versions_are_checked_against_requirements(
     run_doctor: RunDoctor, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +78,7 @@ def test_versions_are_checked_against_requirements(
     assert "vendor's image" in run_doctor()[1]["torch"]["remedy"]
 
 
+@pytest.mark.process
 def test_an_extra_that_the_config_needs(run_doctor: RunDoctor, machine: Machine) -> None:
     if any(Path(p, "nvidia", "dali").is_dir() for p in sys.path):
         pytest.skip("nvidia-dali is installed here")

@@ -104,6 +104,7 @@ class TestUnpack:
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
+    @pytest.mark.process
     def test_any_zip_round_trip(self, tmp_path: Path, data: st.DataObject) -> None:
         name = st.text("abé文 -", min_size=1, max_size=4).filter(lambda s: s not in (".", ".."))
         path = st.lists(name, min_size=1, max_size=3).map("/".join)
@@ -248,6 +249,7 @@ class TestBroken:
 
     @settings(max_examples=60, deadline=None)
     @given(garbage=st.binary(max_size=400))
+    @pytest.mark.process
     def test_garbage(self, tmp_path_factory: pytest.TempPathFactory, garbage: bytes) -> None:
         folder = tmp_path_factory.mktemp("garbage")
         refused(folder, garbage + b"PK\5\6" + garbage)

@@ -126,6 +126,7 @@ def test_content_that_does_not_fit_is_seen_before_it_is_unpacked(
 IMAGES_BYTES = random.Random(0).randbytes(3000) * 20  # packs to a twentieth
 
 
+@pytest.mark.process
 def test_verify_detects_one_bit_and_the_next_download_repairs_it(
     files: list[PinnedFile], tmp_path: Path
 ) -> None:

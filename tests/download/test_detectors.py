@@ -136,6 +136,7 @@ def test_a_file_that_changes_after_its_first_use_is_refused(
     assert new in result.err
 
 
+@pytest.mark.process
 def test_a_file_that_is_not_a_checkpoint_is_not_recorded(
     cli: Cli, published: Server, tmp_path: Path
 ) -> None:
@@ -167,6 +168,7 @@ def test_a_mistyped_name_gets_the_nearest(cli: Cli, tmp_path: Path) -> None:
     assert "ssd300-vgg16-coco" in result.err
 
 
+@pytest.mark.process
 def test_models_lists_them(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     rows = json.loads(cli("models", "--json").out)["models"]

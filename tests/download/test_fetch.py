@@ -97,6 +97,7 @@ class TestFetch:
         pin = pinned(server.route("/a.bin", file(CONTENT)))._replace(bytes=None)
         assert fetch_quickly(pin, tmp_path).read_bytes() == CONTENT
 
+    @pytest.mark.process
     def test_a_prefix_of_the_hash_is_a_pin(self, server: Server, tmp_path: Path) -> None:
         pin = pinned(server.route("/a.bin", file(CONTENT)))
         assert fetch_quickly(pin._replace(sha256=pin.sha256[:8]), tmp_path).is_file()
@@ -155,6 +156,7 @@ class TestFetch:
 
 
 class TestFaults:
+    @pytest.mark.process
     def test_1_dropped_every_64_kb(self, server: Server, tmp_path: Path) -> None:
         dropping = changed(file(CONTENT), lambda _, reply: setattr(reply, "cut", 65536))
         pin = pinned(server.route("/a.bin", dropping))

@@ -72,6 +72,7 @@ def test_no_other_package_has_to_import_the_clients_modules() -> None:
 @pytest.mark.parametrize(
     "text", ["hf://a", "hf://a/b/c", "hf://a/../b", "hf://a/b@", "hf://a/b@x y"]
 )
+@pytest.mark.process
 def test_other_forms_are_refused_by_name(cli: Cli, text: str) -> None:
     with pytest.raises(UsageError, match="hf://"):
         parse_reference(text)
@@ -96,6 +97,7 @@ def test_a_model_is_fetched_once_and_then_found_without_network(
     assert again.class_names == ["disc", "box"]
 
 
+@pytest.mark.process
 def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
     old = json.loads(files["config.json"])
     old["classes"][0]["name"] = "circle"
@@ -105,6 +107,7 @@ def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
     assert ssdctl.load(NAME, device="cpu").class_names == ["disc", "box"]
 
 
+@pytest.mark.process
 def test_names_that_are_not_there(cli: Cli, hub: HubServer, files: dict[str, bytes]) -> None:
     hub.repositories["acme/shapes-ssd"] = Repository(files)
     hub.repositories["acme/text"] = Repository({"config.json": files["config.json"]})
@@ -131,6 +134,7 @@ def test_without_network_the_error_names_url_and_place(
     assert "pw" not in result.err
 
 
+@pytest.mark.process
 def test_servers_do_not_get_tokens_into_messages(cli: Cli, hub: HubServer) -> None:
     for status, code in ((403, 2), (500, 4)):
         hub.status = status
@@ -140,6 +144,7 @@ def test_servers_do_not_get_tokens_into_messages(cli: Cli, hub: HubServer) -> No
         assert TOKEN not in result.err
 
 
+@pytest.mark.process
 def test_large_and_damaged_files_are_refused(
     cli: Cli, hub: HubServer, files: dict[str, bytes], tmp_path: Path
 ) -> None:
@@ -160,6 +165,7 @@ def test_large_and_damaged_files_are_refused(
     assert str(blob) in result.err.replace("\n", "")
 
 
+@pytest.mark.process
 def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path) -> None:
     folder = Path("model")
     folder.mkdir()

@@ -77,6 +77,7 @@ def picture(shapes: Path) -> Path:
     return sorted((shapes / "val2017").iterdir())[0]
 
 
+@pytest.mark.process
 def test_thresholds(cli: Cli, write: Callable[..., Path], picture: Path) -> None:
     """Those of the NMS in the graph: a higher score is applied, other values are refused."""
     path = write()
@@ -197,6 +198,7 @@ def test_not_onnx(cli: Cli, tmp_path: Path, picture: Path) -> None:
     assert cli("predict", tmp_path / "absent.onnx", picture).code == 2
 
 
+@pytest.mark.process
 def test_it_has_no_weights(cli: Cli, write: Callable[..., Path]) -> None:
     """Nothing that needs weights accepts it."""
     path = write()

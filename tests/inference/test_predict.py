@@ -201,6 +201,7 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
 
+@pytest.mark.process
 def test_letters_of_other_languages_are_drawn() -> None:
     """Not the empty box of a letter that is missing in the font."""
     font = label_font(16)

@@ -155,6 +155,7 @@ def test_statistics_equal_the_replaced_systems(scene: str) -> None:
         assert_same_distribution(*extents, f"side {name} of the first box kept")
 
 
+@pytest.mark.process
 def test_share_of_uncropped_pictures_by_calculation() -> None:
     """A tiny box in the middle fails all five thresholds, so "whole" and "free" are left: an
     attempt ends whole with 1/7, cropped with 1/7 of the chance that a free crop is good."""
@@ -279,6 +280,7 @@ def test_any_crop_keeps_the_boxes_with_their_centre_in_it(
 
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.integers(0, 2**31), st.integers(0, 10**6))
+@pytest.mark.process
 def test_sampled_crops_keep_the_boxes_with_their_centre_in_them(
     batch: tuple[np.ndarray, np.ndarray], seed: int, row: int
 ) -> None:

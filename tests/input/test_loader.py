@@ -61,6 +61,7 @@ def test_threads_change_nothing(splits: dict[str, Split]) -> None:
     assert_same(once, read_batches(splits["train"], PLAN._replace(threads=5), steps))
 
 
+@pytest.mark.process
 def test_a_resumed_run_continues_with_the_same_batches(splits: dict[str, Split]) -> None:
     complete = read_batches(splits["train"], PLAN, range(8))
     assert_same(complete[3:], read_batches(splits["train"], PLAN, range(3, 8)))
@@ -68,6 +69,7 @@ def test_a_resumed_run_continues_with_the_same_batches(splits: dict[str, Split])
     assert_same(complete[3:], read_batches(splits["train"], later, range(5)))
 
 
+@pytest.mark.process
 def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
     complete = read_batches(splits["train"], PLAN._replace(batch_size=8), range(4))
     shared = [
@@ -85,6 +87,7 @@ def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[st
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 6])
+@pytest.mark.process
 def test_a_steps_batches_are_good_until_the_next_step(
     splits: dict[str, Split], accumulate: int
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_steps_batches_are_good_until_the_next_step(
             assert torch.equal(batch.images, copies[step * accumulate + part].images)
 
 
+@pytest.mark.process
 def test_shapes_are_static_and_boxes_are_in_the_picture(splits: dict[str, Split]) -> None:
     for batch in read_batches(splits["train"], PLAN, range(20)):
         assert batch.images.shape == (5, 300, 300, 3)

@@ -87,6 +87,7 @@ def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
         assert (images.int() - batch.images.int()).abs().max() <= (2 if pipeline == "dali" else 0)
 
 
+@pytest.mark.process
 def test_a_replacement_is_the_next_good_sample_of_the_stream(damaged: Split) -> None:
     places = PLAN.positions(0, 12)
     rows = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100).row
@@ -148,6 +149,7 @@ def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_pat
     accumulate=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
+@pytest.mark.process
 def test_any_world_size_sees_every_image_once_an_epoch(
     batch: int, world: int, accumulate: int, seed: int
 ) -> None:

@@ -24,6 +24,7 @@ def test_each_epoch_is_a_permutation(images: int, batch: int, seed: int, offset:
 
 @settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 4), st.integers(0, 20))
+@pytest.mark.process
 def test_ranks_share_the_global_batch(images: int, world: int, size: int, step: int) -> None:
     rows = np.arange(images)
     complete = SampleStream(rows, 1).samples(step * world * size, world * size)

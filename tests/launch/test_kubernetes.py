@@ -172,6 +172,7 @@ def test_voyager(cli: Cli, crd: Any) -> None:
     assert environment["SSDCTL_TRAIN__OUT"] == "/work/runs/first"
 
 
+@pytest.mark.process
 def test_what_the_launcher_pod_runs_is_a_launch(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -330,6 +330,7 @@ def test_mpiruns_own_separator_is_refused() -> None:
 
 
 @given(ARGUMENTS)
+@pytest.mark.process
 def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
     plan = plan_for("hpu", 8, "train", *("a" + argument for argument in arguments))
     assert tuple(shlex.split(plan.to_line())) == plan.argv
@@ -340,6 +341,7 @@ def test_arguments_survive_the_printed_line(arguments: list[str]) -> None:
 
 
 @given(ARGUMENTS)
+@pytest.mark.process
 def test_arguments_survive_torchruns_template(arguments: list[str]) -> None:
     argv = plan_for("cpu", 2, "train", *arguments).argv
     passed = [Template(a).safe_substitute(local_rank="0") for a in argv]

@@ -102,6 +102,7 @@ def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
         ("OUT_OF_MEMORY", "0:125", 8),
     ],
 )
+@pytest.mark.process
 def test_the_end_of_a_slurm_job(
     state: str, code: str, expected: int, set_answers: SetAnswers, tmp_path: Path
 ) -> None:
@@ -279,6 +280,7 @@ def test_a_worker_that_cannot_be_installed_ends_the_wait(
     assert logs == ["logs", "-n", "me", "w-0", "-c", "install-ssdctl", "--tail=20"]
 
 
+@pytest.mark.process
 def test_a_job_with_a_failed_installation_shows_its_log(
     set_answers: SetAnswers, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -322,12 +324,14 @@ def test_output_of_kubectl_that_is_not_the_expected_json(
 
 
 @pytest.mark.parametrize("answer", ["[]", '{"status": []}', '{"status": {"conditions": [1]}}'])
+@pytest.mark.process
 def test_a_job_that_is_not_the_expected_json(answer: str, set_answers: SetAnswers) -> None:
     set_answers([pods(), (0, answer, "")])
     with pytest.raises(DistributedError, match="kubectl"):
         submit.follow("job.batch/a", KUBERNETES, print)
 
 
+@pytest.mark.process
 def test_fields_that_kubectl_may_leave_out(set_answers: SetAnswers) -> None:
     bare = (0, '{"items": [{"metadata": {"name": "a"}}]}', "")
     empty = (0, '{"items": [{"metadata": {"name": "a"}, "status": {"phase": "Failed"}}]}', "")

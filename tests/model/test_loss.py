@@ -88,6 +88,7 @@ def one_picture(
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.02, 0.1, 0.24]))
+@pytest.mark.process
 def test_equal_to_the_loop(dtype: torch.dtype, rtol: float, seed: int, share: float) -> None:
     case = random_case(seed, share, dtype)
     actual = [float(v) for v in case.loss()]
@@ -115,6 +116,7 @@ def test_the_loss_equals_the_golden_value(dtype: torch.dtype, rtol: float) -> No
             assert float(getattr(actual, name)) == pytest.approx(value, rel=rtol), name
 
 
+@pytest.mark.process
 def test_the_loss_equals_the_loop_on_random_boxes() -> None:
     rng = np.random.default_rng(3)
     corner, size = rng.uniform(0, 0.8, (3, 2)), rng.uniform(0.01, 0.7, (3, 2))
@@ -253,6 +255,7 @@ def test_gradients_are_finite_for_any_finite_prediction(
         assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.process
 def test_gradient_equals_the_difference_quotient() -> None:
     case = random_case(11, 0.1, torch.float64, num_boxes=12)
     offsets, logits = case.offsets.requires_grad_(), case.logits.requires_grad_()

@@ -76,6 +76,7 @@ def test_thresholds(score_threshold: float, nms_iou: float) -> None:
     assert actual.scores.min() > score_threshold
 
 
+@pytest.mark.process
 def test_whole_network_output() -> None:
     """8732 boxes and 81 classes, where a few boxes are sure of themselves."""
     offsets, logits, defaults = predictions(6, 81, 8732, 0.3)

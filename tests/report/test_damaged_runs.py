@@ -185,6 +185,7 @@ def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> No
     assert page.count("<figure>") == 9
 
 
+@pytest.mark.process
 def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     hostile = ["</script><b>", "<!--<script>", "&lt;", "\u2028", "a\\"]
     folder = tmp_path / "run"

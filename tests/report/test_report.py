@@ -198,6 +198,7 @@ def test_missing_dataset(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     assert "/nowhere: no such dataset folder" in (run / "report.html").read_text()
 
 
+@pytest.mark.process
 def test_boxes_on_images_of_a_shrunk_store(tmp_path: Path, cli: Cli) -> None:
     """Boxes are in pixels of the original image, the store has half of them."""
     data = tmp_path / "data"

@@ -64,6 +64,7 @@ def test_a_checkpoints_settings_have_no_secrets_and_allow_a_resume() -> None:
     assert settings["train.lr"] == 0.5
 
 
+@pytest.mark.process
 def test_a_report_of_an_older_run_has_no_secrets(run: RunDir, cli: Cli, tmp_path: Path) -> None:
     text = run.config.read_text()
     text += f'\n[kubernetes]\nenv = ["A=S3CRET"]\n\n[download]\nmirror = "{MIRROR}"\n'

@@ -263,6 +263,7 @@ def test_data_of_an_option_or_a_variable_beat_the_checkpoints_and_those_of_a_fil
         assert "nowhere" in result.err
 
 
+@pytest.mark.process
 def test_a_broken_local_config_does_not_prevent_checks_of_others(cli: Cli) -> None:
     Path("ssdctl.toml").write_text("[train]\nlrr = 1\n")
     Path("good.toml").write_text("[train]\nlr = 1\n")

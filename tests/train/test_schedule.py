@@ -143,6 +143,7 @@ def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., R
 
 
 @given(images=st.integers(1, 200), batch=st.integers(1, 300), step=st.integers(0, 50))
+@pytest.mark.process
 def test_an_epoch_ends_with_the_step_that_its_images_fill(
     images: int, batch: int, step: int
 ) -> None:

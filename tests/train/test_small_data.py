@@ -114,6 +114,7 @@ def test_a_warmup_of_a_preset_never_refuses_the_run(preset: str | None) -> None:
     assert plan_of(resolved, 117_266).warmup_steps == 5
 
 
+@pytest.mark.process
 def test_the_plan_names_the_rule(cli: Cli, shapes: Path) -> None:
     plan = json.loads(cli("train", "--data", shapes, "--dry-run", "--json").out)
     assert "small-data rule" in plan["recipe"]

@@ -54,6 +54,7 @@ def freeze_batch_norm(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adamw"])
 @pytest.mark.parametrize("clip", [0.0, 10.0])
+@pytest.mark.process
 def test_a_bad_step_changes_nothing_and_training_continues(
     optimizer_name: str, clip: float
 ) -> None:

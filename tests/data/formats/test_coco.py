@@ -160,6 +160,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
 
 
 @given(st.data())
+@pytest.mark.process
 def test_any_damage_is_a_data_error(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:

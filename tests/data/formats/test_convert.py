@@ -402,6 +402,7 @@ class TestDividing:
         st.lists(st.text("abc/é", min_size=1), min_size=2, max_size=30, unique=True),
         st.floats(0.01, 0.99),
     )
+    @pytest.mark.process
     def test_any_division(self, names: list[str], share: float) -> None:
         """Every image and box occurs once; both sides have some; fewer images move no others."""
         images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]

@@ -39,6 +39,7 @@ def opened(data: Path, split: str = "train") -> Split:
     return open_split(store, split, find_splits(root, store)[split])
 
 
+@pytest.mark.process
 def test_every_export_is_recognised_and_prepared(
     export: tuple[str, Path], cli: Callable[..., Result]
 ) -> None:
@@ -95,6 +96,7 @@ def test_an_export_is_trained_on_scored_and_reported(
     assert "bolt" in Path("run/report.html").read_text(encoding="utf-8") or split == "train"
 
 
+@pytest.mark.process
 def test_a_supercategory_and_odd_names_are_reported(
     tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
@@ -107,6 +109,7 @@ def test_a_supercategory_and_odd_names_are_reported(
     assert "label-studio" in result.err
 
 
+@pytest.mark.process
 def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.cvat_coco(tmp_path / "cvat", ("Train", "Validation"))
     for data in ("cvat", "cvat/annotations/instances_Train.json"):
@@ -121,6 +124,7 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None
 
 
 @pytest.mark.parametrize("name", exports.EXPORTS)
+@pytest.mark.process
 def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[..., Result]) -> None:
     make, source, _ = exports.EXPORTS[name]
     (tmp_path / "export").mkdir()
@@ -133,6 +137,7 @@ def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[...
 class TestRefused:
     """What is not recognised, or could be several datasets."""
 
+    @pytest.mark.process
     def test_no_dataset(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
         (tmp_path / "mydata/photos").mkdir(parents=True)
         for command in (("prepare",), ("train", "--out", "run")):
@@ -151,6 +156,7 @@ class TestRefused:
         result = cli("prepare", "--data", "both", "--from", "voc", "--no-pack")
         assert result.code == 0, result.err
 
+    @pytest.mark.process
     def test_two_files_for_a_split(self, tmp_path: Path, cli: Callable[..., Result]) -> None:
         exports.label_studio_coco(tmp_path / "twice")
         shutil.copy(tmp_path / "twice/result.json", tmp_path / "twice/result-2.json")
@@ -288,6 +294,7 @@ def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[...,
     assert result.code == 0, result.err
 
 
+@pytest.mark.process
 def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.roboflow_yolo(tmp_path / "first")
     assert cli("prepare", "--data", "first", "--no-pack").code == 0

@@ -49,6 +49,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
     result = cli("prepare", "--data", data, "--from", "boxes-txt", "--no-pack", "--json")
     assert result.code == 0, result.err
@@ -73,6 +74,7 @@ def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
         ("../up.png nut 1 2 3 4", "boxes-txt", 3, ["up.png"]),
     ],
 )
+@pytest.mark.process
 def test_what_a_plugin_cannot_read(
     data: Path, cli: Cli, lines: str, source: str, code: int, words: list[str]
 ) -> None:
