@@ -183,6 +183,7 @@ def trace(
     def partition(graph: Any, inputs: Any, **options: Any) -> Any:
         return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
 
+    # They look for cuDNN, which is absent: mypy refuses replacements of functions.
     torch._C._select_conv_backend = _constant(None)  # type: ignore[assignment]
     torch._C._conv_determine_backend_memory_format = _convolution_format  # type: ignore[assignment]
     with FakeTensorMode(allow_non_fake_inputs=True), _compiling_for_gpu():
@@ -290,6 +291,7 @@ def generate(graph: torch.fx.GraphModule, *, is_backward: bool) -> str:
         code.append(getattr(generated, "value", generated))
         raise _StopError
 
+    # Assignments to methods, which mypy refuses: the code is kept, not compiled.
     GraphLowering.compile_to_module = GraphLowering._compile_to_module = stop  # type: ignore
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = _move_to_gpu(graph, mode)

@@ -34,7 +34,7 @@ def _with_iou_tables() -> None:
     def match(*arguments: Any, fused: bool, **options: Any) -> Any:
         return matcher.match(*arguments, fused=False, **options)
 
-    loss.match = match  # type: ignore[attr-defined]
+    loss.match = match  # type: ignore[attr-defined]  # imported there, not exported
 
 
 def _with_custom_cross_entropy() -> None:
@@ -50,6 +50,7 @@ def _with_color_products() -> None:
         flat = torch.baddbmm(offset_B3[:, None], pixels.flatten(1, 2), matrix_B33.transpose(1, 2))
         return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
+    # mypy refuses assignments to methods: this one undoes the change.
     augment.Normalise.as_fused_sums = as_product  # type: ignore[method-assign]
 
 

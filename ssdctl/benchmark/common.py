@@ -52,7 +52,7 @@ def endless_batches(
     threads: int,
     device: Device,
 ) -> Iterator[Batch]:
-    """Return training batches of one rank from the config's pipeline"""
+    """Return training batches of one rank from the config's pipeline."""
     plan = single_process_config(split, config, batch_size=batch_size, threads=threads)
     source = open_input(
         config.train.pipeline,
