@@ -147,12 +147,12 @@ class Reference:
         self, checkpoint: Checkpoint, pictures: Pictures, options: ExportOptions, runtime: str
     ) -> None:
         network = load_network(checkpoint).eval()
-        self._rules = network.conventions
+        self._conventions = network.conventions
         self._pictures = pictures
         self._options = options
         self._runtime = runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
-        pixels = normalise(torch.from_numpy(pictures), conventions=self._rules)
+        pixels = normalise(torch.from_numpy(pictures), conventions=self._conventions)
         with torch.inference_mode():
             self._offsets, self._logits = network(pixels)
 
@@ -188,7 +188,7 @@ class Reference:
         Raises:
             IntegrityError: They differ.
         """
-        score_threshold, nms_iou = thresholds(self._rules, self._options)
+        score_threshold, nms_iou = thresholds(self._conventions, self._options)
         with torch.inference_mode():
             expected = detect(
                 self._offsets,
@@ -196,8 +196,8 @@ class Reference:
                 default_boxes_cxcywh(),
                 score_threshold=score_threshold,
                 nms_iou=nms_iou,
-                candidates=self._rules.candidates_per_class,
-                clips_boxes=self._rules.clips_boxes,
+                candidates=self._conventions.candidates_per_class,
+                clips_boxes=self._conventions.clips_boxes,
             )
         exported = in_batches(run, self._pictures, self._options.batch)
         total = wrong = 0
@@ -214,7 +214,7 @@ class Reference:
 
     def _decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return boxes_and_scores(
-            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._rules.clips_boxes
+            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._conventions.clips_boxes
         )
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:

@@ -43,14 +43,14 @@ def locate_checkpoint(source: str | os.PathLike[str], *, mirror: str | None = No
         IntegrityError: The detector's file is not the published one, or changed after its first
             use, or is not a checkpoint.
     """
-    found = resolve_source(source)
-    if isinstance(found, Path):
-        return found
-    if isinstance(found, HubReference):
-        return fetch_model(found)
-    file = fetch_detector(found.name, mirror=mirror)
-    if found.trust == "first use":
-        trust_first_use(found.name, file)
+    detector = resolve_source(source)
+    if isinstance(detector, Path):
+        return detector
+    if isinstance(detector, HubReference):
+        return fetch_model(detector)
+    file = fetch_detector(detector.name, mirror=mirror)
+    if detector.trust == "first use":
+        trust_first_use(detector.name, file)
     return file
 
 

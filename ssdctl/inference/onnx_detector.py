@@ -61,7 +61,7 @@ class OnnxDetector:
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
-        self._rules = conventions_of(checkpoint.architecture.backbone)
+        self._conventions = conventions_of(checkpoint.architecture.backbone)
         self._has_nms = self._outputs == DETECTIONS
         least, iou = checkpoint.nms if self._has_nms else (None, None)
         if self._has_nms and (least is None or iou is None):
@@ -76,9 +76,10 @@ class OnnxDetector:
                 f"{self._path}: its NMS has the IoU threshold {iou}, not {nms_iou}",
                 hint=f"export with --nms-iou {nms_iou}, or with --nms none",
             )
-        default = self._rules.score_threshold if least is None else least
+        default = self._conventions.score_threshold if least is None else least
         self.score_threshold = default if score_threshold is None else score_threshold
-        self.nms_iou = (self._rules.nms_iou if iou is None else iou) if nms_iou is None else nms_iou
+        default_iou = self._conventions.nms_iou if iou is None else iou
+        self.nms_iou = default_iou if nms_iou is None else nms_iou
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         return self.finish(self.forward(images_BHW3))
@@ -117,10 +118,14 @@ class OnnxDetector:
         boxes, scores = output
         if self._outputs == HEADS:
             boxes, scores = boxes_and_scores(
-                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._rules.clips_boxes
+                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._conventions.clips_boxes
             )
         return select_detections(
-            boxes, scores, self.score_threshold, self.nms_iou, self._rules.candidates_per_class
+            boxes,
+            scores,
+            self.score_threshold,
+            self.nms_iou,
+            self._conventions.candidates_per_class,
         )
 
     def _above_threshold(

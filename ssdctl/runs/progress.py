@@ -42,8 +42,8 @@ class TrainingBar:
         if record["kind"] in ("train", "eval", "epoch"):
             log.info("%s", describe(record))
         if self._bar is not None and record["kind"] in ("train", "eval"):
-            shown = "loss" if record["kind"] == "train" else "AP"
-            self._bar.set_postfix({shown: f"{record[shown]:.3f}"}, refresh=False)
+            figure = "loss" if record["kind"] == "train" else "AP"
+            self._bar.set_postfix({figure: f"{record[figure]:.3f}"}, refresh=False)
             self._bar.update(record["step"] - self._bar.n)
 
 

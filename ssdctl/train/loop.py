@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
 from ssdctl.train.loss_scale import loss_scale
@@ -89,7 +89,7 @@ def run_training(
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
                 setup = prepare_run(
-                    resolved, device, ranks, progress if ranks.is_main else _no_progress
+                    resolved, device, ranks, progress if ranks.is_main else without_progress
                 )
                 if ranks.is_main:
                     exit_stack.enter_context(exclusive_run(setup.out))
@@ -416,7 +416,3 @@ class _Trainer:
             self.progress_log.event("finished", self.step, **facts)
         self.progress_log.close(self.step, is_success=True)
         return summary
-
-
-def _no_progress(items: Any, **_: Any) -> Any:
-    return items
