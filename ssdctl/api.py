@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ def train(
     with signals.handled():
         from ssdctl.train.loop import run_training
 
-        with TrainingBar(is_shown=progress) as bar:
+        with closing(TrainingBar(is_shown=progress)) as bar:
             summary = run_training(
                 with_absolute_data(resolved),
                 emit=bar.show,

@@ -1,10 +1,14 @@
-"""Run commands at the same moment in forks of the test process, which has imported everything."""
+"""Run commands in forks of the test process, which has imported torch: that takes most of the
+time of a short command. Torch allows it if there is no accelerator."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -13,6 +17,85 @@ from collections.abc import Callable
 from pathlib import Path
 
 START_S = 0.02  # all forks are waiting by then
+
+
+class ForkedProcess:
+    """A fork of this process that calls a function; used as `subprocess.Popen`.
+
+    Args:
+        work: Called in the fork. What it returns or raises is the exit code.
+        variables: Added to the environment.
+    """
+
+    def __init__(self, work: Callable[[], object], **variables: str) -> None:
+        importlib.import_module("ssdctl.train.loop")
+        self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
+        self.returncode: int | None = None
+        self.pid = _fork()
+        if self.pid == 0:
+            os._exit(self._run(work, variables))
+
+    def _run(self, work: Callable[[], object], variables: dict[str, str]) -> int:
+        """Work with an own output; never raise, since the fork must not continue a test."""
+        try:
+            os.environ.update(variables)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(self._out, 1)
+            os.dup2(self._err, 2)
+            sys.stdout, sys.stderr = (
+                io.TextIOWrapper(io.FileIO(n, "w", closefd=False), write_through=True)
+                for n in (1, 2)
+            )
+            warnings.resetwarnings()
+            warnings.simplefilter("default")
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            work()
+            code = 0
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return code
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("fork", timeout)
+            time.sleep(0.005)
+        return code
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """Wait for the end; return the output and the error text."""
+        self.wait(timeout)
+        return self.output(), _content(self._err)
+
+    def output(self) -> str:
+        """Return the output so far."""
+        return _content(self._out)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _content(descriptor: int) -> str:
+    """Return what is in a file that a fork writes to, without moving its position."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
 
 
 def run_together(works: list[Callable[[], int]], log: Path) -> list[int]:
@@ -26,11 +109,7 @@ def run_together(works: list[Callable[[], int]], log: Path) -> list[int]:
     start = time.monotonic() + START_S
     children = []
     for number, work in enumerate(works):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do not matter
-            pid = os.fork()
+        pid = _fork()
         if pid == 0:
             os._exit(_child(work, start, log / f"{number}.log"))
         children.append(pid)
@@ -55,6 +134,14 @@ def import_modules_of(work: Callable[[], int], log: Path) -> int:
         with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module(name)
     return code
+
+
+def _fork() -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that do not matter
+        return os.fork()
 
 
 def _child(work: Callable[[], int], start: float, log: Path) -> int:

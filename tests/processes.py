@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from forked import ForkedProcess
 
 from ssdctl.launch.run import free_port
 
@@ -39,20 +39,22 @@ class Ended(NamedTuple):
     err: str
 
 
+def run_script(script: str, *arguments: object, **variables: str) -> ForkedProcess:
+    """Start a script in a fork; `sys.argv[1:]` are the arguments."""
+
+    def run() -> None:
+        sys.argv = ["script", *map(str, arguments)]
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+
+    return ForkedProcess(run, **variables)
+
+
 def run_two_ranks(script: str, *arguments: object, **variables: str) -> list[Ended]:
-    """Run a script in two processes that form a group."""
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    port = str(free_port())
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", **variables}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            env={**os.environ, **common, "RANK": r, "LOCAL_RANK": r, "PYTHONPATH": paths},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    """Run a script in two forks that form a group."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        run_script(script, *arguments, **{**common, **variables, "RANK": r, "LOCAL_RANK": r})
         for r in ("0", "1")
     ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    return [Ended(p.returncode, *o) for p, o in zip(processes, outputs, strict=True)]
+    outputs = [rank.communicate() for rank in ranks]
+    return [Ended(rank.wait(1), *o) for rank, o in zip(ranks, outputs, strict=True)]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from forked import ForkedProcess
 
 from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
+from ssdctl.cli.main import main
 
 
 def records(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -38,10 +38,9 @@ def assert_same_state(actual: Checkpoint, expected: Checkpoint) -> None:
             )
 
 
-def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
-    environment = {**os.environ, **variables}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+def start(*arguments: object, **variables: str) -> ForkedProcess:
+    """Start `ssdctl ARGUMENTS` in a fork."""
+    return ForkedProcess(lambda: main([str(a) for a in arguments]), **variables)
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
@@ -51,7 +50,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: ForkedProcess) -> None:
     deadline = time.monotonic() + 120
     while not condition():
         assert process.poll() is None, process.communicate()

@@ -6,7 +6,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ssdctl.config import Resolved
+import msgspec
+
+from ssdctl.config import Config, Resolved
 from ssdctl.errors import UsageError
 from ssdctl.runtime.progress import Progress
 
@@ -66,19 +68,26 @@ def export_checkpoint(
     from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
 
     content = read_checkpoint(source)
-    result = {"file": str(request.out), "format": request.format, "source": str(source)}
+    result: dict[str, Any] = {
+        "file": str(request.out), "format": request.format, "source": str(source)
+    }  # fmt: skip
     if request.format not in GRAPH_FORMATS:
         _write(content, request)
         return result
+    from ssdctl.data.store_folder import dataset_folders
+    from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.export.deployed import ExportOptions
 
     settings = resolved.config.evaluate
     options = ExportOptions(
         outputs, request.batch, request.fp16, settings.score_threshold, settings.nms_iou
     )
-    if request.int8:
-        return result | _export_int8(content, request, options, resolved, progress)
-    return result | _export_graph(content, request, options, resolved)
+    result |= {"nms": outputs, "batch": request.batch or "dynamic"}
+    data = choose_data(content, resolved.config.data, resolved.explicit_settings())
+    if not request.int8:
+        return result | _export_graph(content, request, options, dataset_folders(data))
+    config = msgspec.structs.replace(resolved.config, data=data)
+    return result | _export_int8(content, request, options, config, progress)
 
 
 def _check(request: ExportRequest) -> Nms:
@@ -136,54 +145,39 @@ def _export_int8(
     checkpoint: Checkpoint,
     request: ExportRequest,
     options: ExportOptions,
-    resolved: Resolved,
+    config: Config,
     progress: Progress,
 ) -> dict[str, Any]:
-    import msgspec
-
     from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.export.formats import training_pictures
     from ssdctl.export.int8 import int8_model
     from ssdctl.files import write_bytes
 
-    data = choose_data(checkpoint, resolved.config.data, resolved.explicit_settings())
     count = CALIBRATION_PICTURES if request.calibrate is None else request.calibrate
-    pictures = training_pictures(*dataset_folders(data), count)
+    pictures = training_pictures(*dataset_folders(config.data), count)
+    max_ap_loss = MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss
     quantized = int8_model(
-        checkpoint,
-        options,
-        pictures,
-        msgspec.structs.replace(resolved.config, data=data),
-        max_ap_loss=MAX_AP_LOSS if request.max_ap_loss is None else request.max_ap_loss,
-        progress=progress,
+        checkpoint, options, pictures, config, max_ap_loss=max_ap_loss, progress=progress
     )
     write_bytes(request.out, quantized.content)
+    costs = {"before": quantized.before._asdict(), "after": quantized.after._asdict()}
     for name, cost in (("fp32", quantized.before), ("int8", quantized.after)):
         log.info(
             "%s: AP %.4f, %.1f MB, %.1f ms a call", name, cost.ap, cost.size / 1e6, cost.latency_ms
         )
     log.info("ranges from %d pictures; heads in %s", len(pictures), quantized.heads)
-    return {
-        "nms": options.nms,
-        "batch": options.batch or "dynamic",
-        "heads": quantized.heads,
-        "pictures": len(pictures),
-        "before": quantized.before._asdict(),
-        "after": quantized.after._asdict(),
-    }
+    return {"heads": quantized.heads, "pictures": len(pictures), **costs}
 
 
 def _export_graph(
-    checkpoint: Checkpoint, request: ExportRequest, options: ExportOptions, resolved: Resolved
+    checkpoint: Checkpoint,
+    request: ExportRequest,
+    options: ExportOptions,
+    folders: tuple[Path, Path],
 ) -> dict[str, Any]:
-    from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.evaluate.checkpoint import choose_data
     from ssdctl.export.formats import export_graph
 
-    given = resolved.explicit_settings()
-    data = dataset_folders(choose_data(checkpoint, resolved.config.data, given))
-    comparison, pictures = export_graph(checkpoint, request.format, request.out, data, options)
+    comparison, pictures = export_graph(checkpoint, request.format, request.out, folders, options)
     log.info(
         "%s agrees with PyTorch on %d images (%s): largest difference of boxes %.1g of the image "
         "size, of scores %.1g",
@@ -193,9 +187,4 @@ def _export_graph(
         comparison.box_difference,
         comparison.score_difference,
     )
-    return {
-        "nms": options.nms,
-        "batch": options.batch or "dynamic",
-        "fp16": options.is_fp16,
-        **comparison._asdict(),
-    }
+    return {"fp16": options.is_fp16, **comparison._asdict()}

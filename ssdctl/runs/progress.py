@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Any
 
 from ssdctl.runs.metrics import Record
@@ -23,15 +22,8 @@ class TrainingBar:
         self._is_shown = is_shown
         self._bar: Any = None
 
-    def __enter__(self) -> TrainingBar:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 

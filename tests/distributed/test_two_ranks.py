@@ -19,7 +19,7 @@ import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from narrow_network.narrow_ssd300 import narrow_backbone
-from processes import Ended, run_two_ranks, wait_for
+from processes import Ended, run_script, run_two_ranks, wait_for
 
 from ssdctl.launch.run import free_port
 
@@ -68,6 +68,9 @@ from ssdctl.cli.main import main
 
 main(sys.argv[5:])
 """
+
+
+COMMAND = "import sys; from ssdctl.cli.main import main; main(sys.argv[1:])"
 
 
 class Pair(NamedTuple):
@@ -160,12 +163,8 @@ def test_a_signal_ends_the_wait_for_a_missing_rank(tmp_path: Path) -> None:
         "main(sys.argv[1:])\n"
     )
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = ["train", "--data", "none", "--out", str(tmp_path / "run"), "--device", "cpu"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, *command],
-        env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
-        stderr=subprocess.PIPE,
-    )
+    command = ["train", "--data", "none", "--out", tmp_path / "run", "--device", "cpu"]
+    process = run_script(script, *command, **common, RANK=rank, LOCAL_RANK=rank)
     try:
         log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
         wait_for(lambda: log.exists() and "waiting" in log.read_text())
@@ -187,11 +186,10 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     kept = image.stat()
     image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
     os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(data)]
-    options = ["--out", str(tmp_path / "run"), "--steps", "2", *TINY_RUN.split()]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 3, done.stderr
-    assert image.name in done.stderr
-    assert "lost rank" not in done.stderr
-    assert "Traceback" not in done.stderr  # of torchrun
-    assert done.stderr.index("image") < done.stderr.index("failed first, with exit code 3")
+    options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
+    ranks = run_two_ranks(COMMAND, "train", "--data", data, *options)
+    assert [rank.code for rank in ranks] == [3, 3], ranks
+    logs = [path.read_text() for path in (tmp_path / "run/logs").iterdir()]
+    texts = [*logs, *(rank.err for rank in ranks)]
+    assert any(image.name in text for text in texts), texts
+    assert not any("lost rank" in text or "Traceback" in text for text in texts)

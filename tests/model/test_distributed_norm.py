@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_two_ranks
 from torch import Tensor, nn
-
-from ssdctl.launch.run import free_port
 
 SCRIPT = """
 import json, os, sys
@@ -64,19 +60,9 @@ def train(model: nn.Module, batch: Tensor, *, ranks: int = 1) -> dict[str, list[
 
 @pytest.mark.parametrize("execution", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_with_the_joined_batch(execution: str) -> None:
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(Path(__file__).parent), execution],
-            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output = [process.communicate(timeout=500)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    results = json.loads(output[0].splitlines()[-1])
+    ranks = run_two_ranks(SCRIPT, Path(__file__).parent, execution)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    results = json.loads(ranks[0].out.splitlines()[-1])
     expected = train(network(), images())
     separate = train(network(), images()[::2])
     assert list(results) == list(expected)

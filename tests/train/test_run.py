@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
+from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -172,16 +173,13 @@ main(sys.argv[1:])
 def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> None:
     """The first one would wait for the step's end, and a step may hang."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 2]
-    command = [sys.executable, "-c", SLOW_STEP, *map(str, options)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "stepping\n"
-        process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-        process.send_signal(signal.SIGINT)
-        _, words = process.communicate(timeout=30)
+    process = run_script(SLOW_STEP, *options)
+    wait_for(lambda: "stepping" in process.output(), process)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    _, words = process.communicate(timeout=30)
     assert process.returncode == 130, words
     assert "interrupted" in words
     assert "Traceback" not in words

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY_RUN, Result
+from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.errors import DiskError
@@ -153,14 +154,11 @@ for crash_at in range(1, 40):
 
 def test_every_file_operation_of_a_save_may_be_the_last(tiny_run: Path, tmp_path: Path) -> None:
     """A process that dies at the Nth operation, for every N: the newest intact one loads."""
-    run, script = tmp_path / "run", tmp_path / "crash.py"
+    run = tmp_path / "run"
     shutil.copytree(tiny_run, run)
-    script.write_text(CRASH)
-    done = subprocess.run(
-        [sys.executable, script, run], capture_output=True, text=True, timeout=300
-    )
-    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
-    assert outcomes, done.stderr
+    output, errors = run_script(CRASH, run).communicate(300)
+    outcomes = [json.loads(line) for line in output.splitlines()]
+    assert outcomes, errors
     codes, steps = [f[0] for f in outcomes], [f[1] for f in outcomes]
     assert codes == [9] * (len(codes) - 1) + [0]
     assert len(codes) > 8  # there were that many operations
