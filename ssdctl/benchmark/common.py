@@ -17,10 +17,12 @@ from ssdctl.input.samples import LoaderConfig
 
 Figures = dict[str, float | int | str]
 
+TRAIN_IMAGES, VAL_IMAGES = 256, 64
+
 
 def make_shapes(folder: Path) -> dict[str, Split]:
     """Generate a dataset, for measurements without --data."""
-    shapes.generate(folder, num_train=256, num_val=64)
+    shapes.generate(folder, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
     prepare(folder, folder / "prepared", pack=False)
     return open_dataset(folder, folder / "prepared")
 

@@ -407,7 +407,10 @@ def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
 
 @pytest.mark.process
 def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 20)
+    monkeypatch.setattr("ssdctl.benchmark.common.TRAIN_IMAGES", 8)
+    monkeypatch.setattr("ssdctl.benchmark.common.VAL_IMAGES", 1)
+    monkeypatch.setattr("ssdctl.benchmark.data.TIMED_IMAGES", 4)
+    monkeypatch.setattr("ssdctl.benchmark.data.BATCH_SIZE", 4)
     options = ("--gpu-rate", 1e6, "--gpus", 8)
     figures = json.loads(cli("benchmark", "data", "--seconds", 0.3, "--json", *options).out)
     assert figures["images_per_second"] > 0
