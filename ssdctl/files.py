@@ -118,7 +118,12 @@ def refuse_url(path: str | Path, option: str) -> None:
 def make_dir(path: Path) -> Path:
     """Create a folder and its parents; return it."""
     with disk_errors(path, "creating"):
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            if path.exists():
+                raise
+            path.mkdir(parents=True, exist_ok=True)  # removed by another process in between
     return path
 
 

@@ -22,6 +22,9 @@ START_S = 0.02  # all forks are waiting by then
 class ForkedProcess:
     """A fork of this process that calls a function; used as `subprocess.Popen`.
 
+    It must not score detections itself (training does it in another process): hotcoco's threads,
+    which this process may have started, do not exist in a fork.
+
     Args:
         work: Called in the fork. What it returns or raises is the exit code.
         variables: Added to the environment.

@@ -1,4 +1,4 @@
-"""Run two ranks, wait for conditions, and check whether a process is running."""
+"""Run ranks, wait for conditions, and check whether a process is running."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ def run_script(script: str, *arguments: object, **variables: str) -> ForkedProce
     return ForkedProcess(run, **variables)
 
 
-def run_two_ranks(script: str, *arguments: object, **variables: str) -> list[Ended]:
-    """Run a script in two forks that form a group."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+def run_ranks(count: int, script: str, *arguments: object, **variables: str) -> list[Ended]:
+    """Run a script in forks that form a group."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    common["WORLD_SIZE"] = str(count)
     ranks = [
         run_script(script, *arguments, **{**common, **variables, "RANK": r, "LOCAL_RANK": r})
-        for r in ("0", "1")
+        for r in map(str, range(count))
     ]
     outputs = [rank.communicate() for rank in ranks]
     return [Ended(rank.wait(1), *o) for rank, o in zip(ranks, outputs, strict=True)]

@@ -43,10 +43,11 @@ def map_table(path: Path, types: Types) -> Any:
     try:
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         table.validate(full=True)
-    except (pa.ArrowException, OSError, MemoryError) as error:
+        columns = table.schema.names  # not checked above: it may not be UTF-8
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise _damaged(path, error) from None
     for name, type_ in types.items():
-        index = table.schema.get_field_index(name)
+        index = columns.index(name) if columns.count(name) == 1 else -1
         if index < 0 or table.schema.field(index).type != type_:
             raise _damaged(path, f"no column {name} of type {type_}")
         if table.column(index).null_count and name != "image":

@@ -8,6 +8,7 @@ The report page is drawn from this file, so a network need not run again for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ from ssdctl.runs.evaluation import (
     GroundTruthBox,
     SampleImage,
 )
+
+log = logging.getLogger(__name__)
 
 CURVE_IOUS = (0.5, 0.75, 0.9)
 NUM_SAMPLES = 12
@@ -67,7 +70,10 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
     precision, cut = engine.eval["precision"], engine.eval["scores"]
     confusion = engine.confusion_matrix(iou_thr=IOU_FOUND)["matrix"]
     shown_confusion = engine.confusion_matrix(iou_thr=IOU_FOUND, min_score=SHOWN_SCORE)
-    calibration = engine.calibration()
+    has_probabilities = bool(((detections.scores >= 0) & (detections.scores <= 1)).all())
+    if not has_probabilities:
+        log.warning("there are scores outside of 0 to 1: their calibration is not computed")
+    calibration = engine.calibration() if has_probabilities else {"bins": [], "ece": None}
     return Evaluation(
         about=about,
         figures=scoring.scores.figures,

@@ -105,7 +105,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     curves: dict[str, list[float]]  # IoU -> mean precision for the recalls 0, 0.01 ... 1
     errors: list[ErrorKind]
     calibration: list[CalibrationBin]
-    calibration_error: float  # expected calibration error: the mean gap, by count
+    calibration_error: float | None  # expected: the mean gap, by count; None: scores beyond 0 to 1
     confusions: list[Confusion]  # the most frequent ones
     samples: list[SampleImage]
     sample_score: float = SHOWN_SCORE  # lowest score in the samples; that of older files

@@ -100,6 +100,9 @@ def test_a_damaged_store_is_refused_and_written_again(dataset: Path, tmp_path: P
         with pytest.raises(DataError, match=f"{shard.name}: {words}"):
             opened(dataset, store)
     shard.write_bytes(complete)
+    index.write_bytes(index.read_bytes().replace(b"image_id", b"image_\xe4d"))
+    with pytest.raises(DataError, match=f"{index.name}: not a readable part of a store"):
+        opened(dataset, store)
     index.write_bytes(b"spoiled")
     assert not is_prepared(dataset, store)
     with pytest.raises(DataError, match="no index"):

@@ -19,7 +19,7 @@ import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from narrow_network.narrow_ssd300 import narrow_backbone
-from processes import Ended, run_script, run_two_ranks, wait_for
+from processes import Ended, run_ranks, run_script, wait_for
 
 from ssdctl.launch.run import free_port
 
@@ -93,8 +93,8 @@ def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     with Server() as server:
         url = server.route(f"/{name}", file(content.getvalue()))
         command = ["train", "--data", shapes, "--out", folder / "run", *options]
-        ranks = run_two_ranks(
-            SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=str(folder / "torch")
+        ranks = run_ranks(
+            2, SCENARIOS, free_port(), name, url, digest, *command, TORCH_HOME=str(folder / "torch")
         )
     return Pair(ranks, len(content.getvalue()), server.body_bytes)
 
@@ -187,7 +187,7 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     image.write_bytes(b"\xff\xd8" + bytes(kept.st_size - 2))
     os.utime(image, ns=(kept.st_atime_ns, kept.st_mtime_ns))  # so that training sees no change
     options = ["--out", tmp_path / "run", "--steps", 2, *TINY_RUN.split()]
-    ranks = run_two_ranks(COMMAND, "train", "--data", data, *options)
+    ranks = run_ranks(2, COMMAND, "train", "--data", data, *options)
     assert [rank.code for rank in ranks] == [3, 3], ranks
     logs = [path.read_text() for path in (tmp_path / "run/logs").iterdir()]
     texts = [*logs, *(rank.err for rank in ranks)]

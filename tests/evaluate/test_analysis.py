@@ -83,6 +83,14 @@ def test_calibration_counts_true_positives(tmp_path: Path) -> None:
     assert result.calibration_error == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("score", [-0.5, 1.5, 1e300])
+def test_scores_that_are_no_probabilities_have_no_calibration(tmp_path: Path, score: float) -> None:
+    result = evaluation(tmp_path, [(0, 2, BOX, score), *RIGHT[1:]])
+    assert result.calibration_error is None
+    assert result.calibration == []
+    assert result.figures["AP"] == pytest.approx(1)
+
+
 def test_confusions_and_samples(tmp_path: Path) -> None:
     rows = [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), (1, 7, BOX, 0.01), *RIGHT[2:]]
     result = evaluation(tmp_path, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,17 +12,29 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Result
-from processes import run_two_ranks
+from processes import run_ranks
+
+from ssdctl.launch.run import free_port
 
 Cli = Callable[..., Result]
 LOW = ("--score-threshold", "0.01")
 EVALUATE = "import sys; from ssdctl.cli.main import main; main(['evaluate', *sys.argv[1:]])"
 
 
-def launch(ranks: int, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", str(ranks), "--"]
-    words = [*command, "evaluate", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+def evaluate_on(ranks: int, *arguments: object) -> str:
+    """Return the main rank's output. No forks: hotcoco's threads would not exist in them."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "ssdctl", "evaluate", *map(str, arguments)],
+            env={**os.environ, **common, "WORLD_SIZE": str(ranks), "RANK": r, "LOCAL_RANK": r},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for r in map(str, range(ranks))
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, outputs
+    return outputs[0][0]
 
 
 def by_image(name: str) -> list[tuple[object, ...]]:
@@ -34,9 +47,8 @@ def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     """Nine images: they divide by neither number."""
     one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")
     assert one.code == 0, one.err
-    several = launch(ranks, checkpoint, "--json", *LOW, "--detections", "several.json")
-    assert several.returncode == 0, several.stderr
-    expected, actual = json.loads(one.out), json.loads(several.stdout)
+    options = ("--json", "--device", "cpu", *LOW, "--detections", "several.json")
+    expected, actual = json.loads(one.out), json.loads(evaluate_on(ranks, checkpoint, *options))
     assert actual["images"] == 9
     assert actual["detections"] == expected["detections"] > 0
     for key, value in expected.items():
@@ -50,7 +62,7 @@ def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")
     torch.save(payload, "bad.pt")
-    ranks = run_two_ranks(EVALUATE, "bad.pt", "--device", "cpu")
+    ranks = run_ranks(2, EVALUATE, "bad.pt", "--device", "cpu")
     assert [rank.code for rank in ranks] == [7, 7], ranks
     assert sum(rank.err.count("NaN or infinite") for rank in ranks) == 1
     assert [rank.out for rank in ranks] == ["", ""]

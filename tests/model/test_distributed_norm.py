@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_two_ranks
+from processes import run_ranks
 from torch import Tensor, nn
 
 SCRIPT = """
@@ -60,7 +60,7 @@ def train(model: nn.Module, batch: Tensor, *, ranks: int = 1) -> dict[str, list[
 
 @pytest.mark.parametrize("execution", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
 def test_two_ranks_equal_one_with_the_joined_batch(execution: str) -> None:
-    ranks = run_two_ranks(SCRIPT, Path(__file__).parent, execution)
+    ranks = run_ranks(2, SCRIPT, Path(__file__).parent, execution)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     results = json.loads(ranks[0].out.splitlines()[-1])
     expected = train(network(), images())

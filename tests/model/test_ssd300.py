@@ -121,8 +121,15 @@ def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gfl
     assert counter.get_total_flops() == 2
 
 
-@pytest.mark.parametrize("peer", ["mlperf", "nvidia"])
-@pytest.mark.parametrize("backbone", ["resnet18", "resnet34", "resnet50"])
+@pytest.mark.parametrize(
+    ("backbone", "peer"),
+    [
+        *(("resnet18", "mlperf"), ("resnet34", "mlperf"), ("resnet50", "nvidia")),
+        pytest.param("resnet18", "nvidia", marks=pytest.mark.slow),
+        pytest.param("resnet34", "nvidia", marks=pytest.mark.slow),
+        pytest.param("resnet50", "mlperf", marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
     model = with_lively_weights(backbone, NORM[peer])
     image = torch.randn(1, 3, 300, 300, dtype=torch.float64)
