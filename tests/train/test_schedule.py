@@ -135,7 +135,7 @@ def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., R
     guess = checkpoint_bytes("resnet18", 6, config)
     assert 0.99 * guess < size < 1.05 * guess
     for backbone, (shared, per_class) in PARAMETERS.items():
-        for num_classes in (2, 81):
+        for num_classes in (2, 81) if backbone == "resnet18" else (81,):
             with torch.device("meta"):
                 network = SSD300(backbone, num_classes, "none")
             number = sum(p.numel() for p in network.parameters())
