@@ -75,8 +75,9 @@ def check_each_write(
         assert "Traceback" not in result.err, where
         temporaries = [p for p in output.rglob("*") if p.name.endswith(files.TEMPORARY_SUFFIX)]
         assert not temporaries, where
-        again = run()
-        assert again.code == 0, (where, again.err)
+        if at == 1 or output.exists():  # else it begins as the first one did
+            again = run()
+            assert again.code == 0, (where, again.err)
 
 
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

@@ -30,7 +30,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from ssdctl.errors import ExitCode
 
 SECONDS = float(os.environ.get("FUZZ_S", "60"))
-EXAMPLES = 10  # in the default suite
+EXAMPLES = 6  # in the default suite
 ROUND = 200  # examples between two looks at the clock
 MAX_GROWTH_BYTES = 1 << 30  # of this process
 BUG = re.compile("Traceback|this is a bug", re.IGNORECASE)

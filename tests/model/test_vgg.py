@@ -66,6 +66,7 @@ def their_outputs(model: nn.Module, pictures: Tensor) -> tuple[Tensor, Tensor]:
     return output["bbox_regression"], output["cls_logits"]
 
 
+@pytest.mark.slow
 def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: Tensor) -> None:
     checkpoint = read_checkpoint(file)
     assert checkpoint.architecture.backbone == "vgg16"

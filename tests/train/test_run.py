@@ -185,7 +185,7 @@ def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> No
     assert "Traceback" not in words
 
 
-@pytest.mark.parametrize("module", ["typer", "torch.version"])
+@pytest.mark.parametrize("module", ["torch.version", pytest.param("typer", marks=pytest.mark.slow)])
 def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
     """Python reports each import at its end: a package's own comes after its modules."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
