@@ -10,6 +10,7 @@ from ssdctl.model.backbone import build_backbone
 from ssdctl.model.resnet import BUILDERS
 
 NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+DEEP = ("resnet101", "resnet152")
 
 
 def torchvision_network(name: str) -> nn.Module:
@@ -30,7 +31,10 @@ def test_every_builder_is_compared() -> None:
     assert set(BUILDERS) == set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n not in DEEP else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+)
 @pytest.mark.process
 def test_outputs_equal_torchvisions(name: str) -> None:
     torch.manual_seed(3)

@@ -124,7 +124,8 @@ def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gfl
 @pytest.mark.parametrize(
     ("backbone", "peer"),
     [
-        *(("resnet18", "mlperf"), ("resnet34", "mlperf"), ("resnet50", "nvidia")),
+        *(("resnet18", "mlperf"), ("resnet34", "mlperf")),
+        pytest.param("resnet50", "nvidia", marks=pytest.mark.slow),
         pytest.param("resnet18", "nvidia", marks=pytest.mark.slow),
         pytest.param("resnet34", "nvidia", marks=pytest.mark.slow),
         pytest.param("resnet50", "mlperf", marks=pytest.mark.slow),

@@ -80,6 +80,7 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
     torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_detections_are_torchvisions_one_to_one(
     theirs: nn.Module, file: Path, pictures: Tensor
 ) -> None:

@@ -144,7 +144,7 @@ def our_losses(
 REAL_SIZE = (pytest.mark.slow, pytest.mark.full_network)
 CASES = [
     pytest.param("mlperf", "resnet18", 2e-2),
-    pytest.param("nvidia", "resnet18", 2e-2),
+    pytest.param("nvidia", "resnet18", 2e-2, marks=pytest.mark.slow),
     pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
     pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]
