@@ -160,12 +160,16 @@ class _Session(requests.Session):
     """Refuses redirects from HTTPS to HTTP."""
 
     def get_redirect_target(self, resp: requests.Response) -> str | None:
-        target = super().get_redirect_target(resp)
-        if target is not None and urlsplit(resp.url).scheme == "https":
-            destination = urljoin(resp.url, target)
-            if urlsplit(destination).scheme == "http":
-                resp.close()
-                raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
+        try:
+            target = super().get_redirect_target(resp)
+            destination = urljoin(resp.url, target or "")
+            scheme = urlsplit(destination).scheme
+        except ValueError as error:  # not UTF-8, or not an address
+            resp.close()
+            raise requests.exceptions.InvalidURL(f"invalid redirect: {error}") from error
+        if scheme == "http" and urlsplit(resp.url).scheme == "https":
+            resp.close()
+            raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
         return target
 
 

@@ -380,7 +380,13 @@ class TestFaults:
         assert len(server.requests) == 1
         assert names(tmp_path) == []
 
-    @pytest.mark.parametrize("to", ["/a.bin", "file:///etc/hostname", "ftp://127.0.0.1/a", "//"])
+    @pytest.mark.parametrize(
+        "to",
+        [
+            *("/a.bin", "file:///etc/hostname", "ftp://127.0.0.1/a", "//", "http://[::1"),
+            "/\xe2",  # sent in Latin-1: not UTF-8
+        ],
+    )
     def test_10_redirects_that_lead_nowhere(self, server: Server, tmp_path: Path, to: str) -> None:
         pin = pinned(server.route("/a.bin", lambda _: Reply(302, {"Location": to})))
         with pytest.raises(NetworkError):
