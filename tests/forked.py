@@ -26,7 +26,8 @@ class ForkedProcess:
     which this process may have started, do not exist in a fork.
 
     Args:
-        work: Called in the fork. What it returns or raises is the exit code.
+        work: Called in the fork. The exit code is that of its SystemExit, 1 for another
+            exception, else 0.
         variables: Added to the environment.
     """
 
@@ -39,7 +40,7 @@ class ForkedProcess:
             os._exit(self._run(work, variables))
 
     def _run(self, work: Callable[[], object], variables: dict[str, str]) -> int:
-        """Work with an own output; never raise, since the fork must not continue a test."""
+        """Work with its own output; never raise, since the fork must not continue a test."""
         try:
             os.environ.update(variables)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -80,8 +81,12 @@ class ForkedProcess:
         return code
 
     def communicate(self, timeout: float = 120) -> tuple[str, str]:
-        """Wait for the end; return the output and the error text."""
-        self.wait(timeout)
+        """Wait for the end, or kill it; return the output and the error text."""
+        try:
+            self.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
         return self.output(), _content(self._err)
 
     def output(self) -> str:

@@ -57,5 +57,9 @@ def run_ranks(count: int, script: str, *arguments: object, **variables: str) -> 
         run_script(script, *arguments, **{**common, **variables, "RANK": r, "LOCAL_RANK": r})
         for r in map(str, range(count))
     ]
-    outputs = [rank.communicate() for rank in ranks]
+    try:
+        outputs = [rank.communicate() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     return [Ended(rank.wait(1), *o) for rank, o in zip(ranks, outputs, strict=True)]

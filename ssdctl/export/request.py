@@ -68,9 +68,8 @@ def export_checkpoint(
     from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
 
     content = read_checkpoint(source)
-    result: dict[str, Any] = {
-        "file": str(request.out), "format": request.format, "source": str(source)
-    }  # fmt: skip
+    result: dict[str, Any] = {"file": str(request.out), "format": request.format}
+    result["source"] = str(source)
     if request.format not in GRAPH_FORMATS:
         _write(content, request)
         return result

@@ -12,17 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Result
-from processes import run_ranks
+from processes import Ended
 
 from ssdctl.launch.run import free_port
 
 Cli = Callable[..., Result]
 LOW = ("--score-threshold", "0.01")
-EVALUATE = "import sys; from ssdctl.cli.main import main; main(['evaluate', *sys.argv[1:]])"
 
 
-def evaluate_on(ranks: int, *arguments: object) -> str:
-    """Return the main rank's output. No forks: hotcoco's threads would not exist in them."""
+def evaluate_on(ranks: int, *arguments: object) -> list[Ended]:
+    """Run `ssdctl evaluate` on ranks. No forks: hotcoco's threads would not exist in them."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
@@ -33,8 +32,7 @@ def evaluate_on(ranks: int, *arguments: object) -> str:
         for r in map(str, range(ranks))
     ]  # fmt: skip
     outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, outputs
-    return outputs[0][0]
+    return [Ended(p.returncode, *output) for p, output in zip(processes, outputs, strict=True)]
 
 
 def by_image(name: str) -> list[tuple[object, ...]]:
@@ -48,7 +46,9 @@ def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")
     assert one.code == 0, one.err
     options = ("--json", "--device", "cpu", *LOW, "--detections", "several.json")
-    expected, actual = json.loads(one.out), json.loads(evaluate_on(ranks, checkpoint, *options))
+    several = evaluate_on(ranks, checkpoint, *options)
+    assert [rank.code for rank in several] == [0] * ranks, several
+    expected, actual = json.loads(one.out), json.loads(several[0].out)
     assert actual["images"] == 9
     assert actual["detections"] == expected["detections"] > 0
     for key, value in expected.items():
@@ -62,7 +62,7 @@ def test_nan_on_every_rank_is_reported_once(checkpoint: Path) -> None:
     payload = torch.load(checkpoint, weights_only=True)
     payload["model"]["box_heads.0.bias"][0] = float("nan")
     torch.save(payload, "bad.pt")
-    ranks = run_ranks(2, EVALUATE, "bad.pt", "--device", "cpu")
+    ranks = evaluate_on(2, "bad.pt", "--device", "cpu")
     assert [rank.code for rank in ranks] == [7, 7], ranks
     assert sum(rank.err.count("NaN or infinite") for rank in ranks) == 1
     assert [rank.out for rank in ranks] == ["", ""]
