@@ -5,8 +5,9 @@
 The ranks are threads of this process, each with its own gloo group over the loopback interface. A
 step is a sleep, in which gloo's threads exchange the flags. "blocking" waits for the exchange at
 every step; "one step later" takes the result of the previous step, as the training loop does.
-With more ranks than cores the wall time of a call is mostly the other ranks' computing: the CPU
-time of the rank's own thread is what a host with a core per rank would wait at least.
+With more ranks than cores the wall time of a call is mostly the other ranks' computing. So "in
+turn" does the same as "one step later", but the ranks reach the call one after another, spread over
+a step: then a rank has a core to itself, as where each rank has one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ssdctl.distributed.ranks import Ranks
 
 TIMEOUT = datetime.timedelta(seconds=600)
 FLAGS = (False, False, False)
+METHODS = ("blocking", "one step later", "in turn")
 
 
 class Call(NamedTuple):
@@ -37,17 +39,21 @@ class Call(NamedTuple):
 def measure(world_size: int, steps: int, step_s: float) -> dict[str, list[Call]]:
     """Return the calls of every rank and step, by method."""
     store = dist.HashStore()
-    calls: dict[str, list[Call]] = {"blocking": [], "one step later": []}
+    calls: dict[str, list[Call]] = {name: [] for name in METHODS}
     barrier = threading.Barrier(world_size)
 
     def run(rank: int) -> None:
         group = dist.ProcessGroupGloo(store, rank, world_size, TIMEOUT)
         flags = FlagExchange(Ranks(rank, world_size, rank), group)
-        for name, call in (("blocking", flags.settle), ("one step later", flags.exchange)):
+        for name in METHODS:
+            call = flags.settle if name == "blocking" else flags.exchange
             call(FLAGS)
             barrier.wait()
-            for _ in range(steps):
-                time.sleep(step_s)
+            start = time.perf_counter()
+            if name == "in turn":
+                start += 0.8 * step_s * rank / world_size
+            for step in range(1, steps + 1):
+                time.sleep(max(start + step * step_s - time.perf_counter(), 0))
                 wall, cpu = time.perf_counter(), time.thread_time()
                 call(FLAGS)
                 wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu

@@ -45,7 +45,7 @@ from ssdctl.device import open_device
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
 from ssdctl.model.augment import MEAN, STD
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import tune_process
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480
 MIN_IOUS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, 0.0)
@@ -244,7 +244,7 @@ def ssdctl_batches(
     execution: str = "eager",
 ) -> Count:
     if pipeline == "native":
-        keep_freed_memory()
+        tune_process()
     split = open_dataset(root, store)["train"]
     batches = open_input(pipeline, split, loader_config(split, threads)).batches(0, 1 << 40)
     if is_full:
@@ -366,7 +366,7 @@ def main() -> None:
                     )
             print(line)
         torch.set_num_threads(1)
-        keep_freed_memory()
+        tune_process()
         for name in ("files", "raw"):
             split = open_dataset(root, stores[name])["train"]
             times = stage_times(split, loader_config(split, 1), num_images=320)

@@ -29,7 +29,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import tune_process
 
 BATCH = 32
 MB = 1e6
@@ -54,7 +54,7 @@ def memory(store: Path) -> dict[str, float]:
 
 def serve(rank: int, options: argparse.Namespace, folder: Path) -> None:
     """Load batches of one rank, and let rank 0 print the figures of all."""
-    keep_freed_memory()
+    tune_process()
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",

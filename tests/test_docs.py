@@ -153,6 +153,7 @@ def run_page(page: Path, folder: Path, cli: Callable[..., Result]) -> None:
                     subprocess.run(["bash", "-ec", line], check=True, cwd=folder)
 
 
+@pytest.mark.slow(in_ci=True)
 def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
     run_page(ROOT / "docs" / "quickstart.md", tmp_path, cli)
     assert (tmp_path / "runs/shapes/report.html").is_file()
@@ -160,6 +161,7 @@ def test_quick_start(tmp_path: Path, cli: Callable[..., Result]) -> None:
     assert len(list((tmp_path / "drawn").glob("*.png"))) == 8
 
 
+@pytest.mark.slow(in_ci=True)
 def test_custom_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None:
     run_page(ROOT / "docs" / "custom-dataset.md", tmp_path, cli)
     assert (tmp_path / "boxes.png").is_file()

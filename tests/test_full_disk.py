@@ -94,6 +94,7 @@ def test_export(
     assert paths
 
 
+@pytest.mark.slow(in_ci=True)
 def test_report(tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     paths = check_each_write(

@@ -12,7 +12,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.common import Figures
@@ -69,7 +69,7 @@ def data(
     stage for one image in one thread is also printed.
     """
     if call.config.train.pipeline != "dali":  # as in training
-        keep_freed_memory()
+        tune_process()
     from ssdctl.benchmark.data import benchmark_data, required_cores
 
     with _splits(call) as splits:
@@ -124,7 +124,7 @@ def train(
     The rate is measured on real images and compared with that of fake ones.
     """
     if call.config.train.pipeline != "dali":  # as in training
-        keep_freed_memory()
+        tune_process()
     from ssdctl.benchmark.train import benchmark_train
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
@@ -157,7 +157,7 @@ def train(
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
     """Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
-    keep_freed_memory()
+    tune_process()
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.data.dataset import require_split
     from ssdctl.data.store_folder import dataset_folders

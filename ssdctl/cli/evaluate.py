@@ -14,7 +14,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -91,7 +91,7 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
     """Score all files and print each result; the list is empty on ranks other than the main one."""
     from ssdctl.evaluate.sources import evaluate_files
 
-    keep_freed_memory()
+    tune_process()
     ranks = find_ranks()
     call.console.handler.addFilter(MainRankFilter(ranks))
     evaluations = []

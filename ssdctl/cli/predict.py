@@ -13,8 +13,8 @@ from ssdctl.cli.command import Call, command
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write
 from ssdctl.runtime.cores import usable_cores
-from ssdctl.runtime.malloc import keep_freed_memory
 from ssdctl.runtime.printable import printable_line
+from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.inference.predict import Predictor
@@ -95,7 +95,7 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> Predictor:
-    keep_freed_memory()
+    tune_process()
     from ssdctl.inference import predict as inference
 
     settings = call.config.predict

@@ -13,7 +13,7 @@ from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.layout import run_dir
 from ssdctl.runtime import signals
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.config import Config
@@ -49,7 +49,7 @@ def train(
         return
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
-        keep_freed_memory()
+        tune_process()
     ranks, run = find_ranks(), run_dir(call.config.train)
     is_main = ranks.is_main
     if not ranks.is_single_process:

@@ -12,7 +12,9 @@ the annotations that it was made from, its rows a fingerprint of each image file
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +106,7 @@ class Split(NamedTuple):
             DataError: The image cannot be read.
             ImageError: It cannot be decoded, or has another size.
         """
-        width, height = (int(n) for n in self.pixel_sizes[row])
+        width, height = self.pixel_sizes[row].tolist()
         content = self.images.read(row)
         if self.is_raw:
             return raw_pixels(content, (width, height))
@@ -148,11 +150,11 @@ class PackedImages:
         self._files = [(folder / shard.file, shard.rows) for shard in shards]
         chunks = [chunk for table in tables for chunk in table.column("image").chunks]
         self._chunks = [_offsets_and_data(chunk) for chunk in chunks]
-        self._ends = np.cumsum([len(chunk) for chunk in chunks])
+        self._ends = list(itertools.accumulate(len(chunk) for chunk in chunks))
 
     def read(self, row: int) -> memoryview:
-        chunk = int(np.searchsorted(self._ends, row, side="right"))
-        place = row - (int(self._ends[chunk - 1]) if chunk else 0)
+        chunk = bisect.bisect_right(self._ends, row)
+        place = row - (self._ends[chunk - 1] if chunk else 0)
         offsets, data = self._chunks[chunk]
         content = data[offsets[place] : offsets[place + 1]]
         if not content:

@@ -228,15 +228,20 @@ def _decode_part(split: Split, samples: Samples, slots: range, pixels: Pixels) -
 def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
     """Read, decode, crop and resize one image into `out`; return its problem, or None."""
     row = int(samples.rows[slot])
-    width, height = (int(n) for n in split.pixel_sizes[row])
     try:
         if samples.is_whole:
             resize(split.decode(row), out)
             return None
-        edges = samples.crops.rect[slot] * (width, height, width, height)
-        left, top, right, bottom = (int(edge) for edge in np.rint(edges))
-        pixels = split.decode(row, rows=min(bottom, height))
-        resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+        width, height = split.pixel_sizes[row].tolist()
+        left, top, right, bottom = samples.crops.rect[slot].tolist()
+        edges = (
+            round(left * width),
+            round(top * height),
+            round(right * width),
+            round(bottom * height),
+        )
+        pixels = split.decode(row, rows=min(edges[3], height))
+        resize_crop(pixels, edges, bool(samples.flip[slot]), out)
     except (DataError, ImageError) as error:
         return str(error)
     return None

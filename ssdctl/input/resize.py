@@ -68,4 +68,4 @@ def _resize_padded(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, o
 
 def _as_images(pixels: Pixels) -> torch.Tensor:
     """(H, W, 3) -> a (1, 3, H, W) view, channels last."""
-    return torch.from_numpy(pixels).permute(2, 0, 1).unsqueeze(0)
+    return torch.from_numpy(pixels[None]).permute(0, 3, 1, 2)

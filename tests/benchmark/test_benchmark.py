@@ -27,6 +27,7 @@ LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --
 OPTIONS = LINE.split()
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize(
     ("backbone", "norm", "gflop"), [("resnet34", "none", 94.7), ("resnet50", "batch", 121)]
 )

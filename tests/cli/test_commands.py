@@ -526,6 +526,7 @@ def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
     assert "Traceback" not in rest
 
 
+@pytest.mark.slow(in_ci=True)
 def test_the_first_process_of_a_container_ends_on_sigterm() -> None:
     """The kernel ignores SIGTERM for it if there is no handler, and the device stays in use."""
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-pf", "true"]).returncode:

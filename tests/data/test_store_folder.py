@@ -55,6 +55,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
     return json.loads(out), err
 
 
+@pytest.mark.slow(in_ci=True)
 def test_many_users_and_processes_at_once(read_only: Path, tmp_path: Path) -> None:
     before = sorted(read_only.rglob("*"))
     caches = [tmp_path / "cache of one", tmp_path / "cache of another"]

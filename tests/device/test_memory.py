@@ -38,6 +38,7 @@ pytestmark = pytest.mark.full_network  # estimates are of the real networks
 R18 = Architecture("resnet18", "none", 6)
 
 
+@pytest.mark.slow(in_ci=True)
 def test_resnet50_at_256_trains_within_80_gb() -> None:
     network = Architecture("resnet50", "batch", 81)
     need = estimate(network, config(), "bf16")
@@ -45,6 +46,7 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
     assert need.fits(80_000_000_000) >= 256
 
 
+@pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
     from ssdctl.train.memory import random_batch
@@ -140,6 +142,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
     gc.enable()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(steps: type[Step]) -> None:
     # 0.9 x 2 GB less the 500 MB that are always held: 130 images of 10 MB, in eights.
     assert auto(Card(2_000_000_000)) == 128
@@ -150,6 +153,7 @@ def test_bs_auto_fills_the_memory_by_what_steps_need_once_tuned(steps: type[Step
         auto(Card(None))
 
 
+@pytest.mark.slow(in_ci=True)
 def test_bs_auto_probes_with_batches_that_the_memory_allows(steps: type[Step]) -> None:
     assert auto(Card(80_000_000_000)) == 7144
     assert steps.sizes == [16, 16, 48, 48]

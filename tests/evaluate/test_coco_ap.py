@@ -62,15 +62,28 @@ def cases(
     return draw(st.lists(truth, max_size=20)), draw(st.lists(detection, max_size=40))
 
 
-@settings(max_examples=200, deadline=None)
+Case = tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]
+
+
+@settings(max_examples=40)
 @given(cases())
 @pytest.mark.process
-def test_equal_to_pycocotools(
-    tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]],
+def test_equal_to_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
+    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
+
+
+@pytest.mark.slow(in_ci=True)
+@settings(max_examples=200)
+@given(cases())
+def test_equal_to_pycocotools_in_many_cases(
+    tmp_path_factory: pytest.TempPathFactory, case: Case
 ) -> None:
+    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
+
+
+def check_against_pycocotools(folder: Path, case: Case) -> None:
     truth, result = case
-    path = annotations(tmp_path_factory.mktemp("case"), truth)
+    path = annotations(folder, truth)
     run_scoring(read_ground_truth(path), detections(result), verify=True)  # raises if they differ
     run_scoring(
         read_ground_truth(path), detections(result), image_ids=np.array([0, 2]), verify=True

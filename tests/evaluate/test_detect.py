@@ -41,6 +41,7 @@ def table(found: Detections) -> np.ndarray:
     return np.column_stack([found.image_ids, found.boxes, found.scores, found.category_ids])
 
 
+@pytest.mark.slow(in_ci=True)
 def test_batches_do_not_matter(
     checkpoint: Path, split: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:

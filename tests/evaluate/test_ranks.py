@@ -40,7 +40,10 @@ def by_image(name: str) -> list[tuple[object, ...]]:
     return sorted((r["image_id"], -r["score"], r["category_id"], *r["bbox"]) for r in rows)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "ranks",
+    [pytest.param(2, marks=pytest.mark.slow(in_ci=True)), pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_ranks_equal_one(cli: Cli, checkpoint: Path, ranks: int) -> None:
     """Nine images: they divide by neither number."""
     one = cli("evaluate", checkpoint, "--json", "--device", "cpu", *LOW, "--detections", "one.json")

@@ -181,6 +181,7 @@ def our_name(name: str) -> str:
     return re.sub(r"^conf\.", "class_heads.", name)
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("options", [["--freeze-stem"], ["--ema", 0.9], ["--optimizer", "adamw"]])
 def test_states_without_all_momenta_load(
     exported: Callable[..., Path], options: list[object]

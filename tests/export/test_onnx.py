@@ -34,6 +34,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.skipif(
     torch.__version__.startswith("2.6"), reason="torch 2.6 cannot export the network to ONNX"
 )

@@ -124,8 +124,8 @@ def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
         np.testing.assert_allclose(crops.boxes[i, :kept], expected.boxes, atol=1e-6)
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("scene", SCENES)
-@pytest.mark.process
 def test_statistics_equal_the_replaced_systems(scene: str) -> None:
     boxes = SCENES[scene]
     actual, expected = drawn_by_ssdctl(boxes), drawn_by_reference(boxes)

@@ -159,7 +159,7 @@ def test_a_killed_launch_leaves_nothing(launcher: str, phase: str, tmp_path: Pat
         wait_for(lambda: not marked(mark), timeout_s=5)
 
 
-@pytest.mark.parametrize("end", ["dies", "hangs"])
+@pytest.mark.parametrize("end", ["dies", pytest.param("hangs", marks=pytest.mark.slow(in_ci=True))])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_lost_rank_ends_the_job_and_is_named(launcher: str, end: str, tmp_path: Path) -> None:
     """The other rank exits with 8 when it notices the loss, as training does."""

@@ -285,6 +285,7 @@ def test_assumed_cores_cause_a_warning() -> None:
     assert plan_for("cuda", 8, cores_per_node=64).warnings == ()
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.usefixtures("slurm")
 def test_a_job_is_signalled_requeued_and_resumes(shapes: Path, tmp_path: Path) -> None:
     """The signal that Slurm sends before the time limit, here sent by the test."""

@@ -33,7 +33,7 @@ def test_every_builder_is_compared() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n not in DEEP else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+    [n if n not in DEEP else pytest.param(n, marks=pytest.mark.slow(in_ci=True)) for n in NAMES],
 )
 @pytest.mark.process
 def test_outputs_equal_torchvisions(name: str) -> None:

@@ -125,10 +125,10 @@ def test_cost(backbone: str, extra_norm: str, forward_gflop: float, training_gfl
     ("backbone", "peer"),
     [
         *(("resnet18", "mlperf"), ("resnet34", "mlperf")),
-        pytest.param("resnet50", "nvidia", marks=pytest.mark.slow),
-        pytest.param("resnet18", "nvidia", marks=pytest.mark.slow),
-        pytest.param("resnet34", "nvidia", marks=pytest.mark.slow),
-        pytest.param("resnet50", "mlperf", marks=pytest.mark.slow),
+        pytest.param("resnet50", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet18", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet34", "nvidia", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("resnet50", "mlperf", marks=pytest.mark.slow(in_ci=True)),
     ],
 )
 def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:

@@ -66,7 +66,7 @@ def their_outputs(model: nn.Module, pictures: Tensor) -> tuple[Tensor, Tensor]:
     return output["bbox_regression"], output["cls_logits"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(in_ci=True)
 def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: Tensor) -> None:
     checkpoint = read_checkpoint(file)
     assert checkpoint.architecture.backbone == "vgg16"
@@ -80,7 +80,7 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
     torch.testing.assert_close(logits, expected[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(in_ci=True)
 def test_detections_are_torchvisions_one_to_one(
     theirs: nn.Module, file: Path, pictures: Tensor
 ) -> None:
@@ -158,6 +158,7 @@ def test_six_training_steps_are_torchvisions(
             optimizer.step()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     """The loss of given outputs, without the network's cost."""
     from torchvision.models.detection.image_list import ImageList
@@ -189,6 +190,7 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     )
 
 
+@pytest.mark.slow(in_ci=True)
 def test_classes_are_cocos_with_gaps(file: Path) -> None:
     classes = read_checkpoint(file).classes
     assert len(classes) == 90
@@ -197,6 +199,7 @@ def test_classes_are_cocos_with_gaps(file: Path) -> None:
     assert classes[11].id is None  # 12 is a gap
 
 
+@pytest.mark.slow(in_ci=True)
 def test_outputs_of_gaps_are_left_out_of_an_evaluation(file: Path) -> None:
     from ssdctl.data.coco_classes import COCO_CLASSES
     from ssdctl.data.formats.coco import ClassName

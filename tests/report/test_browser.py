@@ -133,6 +133,7 @@ def page(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
+@pytest.mark.slow(in_ci=True)
 def test_no_error_and_no_request(page: Path, tmp_path: Path) -> None:
     done = browse(page, tmp_path / "profile", "--window-size=1280,1600", "--screenshot=page.png")
     assert done.returncode == 0, done.stderr

@@ -143,8 +143,8 @@ def our_losses(
 # the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
 REAL_SIZE = (pytest.mark.slow, pytest.mark.full_network)
 CASES = [
-    pytest.param("mlperf", "resnet18", 2e-2),
-    pytest.param("nvidia", "resnet18", 2e-2, marks=pytest.mark.slow),
+    pytest.param("mlperf", "resnet18", 2e-2, marks=pytest.mark.slow(in_ci=True)),
+    pytest.param("nvidia", "resnet18", 2e-2, marks=pytest.mark.slow(in_ci=True)),
     pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
     pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]

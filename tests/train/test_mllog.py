@@ -104,6 +104,7 @@ def test_lines_name_their_place_in_the_source(log: Path) -> None:
         assert f'"{word}"' in source, line
 
 
+@pytest.mark.slow(in_ci=True)
 def test_the_log_of_a_resumed_run_continues(cli: Cli, shapes: Path, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     options = ["train", "--data", shapes, "--out", "run", *OPTIONS, "--mllog", path]

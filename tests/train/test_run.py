@@ -185,7 +185,8 @@ def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> No
     assert "Traceback" not in words
 
 
-@pytest.mark.parametrize("module", ["torch.version", pytest.param("typer", marks=pytest.mark.slow)])
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("module", ["torch.version", "typer"])
 def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
     """Python reports each import at its end: a package's own comes after its modules."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
@@ -220,6 +221,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Two gloo ranks through torchrun; nine validation pictures do not divide by two.
 

@@ -76,7 +76,13 @@ def test_every_export_is_recognised_and_prepared(
 
 
 @pytest.mark.parametrize(
-    "name", ["roboflow_coco", "label_studio_coco", "roboflow_yolo", "cvat_coco"]
+    "name",
+    [
+        "label_studio_coco",
+        "roboflow_yolo",
+        pytest.param("roboflow_coco", marks=pytest.mark.slow(in_ci=True)),
+        pytest.param("cvat_coco", marks=pytest.mark.slow(in_ci=True)),
+    ],
 )
 def test_an_export_is_trained_on_scored_and_reported(
     name: str, tmp_path: Path, cli: Callable[..., Result]

@@ -1,15 +1,20 @@
-"""Keep freed memory in the process (glibc), for the commands that compute.
+"""Process-wide settings of the commands that compute.
 
-By default glibc returns the memory of a freed tensor of some megabytes to the system, and the next
-step causes a page fault for each 4 KB of it. Every step needs the same memory, so it is kept; the
-peak grows by some percent (benchmarks/RESULTS.md). The setting is process-wide, so only the command
-line makes it: `ssdctl.load` changes nothing in the user's program.
+Keep freed memory (glibc). By default glibc returns the memory of a freed tensor of some megabytes
+to the system, and the next step causes a page fault for each 4 KB of it. Every step needs the same
+memory, so it is kept; the peak grows by some percent (benchmarks/RESULTS.md).
+
+Switch threads sooner. By default a thread that needs the interpreter waits up to 5 ms for another
+one, in which a decode thread could have decoded an image.
+
+Only the command line makes these settings: `ssdctl.load` changes nothing in the user's program.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 
 # malloc.h
@@ -18,6 +23,14 @@ NEVER = 2**31 - 1
 STEP_BYTES = 64 << 20  # step of heap growth
 # If the user sets one of these, nothing is changed.
 USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
+
+SWITCH_INTERVAL_S = 5e-5
+
+
+def tune_process() -> None:
+    """Keep freed memory and switch threads sooner, process-wide."""
+    keep_freed_memory()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:

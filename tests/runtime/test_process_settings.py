@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import resource, sys
-from ssdctl.runtime.malloc import keep_freed_memory
+from ssdctl.runtime.process_settings import keep_freed_memory
 
 if sys.argv[1] == "keep" and not keep_freed_memory():
     sys.exit(3)
@@ -42,6 +42,6 @@ def test_an_allocation_finds_the_pages_of_the_one_before() -> None:
 
 
 def test_the_users_settings_take_precedence() -> None:
-    from ssdctl.runtime.malloc import keep_freed_memory
+    from ssdctl.runtime.process_settings import keep_freed_memory
 
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})
