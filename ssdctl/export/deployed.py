@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.errors import IntegrityError
+from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.conventions import Conventions
 from ssdctl.model.postprocess import boxes_and_scores, detect
@@ -31,8 +32,6 @@ TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
 MAX_DIFFERENT_FP16 = 0.05
-RAW_NAMES, DECODED_NAMES = ("offsets", "logits"), ("all_boxes", "all_scores")
-DETECTION_NAMES = ("boxes", "scores", "labels", "count")
 
 Nms = Literal["onnx", "none", "efficientnms", "raw"]
 Pictures = NDArray[np.uint8]
@@ -58,7 +57,7 @@ class ExportOptions(NamedTuple):
     @property
     def output_names(self) -> tuple[str, ...]:
         """The names of the outputs before NMS."""
-        return RAW_NAMES if self.nms == "raw" else DECODED_NAMES
+        return HEADS if self.nms == "raw" else DECODED
 
     @property
     def has_nms(self) -> bool:
@@ -128,8 +127,7 @@ def in_batches(run: Runner, pictures: Pictures, batch: int | None) -> list[NDArr
     if batch is None:
         parts = [run(pictures[:1]), run(pictures[1:])]
     else:
-        padded = np.concatenate([pictures, pictures[-1:].repeat(-len(pictures) % batch, axis=0)])
-        parts = [run(padded[i : i + batch]) for i in range(0, len(padded), batch)]
+        parts = [run(filled) for filled in filled_batches(pictures, batch)]
     return [np.concatenate(arrays)[: len(pictures)] for arrays in zip(*parts, strict=True)]
 
 

@@ -22,6 +22,7 @@ from ssdctl.errors import IntegrityError
 from ssdctl.evaluate.checkpoint import evaluate_checkpoint
 from ssdctl.export import onnx
 from ssdctl.export.deployed import ExportOptions, Pictures, Runner
+from ssdctl.inference.onnx_detector import filled_batches
 from ssdctl.runtime.progress import Progress
 
 CALIBRATION_BATCH = 8
@@ -142,11 +143,9 @@ def _reader(pictures: Pictures, size: int) -> Any:
     """Return onnxruntime's reader of calibration data; the last batch is filled."""
     from onnxruntime.quantization import CalibrationDataReader
 
-    padded = np.concatenate([pictures, pictures[-1:].repeat(-len(pictures) % size, axis=0)])
-
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
-            self._batches: Iterator[Pictures] = iter(np.split(padded, len(padded) // size))
+            self._batches: Iterator[Pictures] = iter(filled_batches(pictures, size))
 
         def get_next(self) -> dict[str, Pictures] | None:
             batch = next(self._batches, None)

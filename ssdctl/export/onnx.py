@@ -18,7 +18,6 @@ from ssdctl.checkpoint.onnx_file import PACKAGES, InputConvention, OnnxDescripti
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.errors import missing_package
 from ssdctl.export.deployed import (
-    DECODED_NAMES,
     Comparison,
     Deployed,
     ExportOptions,
@@ -28,6 +27,7 @@ from ssdctl.export.deployed import (
     example,
     thresholds,
 )
+from ssdctl.inference.onnx_detector import DECODED
 from ssdctl.model.conventions import conventions_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 
@@ -170,7 +170,7 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
         threshold=f"{score_threshold:.9f}",
     )
     merged = onnx.compose.merge_models(
-        model, onnx.parser.parse_model(text), io_map=[(name, name) for name in DECODED_NAMES]
+        model, onnx.parser.parse_model(text), io_map=[(name, name) for name in DECODED]
     )
     clean_opsets(merged)
     return merged

@@ -15,7 +15,6 @@ from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.export import onnx
 from ssdctl.export.deployed import (
-    DETECTION_NAMES,
     Comparison,
     ExportOptions,
     Pictures,
@@ -23,6 +22,7 @@ from ssdctl.export.deployed import (
     Runner,
 )
 from ssdctl.files import write_bytes
+from ssdctl.inference.onnx_detector import DETECTIONS
 
 METADATA = "ssdctl"  # key of the runtime information in the file
 
@@ -59,7 +59,7 @@ def write_openvino(
             return comparison
     graph = onnx.with_nms(graph, checkpoint, options)
     with _converted(openvino, graph, checkpoint, options) as file:
-        reference.check_detections(_runner(openvino, file, DETECTION_NAMES))
+        reference.check_detections(_runner(openvino, file, DETECTIONS))
         _publish(file, target)
     return comparison
 

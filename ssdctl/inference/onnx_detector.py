@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, NUM_BOXES, default_boxes_cxcywh
@@ -22,6 +23,7 @@ from ssdctl.inference.detector import refuse_non_finite
 from ssdctl.model.conventions import conventions_of
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
 
+# Names of the outputs: detections, decoded boxes, raw heads.
 DETECTIONS = ("boxes", "scores", "labels", "count")
 DECODED = ("all_boxes", "all_scores")
 HEADS = ("offsets", "logits")
@@ -93,17 +95,16 @@ class OnnxDetector:
         images = images_BHW3.cpu().numpy()
         size = self._batch or len(images)
         parts = []
-        for start in range(0, len(images), size):
-            part = images[start : start + size]
-            filled = np.concatenate([part, part[-1:].repeat(size - len(part), axis=0)])
+        for filled in filled_batches(images, size):
             try:
                 arrays = self._session.run(list(self._outputs), {"images": filled})
             except Exception as error:  # onnxruntime's have no common class
                 raise IntegrityError(f"{self._path}: the graph cannot be run: {error}") from error
             if not self._is_valid(arrays, size):
                 raise IntegrityError(f"{self._path}: the outputs of the graph have other shapes")
-            parts.append([array[: len(part)] for array in arrays])
-        return tuple(torch.from_numpy(np.concatenate(p)) for p in zip(*parts, strict=True))
+            parts.append(arrays)
+        joined = (np.concatenate(p)[: len(images)] for p in zip(*parts, strict=True))
+        return tuple(torch.from_numpy(array) for array in joined)
 
     def finish(self, output: tuple[Tensor, ...]) -> list[ImageDetections]:
         """Return the detections in the output of `forward`.
@@ -169,6 +170,12 @@ class OnnxDetector:
                 return False
             expected = [(batch, most, 4), (batch, most), (batch, most), (batch,)]
         return shapes == expected and kinds == ["f", "f", "i", "i"][: len(kinds)]
+
+
+def filled_batches(pictures: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:
+    """Split pictures into batches; the last one is filled with repetitions of the last picture."""
+    filled = np.concatenate([pictures, pictures[-1:].repeat(-len(pictures) % size, axis=0)])
+    return np.split(filled, len(filled) // size)
 
 
 def _session(checkpoint: Checkpoint, device: Device) -> Any:

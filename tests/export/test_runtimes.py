@@ -16,9 +16,10 @@ from conftest import Result
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
 from ssdctl.device import open_device
-from ssdctl.export.deployed import DECODED_NAMES, ExportOptions
+from ssdctl.export.deployed import ExportOptions
 from ssdctl.export.formats import pictures_of
 from ssdctl.inference.detector import Detector
+from ssdctl.inference.onnx_detector import DECODED
 from ssdctl.model.postprocess import boxes_and_scores
 
 Cli = Callable[..., Result]
@@ -96,7 +97,7 @@ def test_boxes_and_scores(
     batches = [4] if "--batch" in options else [4, 1]
     for batch in batches:
         outputs = run_elsewhere(path, pictures[:batch])
-        names = DECODED_NAMES if name != "x.pt2" else ("output0", "output1")
+        names = DECODED if name != "x.pt2" else ("output0", "output1")
         tolerance = 1e-2 if "--fp16" in options else 1e-3
         for expected, key in zip(decoded(checkpoint, pictures[:batch]), names, strict=True):
             np.testing.assert_allclose(outputs[key], expected, atol=tolerance)

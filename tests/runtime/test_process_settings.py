@@ -1,4 +1,4 @@
-"""Freed memory stays in the process: the pages of the next step are there already."""
+"""Freed memory stays in the process: its pages are there at the next step."""
 
 from __future__ import annotations
 
