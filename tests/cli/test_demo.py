@@ -14,8 +14,8 @@ from ssdctl.config import resolve
     ("step_s", "left_s", "steps"),
     [
         (0.1, 240.0, demo.FULL_STEPS),  # a fast machine makes one pass over the images
-        (1.0, 260.0, 230),  # 250 s for 230 steps and two evaluations
-        (2.5, 230.0, demo.USEFUL_STEPS),  # a slow one takes longer than 5 minutes
+        (0.6, 250.0, 360),  # 240 s for 360 steps and two evaluations
+        (1.25, 230.0, demo.USEFUL_STEPS),  # a slow one takes longer than 5 minutes
         (1.0, -20.0, demo.USEFUL_STEPS),
     ],
 )
@@ -34,5 +34,5 @@ def test_an_interrupted_demo_keeps_its_number_of_steps(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "environment.json").write_text("{}")
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 230\n")
-    assert demo.steps_of_run(tmp_path) == 230
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 410\n")
+    assert demo.steps_of_run(tmp_path) == 410
