@@ -130,15 +130,20 @@ def _is_valid(
 
 
 def _iou(rect: Floats, boxes: Floats) -> Floats:
-    low = np.maximum(rect[:, None, :2], boxes[..., :2])
-    high = np.minimum(rect[:, None, 2:], boxes[..., 2:])
-    overlap = (high - low).clip(0).prod(-1)
-    area = (boxes[..., 2:] - boxes[..., :2]).prod(-1)
-    areas = (rect[:, 2:] - rect[:, :2]).prod(-1)[:, None]
+    (left, top, right, bottom), (x1, y1, x2, y2) = _edges(rect[:, None]), _edges(boxes)
+    width = np.maximum(np.minimum(right, x2) - np.maximum(left, x1), 0)
+    height = np.maximum(np.minimum(bottom, y2) - np.maximum(top, y1), 0)
+    overlap = width * height
+    area, areas = (x2 - x1) * (y2 - y1), (right - left) * (bottom - top)
     return np.asarray(overlap / (area + areas - overlap))
 
 
 def _centre_inside(rect: Floats, boxes: Floats) -> NDArray[np.bool_]:
-    centre = (boxes[..., :2] + boxes[..., 2:]) / 2
-    inside = (centre > rect[:, None, :2]) & (centre < rect[:, None, 2:])
-    return np.asarray(inside.all(-1))
+    (left, top, right, bottom), (x1, y1, x2, y2) = _edges(rect[:, None]), _edges(boxes)
+    x, y = (x1 + x2) / 2, (y1 + y2) / 2
+    return np.asarray((x > left) & (x < right) & (y > top) & (y < bottom))
+
+
+def _edges(boxes: Floats) -> tuple[Floats, Floats, Floats, Floats]:
+    """(..., 4) ltrb -> left, top, right, bottom. numpy reduces short last axes slowly."""
+    return boxes[..., 0], boxes[..., 1], boxes[..., 2], boxes[..., 3]
