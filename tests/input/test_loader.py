@@ -17,7 +17,7 @@ from ssdctl.data.store import Split
 from ssdctl.errors import DataError
 from ssdctl.input.loader import Batch, TrainLoader, evaluation_batches
 from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.samples import LoaderConfig, draw_samples
 
 PLAN = LoaderConfig(
     seed=4,
@@ -51,6 +51,21 @@ def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
         assert a.rows.tolist() == b.rows.tolist()
         for name in ("images", "boxes", "labels", "jitter"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_more_padding_changes_nothing_else(splits: dict[str, Split], augment: bool) -> None:
+    split, plan = splits["train"], PLAN._replace(augment=augment)
+    stream = SampleStream(split.trainable, plan.seed)
+    narrow, wide = (
+        draw_samples(split, stream, plan._replace(max_boxes=n), 0, 20).crops for n in (12, 30)
+    )
+    assert wide.boxes.shape == (20, 30, 4)
+    assert np.array_equal(wide.rect, narrow.rect)
+    assert np.array_equal(wide.boxes[:, :12], narrow.boxes)
+    assert np.array_equal(wide.labels[:, :12], narrow.labels)
+    assert not wide.boxes[:, 12:].any()
+    assert not wide.labels[:, 12:].any()
 
 
 @pytest.mark.process
