@@ -208,6 +208,7 @@ def test_torch_is_never_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow(in_ci=True)
 def test_stdout_contains_only_the_json_result() -> None:
     """The output of the ranks goes to stderr."""
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "1", "--json"]

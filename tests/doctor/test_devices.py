@@ -22,7 +22,7 @@ if 'ssdctl.doctor.torch_probe' in sys.orig_argv:
 """
 
 
-@pytest.mark.process
+@pytest.mark.slow(in_ci=True)
 def test_gpus_as_torch_sees_them(run_doctor: RunDoctor, machine: Machine) -> None:
     machine.program("nvidia-smi", "echo 570.12; echo 570.12")
     machine.put(machine.modules / "sitecustomize.py", GPUS.replace("MAJOR", "8"))

@@ -142,6 +142,7 @@ def test_equal_to_the_functional_network(backbone: str, peer: str) -> None:
         assert (own - other).abs().max() <= 1e-10 * other.abs().max()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_equal_to_the_functional_network_in_training() -> None:
     """With the batch's statistics."""
     model = with_lively_weights("resnet18", "batch").train()

@@ -157,6 +157,7 @@ def test_nothing_is_cut_off(page: Path, tmp_path: Path, width: int) -> None:
     assert (images, broken) == (18, 0)
 
 
+@pytest.mark.slow(in_ci=True)
 def test_what_the_page_offers(page: Path, tmp_path: Path, shapes: Path) -> None:
     """The slider changes the boxes, tables are sorted, keys move through charts and the matrix."""
     result = in_frame(page, tmp_path / "profile", USE)

@@ -59,6 +59,7 @@ def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cl
     assert last(run).images == 3
 
 
+@pytest.mark.slow(in_ci=True)
 def test_average_of_the_weights(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """It is evaluated; training continues from the weights themselves, resumed or not."""
     plain, averaged = tmp_path / "plain", tmp_path / "averaged"

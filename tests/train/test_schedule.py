@@ -125,6 +125,7 @@ def due(text: str, plan: TrainSchedule, last: int) -> list[int]:
     return [step for step in range(1, last + 1) if every(text, plan).is_due(step)]
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.full_network
 def test_size_of_a_checkpoint(shapes: Path, tmp_path: Path, cli: Callable[..., Result]) -> None:
     run = ["--out", tmp_path / "run", *TINY_RUN.split()]
