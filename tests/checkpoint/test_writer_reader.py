@@ -211,8 +211,8 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
         assert words in str(caught.value)
 
 
+@pytest.mark.slow(in_ci=True)
 @pytest.mark.full_network
-@pytest.mark.process
 def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
     from torchvision.models import resnet18

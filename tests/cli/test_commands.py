@@ -501,6 +501,7 @@ def test_no_colour_without_a_terminal(cli: Cli) -> None:
     assert "\x1b" not in process("train", "--lr", "x").stderr
 
 
+@pytest.mark.slow(in_ci=True)
 def test_interrupt_causes_no_traceback() -> None:
     command = [sys.executable, "-m", "ssdctl", "benchmark", "data", "--seconds", "60"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -382,7 +382,7 @@ def start(dataset: Path, store: Path, pack: bool) -> subprocess.Popen[str]:
 class TestKills:
     """A killed prepare leaves the old store or none, and the next one continues."""
 
-    @pytest.mark.process
+    @pytest.mark.slow(in_ci=True)
     def test_a_few(self, dataset: Path, tmp_path: Path) -> None:
         self._kill(dataset, tmp_path / "store", num_kills=4)
 
@@ -494,6 +494,7 @@ class TestKills:
         prepare(dataset, tmp_path / "store", pack=True, force=True)
         assert len(checked) == 24 + 9
 
+    @pytest.mark.slow(in_ci=True)
     def test_25_two_at_once(self, dataset: Path, tmp_path: Path) -> None:
         """Both wait; the second one has nothing to do."""
         with lock(tmp_path / "store" / ".lock"):

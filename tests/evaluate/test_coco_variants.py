@@ -309,6 +309,7 @@ MORE = {
 }
 
 
+@pytest.mark.slow(in_ci=True)
 def test_exports_train_and_are_scored(cli: Callable[..., Result], tmp_path: Path) -> None:
     """One training on CVAT's file, evaluated on each of the others: all give the same figures."""
     roots = {}

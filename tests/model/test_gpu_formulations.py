@@ -60,6 +60,7 @@ def test_joined_heads_equal_separate_heads(num_classes: int) -> None:
         torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-10)
 
 
+@pytest.mark.slow(in_ci=True)
 def test_every_convolution_but_the_stem_has_aligned_channels(
     monkeypatch: pytest.MonkeyPatch, as_compiled_on_gpu: None
 ) -> None:

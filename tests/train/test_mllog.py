@@ -51,6 +51,7 @@ def log(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow(in_ci=True)
 @needs_checker
 def test_complies_with_the_rules_of_both_divisions(log: Path) -> None:
     assert complaints(log) == ""

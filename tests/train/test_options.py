@@ -19,6 +19,7 @@ Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
 
 
+@pytest.mark.slow(in_ci=True)
 def test_evaluates_at_the_given_epochs_and_ends_without_gain(
     shapes: Path, tmp_path: Path, cli: Cli
 ) -> None:
