@@ -27,7 +27,7 @@ LINE_STYLES = ("-", "--", ":", "-.")
 SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
 # Of the axes, in fractions of a chart. To compute them from the labels, as matplotlib's layout
 # engines do, takes more time than to draw the chart.
-MARGINS = {"left": 0.125, "right": 0.975, "top": 0.91, "bottom": 0.155}
+MARGINS = {"left": 0.145, "right": 0.975, "top": 0.91, "bottom": 0.155}
 SVG_DPI = 72  # of matplotlib's SVG: a pixel of the chart is a unit of the page
 MOST_POINTS, LEAST_POINTS = 600, 100  # of the lines of all runs, of one; more are averaged
 
@@ -167,6 +167,7 @@ def _chart(title: str, x: str) -> tuple[Figure, Axes]:
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.tick_params(labelsize=8)
+    axes.yaxis.set_major_formatter("{x:.4g}")  # at most seven characters, which fit the margin
     axes.grid(alpha=0.3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
