@@ -7,7 +7,7 @@ step is a sleep, in which gloo's threads exchange the flags. "blocking" waits fo
 every step; "one step later" takes the result of the previous step, as the training loop does.
 With more ranks than cores the wall time of a call is mostly the other ranks' computing. So "in
 turn" does the same as "one step later", but the ranks reach the call one after another, spread over
-a step: then a rank has a core to itself, as where each rank has one.
+a step: then a rank has a core to itself, as on a cluster.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def draw_samples(
     most = max(int((split.starts[sample.row + 1] - split.starts[sample.row]).max()), 1)
     boxes, labels = padded_boxes(split, sample.row, min(most, config.max_boxes))
     if not config.augment:
-        return _whole(positions, sample.row, _widened(whole_images(boxes, labels), config))
+        return _whole(positions, sample.row, _pad_to_max_boxes(whole_images(boxes, labels), config))
     sizes = split.pixel_sizes[sample.row]
     if config.zoom_out:
         crops = _zoomed_out_crops(config.seed, sample, boxes, labels, sizes)
@@ -82,13 +82,13 @@ def draw_samples(
     flip = uniform(FLIP_STREAM, config.seed, sample.epoch, sample.row) < 0.5
     mirrored = flip_boxes(crops.boxes, crops.labels)
     crops = crops._replace(boxes=np.where(flip[:, None, None], mirrored, crops.boxes))
-    crops = _widened(crops, config)
+    crops = _pad_to_max_boxes(crops, config)
     keys = (COLOUR_STREAM, config.seed, sample.epoch[:, None], sample.row[:, None], np.arange(4))
     jitter = colour_jitter(uniform(*keys), config.hue_degrees)
     return Samples(positions, sample.row, crops, flip, jitter, is_whole=False)
 
 
-def _widened(crops: Crops, config: LoaderConfig) -> Crops:
+def _pad_to_max_boxes(crops: Crops, config: LoaderConfig) -> Crops:
     """Return the crops with the boxes padded to `max_boxes`."""
     padding = ((0, 0), (0, config.max_boxes - crops.labels.shape[1]))
     boxes, labels = np.pad(crops.boxes, (*padding, (0, 0))), np.pad(crops.labels, padding)
