@@ -206,6 +206,14 @@ def test_children_of_the_shell_that_became_launch_are_spared(tmp_path: Path) -> 
             os.kill(sleeper, signal.SIGKILL)
 
 
+def test_variables_of_an_outer_job_are_not_inherited(tmp_path: Path) -> None:
+    """With PET_NNODES=2, which Kubeflow sets in its pods, torchrun would wait for another node."""
+    outer = {"RANK": "9", "PET_NNODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = f"import os; print(sorted({set(outer)} & os.environ.keys()))"
+    with started(plan_of(sys.executable, "-c", code), tmp_path, **outer) as launch:
+        assert launch.communicate(timeout=60)[0] == "[]\n"
+
+
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     with started(plan_of(sys.executable, "-c", STUBBORN), tmp_path) as launch:
         assert launch.stdout is not None
