@@ -53,11 +53,16 @@ def evaluate_files(
         detections_file: Where to write the detections of one checkpoint in COCO's results format.
 
     Raises:
-        UsageError: `detections_file`, and several checkpoints; or see `evaluate_checkpoint`.
+        UsageError: `detections_file`, and not one checkpoint; or see `evaluate_checkpoint`.
         DataError, IntegrityError, NonFiniteError: See `evaluate_checkpoint`, `evaluate_results`.
     """
     ranks = find_ranks()
     if files[0].suffix == ".json":
+        if detections_file is not None:
+            raise UsageError(
+                f"--detections: {files[0]} is a file of detections already",
+                hint="name a checkpoint, of which the detections are to be written",
+            )
         if ranks.is_main:
             yield evaluate_results(files[0], resolved.config)
         return

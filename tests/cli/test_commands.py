@@ -255,6 +255,9 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert again.code == 0, again.err
     assert json.loads(again.out)["AP"] == figures["AP"]
     assert json.loads(again.out)["detections"] == figures["detections"]
+    twice = cli("evaluate", written, "--data", root[1], "--detections", "copy.json")
+    assert (twice.code, Path("copy.json").exists()) == (2, False)
+    assert "--detections" in twice.err
     human = cli("evaluate", checkpoint, "--limit", 3, *low)
     assert "ring" in human.out
     assert "Missed" in human.out  # what the errors cost
