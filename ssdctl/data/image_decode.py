@@ -239,7 +239,7 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
         try:
             content = picture.read(MAX_FILE_BYTES + 1)
         except UnicodeDecodeError:
-            content = ""  # opened in text mode
+            raise _text_file(name) from None
         except (OSError, ValueError) as error:  # closed, or opened for writing
             raise DataError(f"{name}: cannot be read: {error}") from None
     else:
@@ -249,10 +249,14 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
             "tensor",
         )
     if not isinstance(content, bytes):
-        raise UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
+        raise _text_file(name)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB")
     return name, content
+
+
+def _text_file(name: str) -> UsageError:
+    return UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
 
 
 def _rgb_of_image(picture: Image.Image) -> Pixels:

@@ -71,6 +71,10 @@ def evaluate_files(
             f"--detections writes one file, but there are {len(files)} checkpoints",
             hint=f"give one of them, such as {files[0]}",
         )
+    if detections_file is not None and detections_file.is_dir():
+        raise UsageError(
+            f"--detections {detections_file}: is a folder", hint="give the name of a file in it"
+        )
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import barrier
     from ssdctl.distributed.process_group import process_group
