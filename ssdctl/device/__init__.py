@@ -1,4 +1,4 @@
-"""One module per device, each an implementation of base.py's protocol.
+"""One module per device, each with a subclass of base.py's `Device`.
 
 There is no silent fallback to another device.
 """

@@ -1,9 +1,10 @@
-"""The protocol that every device implements; the other packages use devices only through it."""
+"""The base class of all devices; the other packages use devices only through it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -27,7 +28,10 @@ class Decoder(NamedTuple):
 
 
 class Device(Protocol):
-    """An open device of this process."""
+    """An open device of this process.
+
+    A value or a body here is that of a device which does not have the feature.
+    """
 
     name: str  # as in --device
     label: str  # the model of the card or processor, for messages
@@ -37,99 +41,109 @@ class Device(Protocol):
     precisions: tuple[str, ...]  # that it can compute in
     auto_precision: str  # the fastest of them that trains well on this hardware
     execution: str  # eager, compile or lazy: how a step runs
-    notices: tuple[str, ...]  # for the user, such as why a requested feature is not used
-    num_cores: int  # that share every batch; batches are multiples of it
-    is_host: bool  # it computes on tensors of the host: nothing is copied
-    bounds_queue: bool  # `wait_for_copies` keeps the host at most a few steps ahead
+    notices: tuple[str, ...] = ()  # for the user, such as why a requested feature is not used
+    num_cores: int = 1  # that share every batch; batches are multiples of it
+    is_host: bool = False  # it computes on tensors of the host: nothing is copied
+    bounds_queue: bool = False  # `wait_for_copies` keeps the host at most a few steps ahead
     # Bucket size of DistributedDataParallel; None: `sum_over_ranks` after the backward pass.
     ddp_bucket_mb: int | None
-    has_sync_bn: bool  # PyTorch's SyncBatchNorm supports it, in eager steps
-    supports_found_inf: bool  # its optimizers read `found_inf` on the device and skip the step
-    decoder: Decoder | None  # for nvidia-dali; None: it decodes on the host
+    has_sync_bn: bool = False  # PyTorch's SyncBatchNorm supports it, in eager steps
+    # Its optimizers are fused: they read `found_inf` on the device and skip the step.
+    supports_found_inf: bool = False
+    decoder: Decoder | None = None  # for nvidia-dali; None: it decodes on the host
 
+    @abstractmethod
     def place(self, model: Module) -> Module:
         """Move a network to the device, in the device's fastest memory layout."""
-        ...
 
+    @abstractmethod
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the network runs in that precision."""
-        ...
 
     def set_tf32(self, wanted: bool) -> None:
         """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""
-        ...
+        return
 
     def compile(self, module: nn.Module) -> None:
         """Compile a module's calls in place if `execution` is compile; else do nothing."""
-        ...
+        return
 
     def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
         """Return uninitialised uint8 host memory that `copy` reads without a copy on the host."""
-        ...
+        return pageable_buffer(shape)
 
+    @abstractmethod
     def copy(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device without waiting.
 
         The host tensor may be overwritten immediately; a host buffer, after `wait_for_reads`.
         """
-        ...
 
     def wait_for_reads(self) -> None:
         """Wait until the copies so far have read their host buffers."""
-        ...
+        return
 
     def wait_for_copies(self) -> None:
         """Make later work of the device wait for the copies so far.
 
         The host continues, unless it is several steps ahead of the device.
         """
-        ...
+        return
 
     def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
         """Return the device's fastest SGD."""
-        ...
+        if self.supports_found_inf:
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+        rate = torch.tensor(lr, device=self.torch_device)  # see adamw
+        return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)
 
     def adamw(
         self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
     ) -> torch.optim.Optimizer:
         """Return the device's fastest AdamW."""
-        ...
+        if self.supports_found_inf:
+            return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        # With its step count and rate as tensors on the device: a skipped step can then be undone
+        # there, including its count, and a rate is an input of a compiled graph, not a constant.
+        rate = torch.tensor(lr, device=self.torch_device)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)
 
     def register_backend(self) -> None:
         """Register `backend` with torch.distributed; the rank variables must be set."""
-        ...
+        return
 
     def sum_over_ranks(self, tensors: list[Tensor]) -> None:
         """Add up each tensor over the ranks, in place, without waiting."""
-        ...
+        for tensor in tensors:
+            torch.distributed.all_reduce(tensor)
 
     def mark_step(self) -> None:
         """Mark the end of a step's graph on a lazy device; else do nothing."""
-        ...
+        return
 
+    @abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has finished all queued work."""
-        ...
 
+    @abstractmethod
     def peak_memory_bytes(self) -> int:
         """Return the peak memory that this process held on the device."""
-        ...
 
+    @abstractmethod
     def memory_bytes(self) -> int | None:
         """Return the total memory that this process may use; None if it is unknown."""
-        ...
 
     def release_memory(self) -> None:
         """Release cached memory and reset the peak."""
-        ...
+        return
 
+    @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Return whether an error means that the device's memory is full."""
-        ...
 
     def counters(self) -> dict[str, int]:
         """Return a lazy device's counts of compiled graphs (`compiles`) and fetches (`pulls`)."""
-        ...
+        return {}
 
 
 def channels_last(model: Module) -> Module:
@@ -163,50 +177,3 @@ def compile_cache(name: str, local_rank: int = 0) -> Path:
     """Return the folder of compiled graphs, which a resumed run does not compile again."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "ssdctl" / f"{name}-{local_rank}"
-
-
-def sum_each_over_ranks(tensors: list[Tensor]) -> None:
-    """Add up each tensor over the ranks by the backend of torch.distributed."""
-    for tensor in tensors:
-        torch.distributed.all_reduce(tensor)
-
-
-def sum_over_ranks_at_once(tensors: list[Tensor]) -> None:
-    """Add up tensors of one type over the ranks, by one call on a flat copy."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    torch.distributed.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
-def tensor_rate_sgd(
-    groups: ParameterGroups, lr: float, momentum: float, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return PyTorch's SGD with its rate as a tensor on the device, as `capturable_adamw`."""
-    rate = torch.tensor(lr, device=device)
-    return torch.optim.SGD(groups, lr=rate, momentum=momentum, foreach=False)
-
-
-def fused_sgd(groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-    """Return PyTorch's SGD as one kernel."""
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
-
-
-def fused_adamw(
-    groups: ParameterGroups, lr: float, betas: tuple[float, float]
-) -> torch.optim.Optimizer:
-    """Return PyTorch's AdamW as one kernel."""
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
-
-
-def capturable_adamw(
-    groups: ParameterGroups, lr: float, betas: tuple[float, float], device: torch.device
-) -> torch.optim.Optimizer:
-    """Return PyTorch's AdamW with its step count and rate as tensors on the device.
-
-    A skipped step can then be undone there, including its count, and a rate that is a tensor is an
-    input of a compiled graph instead of a constant.
-    """
-    rate = torch.tensor(lr, device=device)
-    return torch.optim.AdamW(groups, lr=rate, betas=betas, foreach=False, capturable=True)

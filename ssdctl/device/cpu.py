@@ -12,17 +12,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
-from ssdctl.device.base import (
-    Decoder,
-    Module,
-    ParameterGroups,
-    channels_last,
-    choose_execution,
-    fused_adamw,
-    fused_sgd,
-    pageable_buffer,
-    sum_over_ranks_at_once,
-)
+from ssdctl.device.base import Device, Module, channels_last, choose_execution
 from ssdctl.runtime import system
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
@@ -31,18 +21,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
 
-class Cpu:
-    """Implement `ssdctl.device.base.Device` for the CPU."""
+class Cpu(Device):
+    """The processors of this machine."""
 
     name = "cpu"
     backend = "gloo"
     precisions = DEVICE_TYPES["cpu"].precisions
-    num_cores = 1
     is_host = True
     bounds_queue = True
     supports_found_inf = True
-    has_sync_bn = False
-    decoder: Decoder | None = None
 
     def __init__(self, execution: str | None = None) -> None:
         self.torch_device = torch.device("cpu")
@@ -55,7 +42,7 @@ class Cpu:
         self.auto_precision = "bf16" if self.has_native_bf16 else "fp32"
         # Eager steps use `sum_over_ranks`: DistributedDataParallel imports the compiler, which
         # takes 8 seconds of CPU time in each rank.
-        self.ddp_bucket_mb: int | None = 100 if self.execution == "compile" else None
+        self.ddp_bucket_mb = 100 if self.execution == "compile" else None
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -63,41 +50,20 @@ class Cpu:
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
 
-    def set_tf32(self, wanted: bool) -> None:
-        pass
-
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
             inductor.compile_in_place(module)
 
-    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        return pageable_buffer(shape)
-
     def copy(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
-    def wait_for_reads(self) -> None:
-        pass
-
-    def wait_for_copies(self) -> None:
-        pass
-
-    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        return fused_sgd(groups, lr, momentum)
-
-    def adamw(
-        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
-        return fused_adamw(groups, lr, betas)
-
-    def register_backend(self) -> None:
-        pass
-
     def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        sum_over_ranks_at_once(tensors)
-
-    def mark_step(self) -> None:
-        pass
+        # By one call, on a flat copy.
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
+        torch.distributed.all_reduce(flat)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def synchronize(self) -> None:
         pass
@@ -114,9 +80,6 @@ class Cpu:
         if soft != system.UNLIMITED:  # it counts addresses, most of which hold no memory
             limits.append(soft - _status_bytes("VmSize") + resident)
         return max(min(limits), 0)
-
-    def release_memory(self) -> None:
-        pass
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, MemoryError) or (

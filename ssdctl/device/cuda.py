@@ -13,16 +13,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device import inductor
-from ssdctl.device.base import (
-    Decoder,
-    Module,
-    ParameterGroups,
-    channels_last,
-    choose_execution,
-    fused_adamw,
-    fused_sgd,
-    sum_each_over_ranks,
-)
+from ssdctl.device.base import Decoder, Device, Module, channels_last, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
 
@@ -32,18 +23,14 @@ STEPS_IN_FLIGHT = 2
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
 
 
-class Cuda:
-    """Implement `ssdctl.device.base.Device` for NVIDIA GPUs."""
+class Cuda(Device):
+    """An NVIDIA GPU."""
 
     name = "cuda"
     backend = "cpu:gloo,cuda:nccl"  # ranks exchange everything but gradients over gloo
     precisions = DEVICE_TYPES["cuda"].precisions
-    num_cores = 1
-    is_host = False
     bounds_queue = True
-    ddp_bucket_mb: int | None = (
-        25  # the model has 80 MB of gradients: several buckets overlap with backward
-    )
+    ddp_bucket_mb = 25  # of 80 MB of gradients: several buckets overlap with backward
     supports_found_inf = True
     has_sync_bn = True
 
@@ -61,7 +48,7 @@ class Cuda:
         self.set_tf32(False)
         self._copies = torch.cuda.Stream(self.torch_device)
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
-        self.decoder: Decoder | None = Decoder(local_rank, self._receive)
+        self.decoder = Decoder(local_rank, self._receive)
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
@@ -109,23 +96,6 @@ class Cuda:
         self._steps.append(stream.record_event(torch.cuda.Event(blocking=True)))
         if len(self._steps) > STEPS_IN_FLIGHT:
             self._steps.popleft().synchronize()
-
-    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        return fused_sgd(groups, lr, momentum)
-
-    def adamw(
-        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
-        return fused_adamw(groups, lr, betas)
-
-    def register_backend(self) -> None:
-        pass
-
-    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        sum_each_over_ranks(tensors)
-
-    def mark_step(self) -> None:
-        pass
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

@@ -21,16 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device.base import (
-    Decoder,
-    Module,
-    ParameterGroups,
-    capturable_adamw,
-    choose_execution,
-    pageable_buffer,
-    sum_each_over_ranks,
-    tensor_rate_sgd,
-)
+from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 
@@ -43,8 +34,8 @@ RECIPES = "PT_HPU_RECIPE_CACHE_CONFIG"
 RECIPES_MB = 4096
 
 
-class Hpu:
-    """Implement `ssdctl.device.base.Device` for Gaudi."""
+class Hpu(Device):
+    """A Gaudi card."""
 
     name = "hpu"
     label = "Intel Gaudi"
@@ -52,13 +43,7 @@ class Hpu:
     has_native_bf16 = True
     precisions = DEVICE_TYPES["hpu"].precisions
     auto_precision = "bf16"
-    num_cores = 1
-    is_host = False
-    bounds_queue = False
-    ddp_bucket_mb: int | None = 100  # Habana's recommendation
-    supports_found_inf = False
-    has_sync_bn = False
-    decoder: Decoder | None = None
+    ddp_bucket_mb = 100  # Habana's recommendation
 
     def __init__(self, execution: str) -> None:
         self.execution = execution
@@ -76,42 +61,19 @@ class Hpu:
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.torch_device.type, torch.bfloat16, enabled=precision == "bf16")
 
-    def set_tf32(self, wanted: bool) -> None:
-        pass
-
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
             module.compile(backend="hpu_backend", dynamic=False)
-
-    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        return pageable_buffer(shape)
 
     def copy(self, tensor: Tensor) -> Tensor:
         # The bridge keeps the pinned copy until it is transferred; other memory it copies itself.
         pinned = tensor.pin_memory(self.torch_device)
         return pinned.to(self.torch_device, non_blocking=True)
 
-    def wait_for_reads(self) -> None:
-        pass
-
-    def wait_for_copies(self) -> None:
-        pass
-
-    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        return tensor_rate_sgd(groups, lr, momentum, self.torch_device)
-
-    def adamw(
-        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
-        return capturable_adamw(groups, lr, betas, self.torch_device)
-
     def register_backend(self) -> None:
         hccl = importlib.import_module(f"{BRIDGE}.torch.distributed.hccl")
         with _clear_errors():
             hccl.initialize_distributed_hpu()  # assigns a card to this rank
-
-    def sum_over_ranks(self, tensors: list[Tensor]) -> None:
-        sum_each_over_ranks(tensors)
 
     def mark_step(self) -> None:
         if self.execution == "lazy":

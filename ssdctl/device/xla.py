@@ -21,27 +21,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device.base import (
-    Decoder,
-    Module,
-    ParameterGroups,
-    capturable_adamw,
-    choose_execution,
-    compile_cache,
-    pageable_buffer,
-    tensor_rate_sgd,
-)
+from ssdctl.device.base import Device, Module, choose_execution, compile_cache
 from ssdctl.errors import UsageError
 from ssdctl.files import make_dir
 
 PACKAGE = "torch_xla"
 
 
-class Xla:
-    """Implement `ssdctl.device.base.Device` for XLA devices."""
+class Xla(Device):
+    """An XLA device."""
 
     name = "xla"
     backend = "cpu:gloo,xla:xla"  # ranks exchange everything but gradients over gloo
@@ -49,13 +40,7 @@ class Xla:
     precisions = DEVICE_TYPES["xla"].precisions
     auto_precision = "bf16"
     execution = "lazy"
-    notices: tuple[str, ...] = ()
-    is_host = False
-    bounds_queue = False
-    ddp_bucket_mb: int | None = None  # one reduction in the step's own graph, not per bucket
-    supports_found_inf = False
-    has_sync_bn = False
-    decoder: Decoder | None = None
+    ddp_bucket_mb = None  # one reduction in the step's own graph, not per bucket
 
     def __init__(self, local_rank: int) -> None:
         # Otherwise a learning rate of 0 or 1 becomes part of the graph, which is compiled again.
@@ -97,12 +82,6 @@ class Xla:
             backends.set_mat_mul_precision(products)
             self._products = products
 
-    def compile(self, module: nn.Module) -> None:
-        pass
-
-    def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
-        return pageable_buffer(shape)
-
     def copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
         if self._split_batch is None or len(tensor) % self.num_cores:
@@ -112,20 +91,6 @@ class Xla:
             [tensor], self.torch_device, sharding
         )
         return copies[0]
-
-    def wait_for_reads(self) -> None:
-        pass
-
-    def wait_for_copies(self) -> None:
-        pass
-
-    def sgd(self, groups: ParameterGroups, lr: float, momentum: float) -> torch.optim.Optimizer:
-        return tensor_rate_sgd(groups, lr, momentum, self.torch_device)
-
-    def adamw(
-        self, groups: ParameterGroups, lr: float, betas: tuple[float, float]
-    ) -> torch.optim.Optimizer:
-        return capturable_adamw(groups, lr, betas, self.torch_device)
 
     def register_backend(self) -> None:
         importlib.import_module(f"{PACKAGE}.distributed.xla_backend")
@@ -152,9 +117,6 @@ class Xla:
             return self._model.get_memory_info(self.torch_device)
         except RuntimeError:  # PJRT's CPU client has no memory statistics
             return {}
-
-    def release_memory(self) -> None:
-        pass
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
