@@ -18,6 +18,7 @@ RUN/checkpoints/best.pt             the one with the best AP
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ssdctl.config.sections.train import TrainConfig
 
 RUNS = Path("runs")  # the folder of runs without --out
+STEP_NAME = re.compile(r"step-[0-9]+\.pt")
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,8 @@ class RunDir:
 
     def step_checkpoints(self) -> list[Path]:
         """Return the checkpoints of steps, the oldest first."""
-        return sorted(self.checkpoints.glob("step-*.pt"))
+        files = [p for p in self.checkpoints.glob("step-*.pt") if STEP_NAME.fullmatch(p.name)]
+        return sorted(files, key=step_of)
 
     def all_checkpoints(self) -> list[Path]:
         """Return the checkpoints to evaluate: the best, unless it is a recent one, and those.
