@@ -10,6 +10,7 @@ import typer
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, retry_policy
+from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import refuse_url
 
@@ -176,7 +177,7 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
     if not dry_run:
         from ssdctl.data.shapes import generate
 
-        with fetching(call.console):
+        with stoppable("the dataset is incomplete"):
             generate(
                 dest,
                 num_train=config.images,

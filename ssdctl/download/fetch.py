@@ -75,9 +75,11 @@ def fetch(
                     order = Order(session, url, file.name, connections, retry_policy, report)
                     _fetch_from(order, file, target)
                     break
-                except NotFound:
+                except NotFound as error:
                     if url == urls[-1]:
-                        raise
+                        others = ", ".join(map(redact_url, urls[:-1]))
+                        also = f"; also tried: {others}" if others else ""
+                        raise NotFound(f"{error}{also}", hint=error.hint) from None
     return target
 
 

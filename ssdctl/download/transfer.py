@@ -109,6 +109,8 @@ class _Attempt:
     # The caller's thread
 
     def run(self) -> None:
+        # Before the first byte of this attempt: what an earlier run downloaded.
+        self.order.report(self.order.label, self.part.arrived_bytes, self.part.num_bytes)
         try:
             self._add_worker()
             while True:

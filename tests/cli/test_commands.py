@@ -422,6 +422,10 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures[stage] > 0
 
 
+def test_an_infinite_rate_is_refused(cli: Cli) -> None:
+    assert cli("benchmark", "data", "--gpu-rate", "inf").code == 2
+
+
 @pytest.mark.slow
 def test_benchmark_of_compiled_data(cli: Cli) -> None:
     done = cli("benchmark", "data", "--execution", "compile", "--seconds", 0.3, "--json")
@@ -499,6 +503,18 @@ def test_no_colour_without_a_terminal(cli: Cli) -> None:
     result = process("config", "presets")
     assert "\x1b" not in result.stdout
     assert "\x1b" not in process("train", "--lr", "x").stderr
+
+
+def test_ctrl_c_that_python_wraps_is_an_interrupt(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 raises a RuntimeError if it comes while a class is created."""
+
+    def create_class(_config: object) -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr("ssdctl.config.render.values", create_class)
+    assert cli("config", "show") == Result(130, "", "")
 
 
 @pytest.mark.slow(in_ci=True)
