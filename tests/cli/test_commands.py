@@ -514,6 +514,15 @@ def test_a_closed_stderr_ends_nothing(shapes: Path, tmp_path: Path) -> None:
     os.close(write)
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed(closed: str) -> None:
+    script = f'exec "$@" {closed}'
+    command = [sys.executable, "-m", "ssdctl", "config", "show", "train.epochs"]
+    done = subprocess.run(["sh", "-c", script, "sh", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("train.epochs" in done.stdout) == (closed == "2>&-")
+
+
 def test_no_colour_without_a_terminal(cli: Cli) -> None:
     result = process("config", "presets")
     assert "\x1b" not in result.stdout
