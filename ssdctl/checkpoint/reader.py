@@ -76,6 +76,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: an ONNX file can be run and scored; this needs weights",
             hint="name the checkpoint that it was exported from",
         )
+    if path.suffix in (".pt2", ".xml") and path.is_file():
+        raise UsageError(
+            f"{path}: ssdctl does not run files for torch.export or OpenVINO",
+            hint="name the checkpoint that it was exported from, or an ONNX file",
+        )
     if path.suffix == SAFETENSORS:
         return _read_weights_file(path)
     payload = read_payload(path)

@@ -79,7 +79,9 @@ def _config(path: Path, metadata: dict[str, str]) -> NetworkDescription:
     source = path
     try:
         if "architecture" in metadata:
-            fields = {k: msgspec.json.decode(metadata[k]) for k in ("architecture", "classes")}
+            known = {k: v for k, v in metadata.items() if k in NetworkDescription.__struct_fields__}
+            known.pop("format", None)  # other tools write `pt`
+            fields = {k: msgspec.json.decode(v) for k, v in known.items()}
             config = msgspec.convert(fields, NetworkDescription)
         else:
             source = path.with_name(CONFIG_FILE)

@@ -206,6 +206,10 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         predictor.predict(np.zeros((5, 5, 3)))
     with pytest.raises(UsageError, match="no such file"):
         ssdctl.load("none.pt", device="cpu")
+    for name in ("ssd.pt2", "ssd.xml"):
+        Path(name).write_bytes(b"PK")
+        with pytest.raises(UsageError, match=name):
+            ssdctl.load(name, device="cpu")
     with pytest.raises(UsageError, match="does not compute in fp8"):
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
