@@ -41,7 +41,7 @@ class DetectOptions(NamedTuple):
     batch_size: int
     precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float | None = None  # None: the network's convention
+    score_threshold: float | None = None  # None: the network's own
     nms_iou: float | None = None
 
 

@@ -20,7 +20,7 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
-from ssdctl.model.conventions import conventions_of_model
+from ssdctl.model.constants import constants_of_model
 from ssdctl.model.postprocess import ImageDetections, detect
 
 
@@ -57,9 +57,9 @@ class Detector:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
         precision: `fp32` or another that the device computes in.
-        score_threshold: Detections score more than this. None: the network's convention.
+        score_threshold: Detections score more than this. None: the network's own.
         nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-            None: the network's convention.
+            None: the network's own.
 
     Raises:
         UsageError: The device does not compute in that precision.
@@ -83,10 +83,9 @@ class Detector:
         self._device = device
         self._precision = precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        rules = self._conventions = conventions_of_model(model)
-        self.score_threshold = rules.score_threshold if score_threshold is None else score_threshold
-        self.nms_iou = rules.nms_iou if nms_iou is None else nms_iou
-        self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
+        self._constants = constants_of_model(model)
+        self.score_threshold, self.nms_iou = self._constants.thresholds(score_threshold, nms_iou)
+        self._normalise = Normalise(constants=self._constants).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
@@ -124,8 +123,8 @@ class Detector:
                 self._defaults,
                 score_threshold=self.score_threshold,
                 nms_iou=self.nms_iou,
-                candidates=self._conventions.candidates_per_class,
-                clips_boxes=self._conventions.clips_boxes,
+                candidates=self._constants.candidates_per_class,
+                clips_boxes=self._constants.clips_boxes,
             )
 
     @contextlib.contextmanager

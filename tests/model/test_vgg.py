@@ -14,7 +14,7 @@ from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.device.cpu import Cpu
 from ssdctl.inference.detector import Detector
 from ssdctl.model.augment import Normalise
-from ssdctl.model.conventions import TORCHVISION_VGG16
+from ssdctl.model.constants import TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
 
 NUM_CLASSES = 91
@@ -73,7 +73,7 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
     actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
     with torch.no_grad():
         pictures = pictures[:1]
-        pixels = Normalise(torch.float64, conventions=TORCHVISION_VGG16)(pictures)
+        pixels = Normalise(torch.float64, constants=TORCHVISION_VGG16)(pictures)
         offsets, logits = actual(pixels)
         expected = [our_order(t) for t in their_outputs(theirs, pictures.double())]
     torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
@@ -137,8 +137,8 @@ def test_six_training_steps_are_torchvisions(
 ) -> None:
     theirs = deepcopy(theirs).train().double()
     actual = load_network(read_checkpoint(file)).train().double()
-    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
-    normalise = Normalise(torch.float64, conventions=TORCHVISION_VGG16)
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
+    normalise = Normalise(torch.float64, constants=TORCHVISION_VGG16)
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         for m in (theirs, actual)
@@ -182,7 +182,7 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     ]
     outputs = {"bbox_regression": offsets, "cls_logits": logits}
     expected = theirs.compute_loss(target, outputs, [a.double() for a in anchors], matched)
-    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
     actual = loss(our_order(offsets), our_order(logits), boxes, labels)
     torch.testing.assert_close(actual.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
