@@ -52,7 +52,6 @@ def detect_split(
     device: Device,
     options: DetectOptions,
     progress: Progress | None = None,
-    category_ids: NDArray[np.int64] | None = None,
     losses: ValidationLoss | None = None,
 ) -> Detections:
     """Return the detections on some images of a split; an image that cannot be opened has none.
@@ -64,7 +63,6 @@ def detect_split(
         device: The device of the network.
         options: The settings.
         progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
-        category_ids: The category id of each class of the network; None: the split's, in order.
         losses: Adds up the losses of the pictures, if given.
 
     Raises:
@@ -81,7 +79,7 @@ def detect_split(
     was_training = model.training
     model.eval()
     try:
-        return detect_with(detector, split, rows, device, options, progress, category_ids, losses)
+        return detect_with(detector, split, rows, device, options, progress, losses=losses)
     finally:
         model.train(was_training)
 
@@ -96,7 +94,12 @@ def detect_with(
     category_ids: NDArray[np.int64] | None = None,
     losses: ValidationLoss | None = None,
 ) -> Detections:
-    """Do what `detect_split` does, with any detector; `losses` needs PyTorch's."""
+    """Do what `detect_split` does, with any detector.
+
+    Args:
+        category_ids: The category id of each class of the network; None: the split's, in order.
+        losses: Needs PyTorch's detector.
+    """
     rows = rows[split.usable[rows]]
     # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"

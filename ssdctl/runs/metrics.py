@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +16,7 @@ import msgspec
 
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, write_text
+from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ def environment(device_label: str, world_size: int) -> Record:
         "platform": platform.platform(),
         "device": device_label,
         "world_size": world_size,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "command": redact_arguments(sys.argv),
     }
     commit = git_commit()
@@ -155,10 +155,3 @@ def git_commit() -> str | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

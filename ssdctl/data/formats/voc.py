@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
-from ssdctl.data.formats.xml_reader import has_root, numbers, read_xml
+from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_text, reason_of
@@ -91,7 +91,7 @@ def _folder(root: Path, base: Path) -> _Folder | None:
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
         first = next(annotations.glob("*.xml"), None) if annotations.is_dir() else None
-        if first is None or has_root(first, "annotations"):  # the plural is CVAT's
+        if first is None or is_cvat_xml(first):
             continue
         images = next((base / n for n in IMAGES if (base / n).is_dir()), annotations)
         return _Folder(root, base, annotations, images)

@@ -35,14 +35,14 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
         raise DataError(f"{path}: broken XML: {error}") from None
 
 
-def has_root(path: Path, tag: str) -> bool:
-    """Return whether an XML file's root element seems to have this tag, by its first bytes."""
+def is_cvat_xml(path: Path) -> bool:
+    """Return whether an XML file seems to be CVAT's, by its first bytes: its root is a plural."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except OSError:
         return False
-    return any(f"<{tag}{end}".encode() in head for end in (">", " ", "\n", "\r", "\t"))
+    return any(b"<annotations" + end in head for end in (b">", b" ", b"\n", b"\r", b"\t"))
 
 
 def numbers(values: list[str]) -> list[float]:
