@@ -30,6 +30,7 @@ from ssdctl.data.formats.coco_json import (
 )
 from ssdctl.data.formats.coco_slices import decode_tables, open_content
 from ssdctl.errors import DataError
+from ssdctl.files import read_errors
 
 MAX_NAMED = 5  # offenders named in a message
 
@@ -75,10 +76,8 @@ def read_content(path: Path) -> Content:
     Raises:
         DataError: It cannot be read.
     """
-    try:
+    with read_errors(path):
         return open_content(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def parse(content: Content, path: Path) -> Annotations:

@@ -20,7 +20,7 @@ from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name, read_text, reason_of
+from ssdctl.files import is_plain_name, read_errors, read_text
 
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
 IMAGES = ("JPEGImages", "images", "Images", "imgs", "img")
@@ -119,10 +119,8 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
 
 def _stems(path: Path) -> list[str]:
     """Return the first word of each line: lists of one class have a flag after it."""
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     # CVAT puts names with spaces in quotes.
     words = (
         line.split('"')[1] if line.startswith('"') else line.split()[0]
