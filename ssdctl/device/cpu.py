@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,6 @@ from ssdctl.runtime import system
 
 PROC = Path("/proc")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
 ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
@@ -47,9 +44,6 @@ class Cpu(Device):
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":

@@ -13,7 +13,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,9 +55,6 @@ class Hpu(Device):
     def place(self, model: Module) -> Module:
         with _clear_errors():  # the first tensor acquires the card
             return model.to(self.torch_device)
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.torch_device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
