@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ssdctl.checkpoint.format import MAX_COUNT, Payload
 from ssdctl.checkpoint.pickled_storages import check_storages
 from ssdctl.errors import IntegrityError
+from ssdctl.runtime.printable import listed
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SHOWN = 6  # differences named in a message
@@ -115,8 +116,7 @@ def shape_differences(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]
 def refuse_differences(differences: Sequence[str], path: Path) -> None:
     """Raise IntegrityError if there are differences; name the first ones."""
     if differences:
-        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise IntegrityError(
-            f"{path}: does not fit the network: {'; '.join(differences[:SHOWN])}{more}",
+            f"{path}: does not fit the network: {listed(differences, SHOWN, '; ')}",
             hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
         )
