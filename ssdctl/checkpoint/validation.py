@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import MAX_COUNT, Payload
 from ssdctl.checkpoint.pickled_storages import check_storages
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError
 from ssdctl.runtime.printable import listed
 
@@ -35,17 +36,22 @@ def read_fields(payload: Any) -> Payload:
         value = fields.config.get(key)
         if value is not None and (not isinstance(value, str) or "\0" in value):
             raise ValueError(f"config: {key} is not a path")
-    if len(fields.classes) + 1 != fields.architecture.num_classes:
-        raise ValueError(
-            f"{len(fields.classes)} classes, but architecture.num_classes is "
-            f"{fields.architecture.num_classes} with the background"
-        )
-    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in fields.classes):
-        raise ValueError("classes: an id is out of bounds")
+    check_classes(fields.classes, fields.architecture.num_classes)
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
     return fields
+
+
+def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
+    """Raise ValueError if the classes are not those of a network of `num_classes` outputs."""
+    if len(classes) + 1 != num_classes:
+        raise ValueError(
+            f"{len(classes)} classes, but architecture.num_classes is {num_classes} with the "
+            "background"
+        )
+    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
+        raise ValueError("classes: an id is out of bounds")
 
 
 def is_state(value: object) -> bool:

@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.validation_loss import ValidationLoss
-from ssdctl.inference.detector import Detector, DetectorBackend, Output
+from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
@@ -39,10 +40,14 @@ class DetectOptions(NamedTuple):
     """Settings of the detection."""
 
     batch_size: int
-    precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float | None = None  # None: the network's own
-    nms_iou: float | None = None
+    detector: DetectorConfig
+
+    @classmethod
+    def of(cls, settings: EvaluateConfig, precision: str, threads: int) -> DetectOptions:
+        """Return the options of the table `evaluate`."""
+        detector = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+        return cls(settings.batch_size, threads, detector)
 
 
 def detect_split(
@@ -69,13 +74,7 @@ def detect_split(
         NonFiniteError: The network's output is NaN or infinite.
         DataError: An image cannot be decoded.
     """
-    detector = Detector(
-        model,
-        device,
-        precision=options.precision,
-        score_threshold=options.score_threshold,
-        nms_iou=options.nms_iou,
-    )
+    detector = Detector(model, device, options.detector)
     was_training = model.training
     model.eval()
     try:

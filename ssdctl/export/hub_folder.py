@@ -32,6 +32,7 @@ from ssdctl.export import standalone_detect
 from ssdctl.export.formats import safetensors_bytes
 from ssdctl.export.model_card import CardFacts, model_card
 from ssdctl.files import atomic_write, write_bytes, write_text
+from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import draw
 from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.predict import Predictor, class_names, open_picture
@@ -143,7 +144,7 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
     if not count:
         return
     device = open_device("cpu")
-    detector = open_detector(checkpoint, device, score_threshold=SAMPLE_SCORE)
+    detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
     predictor = Predictor(detector, class_names(checkpoint))
     drawn = 0
     for content in itertools.islice(_pictures(checkpoint), MAX_TRIED):

@@ -1,6 +1,6 @@
 """Detect objects with a network: pixels in, detections out.
 
-    detector = Detector(model, device, score_threshold=0.05, nms_iou=0.5)
+    detector = Detector(model, device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
     detections = detector(images)
 
 `evaluate`, `predict`, the Python API and the benchmark all use this class.
@@ -31,6 +31,24 @@ class Output(NamedTuple):
     logits: Tensor  # B x C x N
 
 
+class DetectorConfig(NamedTuple):
+    """The settings of a detector.
+
+    Attributes:
+        precision: `fp32` or another that the device computes in.
+        score_threshold: Detections score more than this. None: the network's own.
+        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
+            None: the network's own.
+    """
+
+    precision: str = "fp32"
+    score_threshold: float | None = None
+    nms_iou: float | None = None
+
+
+DEFAULTS = DetectorConfig()
+
+
 class DetectorBackend(Protocol):
     """What `predict` and `evaluate` need of a detector: pictures in, detections out."""
 
@@ -56,35 +74,26 @@ class Detector:
     Args:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
-        precision: `fp32` or another that the device computes in.
-        score_threshold: Detections score more than this. None: the network's own.
-        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-            None: the network's own.
+        config: The precision and the thresholds.
 
     Raises:
         UsageError: The device does not compute in that precision.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: Device,
-        *,
-        precision: str = "fp32",
-        score_threshold: float | None = None,
-        nms_iou: float | None = None,
-    ) -> None:
-        if precision not in device.precisions:
+    def __init__(self, model: nn.Module, device: Device, config: DetectorConfig = DEFAULTS) -> None:
+        if config.precision not in device.precisions:
             raise UsageError(
-                f"device {device.name} does not compute in {precision}",
+                f"device {device.name} does not compute in {config.precision}",
                 hint=f"choose {' or '.join(f'--{p}' for p in device.precisions)}",
             )
         self._model = model
         self._device = device
-        self._precision = precision
+        self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
         self._constants = constants_of_model(model)
-        self.score_threshold, self.nms_iou = self._constants.thresholds(score_threshold, nms_iou)
+        self.score_threshold, self.nms_iou = self._constants.thresholds(
+            config.score_threshold, config.nms_iou
+        )
         self._normalise = Normalise(constants=self._constants).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:

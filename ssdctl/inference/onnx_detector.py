@@ -19,7 +19,7 @@ from ssdctl.checkpoint.onnx_file import PACKAGES
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.device.base import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package
-from ssdctl.inference.detector import refuse_non_finite
+from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
 
@@ -37,8 +37,8 @@ class OnnxDetector:
     Args:
         checkpoint: Of `read_model`, with a graph.
         device: A CPU or CUDA device.
-        precision: Only `fp32`: the precision is part of the graph.
-        score_threshold, nms_iou: None: the graph's, else the network's own.
+        config: Its precision must be `fp32`, since the precision is part of the graph. A threshold
+            that is None is the graph's, else the network's own.
 
     Raises:
         UsageError: The device, precision or a threshold does not suit the graph, or onnxruntime is
@@ -50,14 +50,12 @@ class OnnxDetector:
         self,
         checkpoint: Checkpoint,
         device: Device,
-        *,
-        precision: str = "fp32",
-        score_threshold: float | None = None,
-        nms_iou: float | None = None,
+        config: DetectorConfig = DEFAULTS,
     ) -> None:
+        score_threshold, nms_iou = config.score_threshold, config.nms_iou
         assert checkpoint.graph is not None
         assert checkpoint.nms is not None
-        if precision != "fp32":
+        if config.precision != "fp32":
             raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
         self._path = checkpoint.path
         self._num_classes = checkpoint.architecture.num_classes

@@ -26,7 +26,7 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.detector import DetectorBackend
+from ssdctl.inference.detector import DetectorBackend, DetectorConfig
 from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.results import Detection, LabelledClass, Result
@@ -283,9 +283,7 @@ def load(
     """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
     opened = open_device(device)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
-    detector = open_detector(
-        read, opened, precision=precision, score_threshold=score, nms_iou=nms_iou
-    )
+    detector = open_detector(read, opened, DetectorConfig(precision, score, nms_iou))
     return Predictor(detector, class_names(read), options)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.device.cpu import Cpu
-from ssdctl.inference.detector import Detector
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
@@ -86,12 +86,8 @@ def test_detections_are_torchvisions_one_to_one(
 ) -> None:
     actual = load_network(read_checkpoint(file)).eval()
     rules = TORCHVISION_VGG16
-    detector = Detector(
-        actual,
-        Cpu("eager"),
-        score_threshold=rules.score_threshold,
-        nms_iou=rules.nms_iou,
-    )
+    thresholds = DetectorConfig("fp32", rules.score_threshold, rules.nms_iou)
+    detector = Detector(actual, Cpu("eager"), thresholds)
     pictures = pictures[:1]
     with torch.no_grad():
         expected = theirs(list(pictures.permute(0, 3, 1, 2) / 255))
