@@ -115,6 +115,23 @@ def refuse_url(path: str | Path, option: str) -> None:
         )
 
 
+def refuse_replacing(source: Path, target: Path, option: str) -> None:
+    """Refuse to write a result over the file that it is computed from.
+
+    Raises:
+        UsageError: `target` is that file, possibly by another name.
+    """
+    try:
+        is_same = source.samefile(target)
+    except (OSError, ValueError):  # one of them does not exist
+        return
+    if is_same:
+        raise UsageError(
+            f"{option}: the result for {source} would replace the file itself",
+            hint="choose another folder",
+        )
+
+
 def make_dir(path: Path) -> Path:
     """Create a folder and its parents; return it."""
     with disk_errors(path, "creating"):

@@ -129,9 +129,11 @@ def _list(call: Call, dest: Path | None) -> None:
         )
 
     def table() -> Table:
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        result = Table("name", "alias", "description", "present")
+        names = [Column(heading, no_wrap=True) for heading in ("name", "alias")]  # to be copied
+        others = [Column(heading, overflow="fold") for heading in ("description", "present")]
+        result = Table(*names, *others)
         for row in rows:
             result.add_row(row["name"], row["alias"] or "", row["note"], row["path"] or "no")
         return result

@@ -152,6 +152,7 @@ def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
     except NotConvertedError:
         files, content = require_split(read_unconverted(root), "train", root)
     annotations = coco.parse(content, files.annotations)
-    resolve_images([i for i in annotations.images if not is_plain_name(i.file_name)], files.images)
+    unresolved = [i for i in annotations.images if not (i.width and is_plain_name(i.file_name))]
+    resolve_images(unresolved, files.images)
     boxes, _ = check(annotations, files.annotations)
     return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -96,11 +96,11 @@ def average(tensor: Tensor, ranks: Ranks) -> Tensor:
     return total / ranks.world_size
 
 
-def average_batch_norms(model: nn.Module, ranks: Ranks) -> None:
-    """Average the running statistics, which each rank computes from its own images."""
+def average_buffers(buffers: Iterable[Tensor], ranks: Ranks) -> None:
+    """Average batch norm's running statistics, which each rank computes from its own images."""
     if ranks.is_single_process:
         return
-    for buffer in model.buffers():
+    for buffer in buffers:
         if buffer.is_floating_point():
             dist.all_reduce(buffer)
             buffer /= ranks.world_size

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import IMAGE_SIZE, default_boxes_cxcywh
 from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.errors import IntegrityError
+from ssdctl.inference.detector import refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.constants import ModelConstants
@@ -143,6 +144,9 @@ class Reference:
         pictures: (P, 300, 300, 3) RGB; at least 2, to check that the batch varies.
         options: Of the exported file.
         runtime: Its name, for messages.
+
+    Raises:
+        NonFiniteError: PyTorch's results are NaN or infinite.
     """
 
     def __init__(
@@ -157,6 +161,7 @@ class Reference:
         pixels = normalise(torch.from_numpy(pictures), constants=self._constants)
         with torch.inference_mode():
             self._offsets, self._logits = network(pixels)
+        refuse_non_finite((self._offsets, self._logits))
 
     def check_outputs(self, run: Runner) -> Comparison:
         """Compare all boxes and scores of the network.

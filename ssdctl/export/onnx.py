@@ -112,10 +112,11 @@ def onnx_model(
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
         IntegrityError: onnxruntime's outputs differ from PyTorch's.
+        NonFiniteError: The network's output is NaN or infinite.
     """
     require_onnx()
-    model = network_graph(checkpoint, options)
     reference = Reference(checkpoint, pictures, options, "onnxruntime")
+    model = network_graph(checkpoint, options)
     comparison = reference.check_outputs(runner(model))
     if options.has_nms:
         model = with_nms(model, checkpoint, options)

@@ -152,7 +152,15 @@ class Predictor:
 
         Raises:
             DataError, NetworkError: A picture cannot be read; those before were yielded.
+            UsageError: `pictures` is a single picture, or the batch size is below 1.
         """
+        if isinstance(pictures, (str, bytes, os.PathLike, Image.Image)):
+            raise UsageError(
+                f"predict_iter: a single {type(pictures).__name__}, not several pictures",
+                hint="give a list, or use predict",
+            )
+        if batch_size < 1:
+            raise UsageError(f"batch_size {batch_size}: expected 1 or more")
         # With tiles whole pictures are in memory.
         threads, ahead = (1, 1) if self.options.tile else (usable_cores(), 2 * batch_size)
         with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:

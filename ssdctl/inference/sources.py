@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.runtime.redact import redact_url, redact_urls
 
 if TYPE_CHECKING:
     import requests
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".avif")  # in folders
 STDIN = "-"
 MAX_URL_BYTES = 256 << 20
 CONNECT_S = 10.0
@@ -201,11 +201,12 @@ def split_videos(names: Sequence[str]) -> list[str]:
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     files = _walk(folder) if recursive else folder.iterdir()
     pictures = sorted(
-        p for p in files if p.suffix.lower() in SUFFIXES and not p.name.startswith(".")
+        p for p in files if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".")
     )
     if not pictures:
         hint = None if recursive else "--recursive searches the folders below, too"
-        raise UsageError(f"{folder}: a folder without pictures ({', '.join(SUFFIXES)})", hint=hint)
+        suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise UsageError(f"{folder}: a folder without pictures ({suffixes})", hint=hint)
     return pictures
 
 

@@ -8,6 +8,7 @@ and starts rank 0 on the first host of the host file; version 4 starts it on the
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import signal
 import subprocess
@@ -173,12 +174,24 @@ def read_hosts(path: Path) -> tuple[str, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if not HOST.fullmatch(words[0]):
-            raise UsageError(f"--hostfile {path}:{number}: {words[0][:60]!r} is not a host name")
+        if not _is_host(words[0]):
+            raise UsageError(
+                f"--hostfile {path}:{number}: {words[0][:60]!r} is not a host name",
+                hint="one host per line, as NAME slots=8. The user name of ssh is set in "
+                "~/.ssh/config; scontrol show hostnames expands a list of Slurm",
+            )
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: contains no host")
     return tuple(hosts)
+
+
+def _is_host(word: str) -> bool:
+    """Return whether a word is a host name or an address, and not NAME:SLOTS of other launchers."""
+    try:
+        return bool(HOST.fullmatch(word) and (":" not in word or ipaddress.IPv6Address(word)))
+    except ValueError:
+        return False
 
 
 def _check_hosts(request: LaunchRequest) -> None:

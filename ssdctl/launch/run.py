@@ -49,11 +49,13 @@ TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchru
 REPEAT_S = 5.0
 EARLY_S = 20.0  # Python has installed its handlers by then; torchrun waits 30 s or more
 HANG_S = 20.0  # how long the other ranks may continue after one has failed
-# Rank variables of an outer job that this one is started from.
+# Variables of an outer job that this one is started from.
 OUTER_JOB_VARIABLES = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE"),
+    "TORCHELASTIC_USE_AGENT_STORE",  # rank 0 would wait for the store of the outer torchrun
     *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
 }
+TORCHRUN_OPTION = "PET_"  # prefix of torchrun's options as variables; Kubeflow sets PET_NNODES
 
 
 LOST = "lost"  # file next to the exit codes: the rank that ended first without one
@@ -118,7 +120,11 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
         signals.append(signal.SIGHUP)
     exits = _temporary_dir()
-    environment = {k: v for k, v in os.environ.items() if k not in OUTER_JOB_VARIABLES}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in OUTER_JOB_VARIABLES and not name.startswith(TORCHRUN_OPTION)
+    }
     environment |= {**plan.environment, EXITS_VARIABLE: str(exits)}
 
     inherited = set(descendants(os.getpid()))  # children of a shell that `exec`ed this process

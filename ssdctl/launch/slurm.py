@@ -18,7 +18,7 @@ from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 
 ARGV = ("sbatch", "--parsable")  # reads the script from its input
-WORD = r"[A-Za-z0-9_][A-Za-z0-9_.,:@+&|()*=/-]*"
+WORD = r"[A-Za-z0-9_[][A-Za-z0-9_.,:@+&|()*=/\[\]-]*"
 FORMS = {
     "job_name": r"[A-Za-z0-9_][A-Za-z0-9_.-]*",
     "time": r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}",

@@ -117,10 +117,15 @@ def rendezvous_endpoint(request: LaunchRequest) -> str:
     if request.config.rdzv_endpoint is not None:
         endpoint = request.config.rdzv_endpoint
     elif request.hosts:
-        endpoint = f"{request.hosts[0]}:{RENDEZVOUS_PORT}"
+        endpoint = f"{_bracketed(request.hosts[0])}:{RENDEZVOUS_PORT}"
     else:
         host = request.environment.get("MASTER_ADDR", PLACEHOLDER)
-        endpoint = f"{host}:{request.environment.get('MASTER_PORT', RENDEZVOUS_PORT)}"
+        endpoint = f"{_bracketed(host)}:{request.environment.get('MASTER_PORT', RENDEZVOUS_PORT)}"
     if not re.fullmatch(r"(?!-)([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}", endpoint):
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
     return endpoint
+
+
+def _bracketed(host: str) -> str:
+    """Return a host as it precedes a port: IPv6 addresses have colons themselves."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -23,6 +23,7 @@ class CheckpointDir:
     def __init__(self, run: Path, keep: int) -> None:
         self._run = RunDir(run)
         self._keep = keep
+        self._continued_from: int | None = None  # until the next checkpoint is written
 
     @property
     def path(self) -> Path:
@@ -32,6 +33,14 @@ class CheckpointDir:
         """Return the checkpoints of steps, the oldest first."""
         return self._run.step_checkpoints()
 
+    def continue_from(self, step: int) -> list[Path]:
+        """Set aside the checkpoints after `step` when the next one is written; return them.
+
+        They are damaged, or of steps that are trained again. Until then a new start can use them.
+        """
+        self._continued_from = step
+        return self._later()
+
     def write(self, payload: dict[str, Any]) -> None:
         """Write a checkpoint (see `checkpoint.format.payload`) and delete the oldest.
 
@@ -39,7 +48,14 @@ class CheckpointDir:
             DiskError: It cannot be written; the earlier ones are unchanged.
         """
         target = self._run.step_checkpoint(payload["step"])
+        later = self._later()
+        if target in later:
+            link_or_copy(target, _retired(target))
+            later.remove(target)
         write_checkpoint(target, payload)
+        for path in later:
+            path.replace(_retired(path))
+        self._continued_from = None
         link_or_copy(target, self._run.last)
         for old in self.steps()[: -self._keep]:
             old.unlink()
@@ -53,18 +69,6 @@ class CheckpointDir:
         if self.path.is_dir():
             remove_stale_temporaries(self.path)
 
-    def retire(self, start_step: int) -> list[Path]:
-        """Rename the checkpoints after the step from which a run continues.
-
-        They are damaged, or the run was rolled back: those steps are trained again, and the newest
-        checkpoint must be one of the continued run.
-
-        Returns:
-            The new paths.
-        """
-        later = [path for path in self.steps() if step_of(path) > start_step]
-        return [path.replace(path.with_name(path.name + ".retired")) for path in later]
-
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest intact checkpoint, and a warning for each damaged one after it.
 
@@ -72,7 +76,8 @@ class CheckpointDir:
             IntegrityError: There are checkpoints, and all are damaged.
         """
         damaged: list[str] = []
-        for path in reversed(self.steps()):
+        later = self._later()
+        for path in reversed([path for path in self.steps() if path not in later]):
             try:
                 return read_checkpoint(path), [f"{d}; trying the one before" for d in damaged]
             except IntegrityError as error:
@@ -83,3 +88,12 @@ class CheckpointDir:
                 hint="start a new run with another --out, or name an intact one: --resume FILE",
             )
         return None, []
+
+    def _later(self) -> list[Path]:
+        """Return the checkpoints that the next one replaces."""
+        start = self._continued_from
+        return [] if start is None else [path for path in self.steps() if step_of(path) > start]
+
+
+def _retired(path: Path) -> Path:
+    return path.with_name(path.name + ".retired")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from ssdctl.config.sections.train import TrainConfig
 
 RUNS = Path("runs")  # the folder of runs without --out
+STEP_NAME = re.compile(r"step-[0-9]+\.pt")
 
 
 class RunDir:
@@ -49,7 +51,8 @@ class RunDir:
 
     def step_checkpoints(self) -> list[Path]:
         """Return the checkpoints of steps, the oldest first."""
-        return sorted(self.checkpoints.glob("step-*.pt"))
+        files = [p for p in self.checkpoints.glob("step-*.pt") if STEP_NAME.fullmatch(p.name)]
+        return sorted(files, key=step_of)
 
     def all_checkpoints(self) -> list[Path]:
         """Return the checkpoints to evaluate: the best, unless it is a recent one, and those.

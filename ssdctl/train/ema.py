@@ -32,6 +32,11 @@ class EMA:
             1 - self._decay,
         )
 
+    def buffers(self) -> list[Tensor]:
+        """Return the average of batch norm's statistics, which differs between ranks."""
+        names = dict(self._model.named_buffers())
+        return [self._state[name] for name in self._floats if name in names]
+
     def state(self) -> Mapping[str, Tensor]:
         """Return the average as a state dict of the network."""
         live = self._model.state_dict()

@@ -44,7 +44,7 @@ from ssdctl.train.nonfinite import NonFiniteGuard
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
-from ssdctl.train.resume import load_or_initialize, restore
+from ssdctl.train.resume import load_or_initialize, restore, step_of_plan
 from ssdctl.train.schedule import every
 from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
@@ -122,8 +122,12 @@ class _Trainer:
         self.saved_step = start.step if start.is_saved else None
         if setup.ranks.is_main:
             self.checkpoints.clean()
-            for path in self.checkpoints.retire(self.step):
-                log.warning("%s: set aside, the run continues from step %d", path.name, self.step)
+            for path in self.checkpoints.continue_from(self.step):
+                log.warning(
+                    "%s: the next save sets it aside, the run continues from step %d",
+                    path.name,
+                    self.step,
+                )
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
         self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
         past = self.progress_log.past_evaluations()
@@ -316,15 +320,12 @@ class _Trainer:
         averaged = restore(setup.model, self.optimizer, checkpoint)
         if self.ema is not None and averaged is not None:
             self.ema.load(averaged)
-        self.first_sample, self.first_step, self.step = (
-            next_sample,
-            checkpoint.step,
-            checkpoint.step,
-        )
+        self.first_sample = next_sample
+        self.first_step = self.step = step_of_plan(checkpoint, self.plan)
         self._start_input()
         self.saved_step = self.evaluated_step = None
         if setup.ranks.is_main:
-            self.checkpoints.retire(self.step)
+            self.checkpoints.continue_from(self.step)
         self.progress_log.rewind(self.step)
         self._save()  # so that a resumed run skips the offending images too
         self.progress_log.event("rolled_back", self.step, from_step=bad_step)
@@ -337,7 +338,7 @@ class _Trainer:
             return
         self._collect_evaluation(wait=True)
         self.progress_log.evaluation_started(self.step)
-        collectives.average_batch_norms(setup.model, setup.ranks)
+        self._average_statistics()
         if self.ema is None:
             detections = self.validator.detect()
         else:
@@ -366,13 +367,19 @@ class _Trainer:
             self.checkpoint_writer.mark_best(evaluation.about.step)
         self.progress_log.evaluation(evaluation, self.validator.losses, is_best=is_best)
 
+    def _average_statistics(self) -> None:
+        """Average the statistics of batch norm, and their moving averages, over the ranks."""
+        collectives.average_buffers(self.setup.model.buffers(), self.setup.ranks)
+        if self.ema is not None:
+            collectives.average_buffers(self.ema.buffers(), self.setup.ranks)
+
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
         setup = self.setup
         # A checkpoint has the best AP of the steps before it: a resumed run need not repeat them.
         self._collect_evaluation(wait=True)
-        collectives.average_batch_norms(setup.model, setup.ranks)
+        self._average_statistics()
         if setup.ranks.is_main:
             self.checkpoint_writer.save(
                 payload(

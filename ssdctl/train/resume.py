@@ -25,6 +25,7 @@ from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import RunDir
 from ssdctl.train.optimizer import is_adamw, load_optimizer
+from ssdctl.train.schedule import TrainSchedule
 from ssdctl.train.setup import Setup, load_first_weights
 from ssdctl.train.small_data import is_rule
 
@@ -60,10 +61,7 @@ def load_or_initialize(
         load_first_weights(setup)
         return StartState(0, 0, None, False)
     averaged = restore(setup.model, optimizer, checkpoint)
-    step = checkpoint.step
-    if checkpoint.global_batch != setup.plan.global_batch_size:
-        # The schedule counts in steps of the new batch: the one with as many samples.
-        step = checkpoint.samples_seen // setup.plan.global_batch_size
+    step = step_of_plan(checkpoint, setup.plan)
     total = setup.plan.total_steps
     if step < total:
         log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
@@ -71,6 +69,13 @@ def load_or_initialize(
         log.info("%s is at step %d of %d: nothing left to train", checkpoint.path, step, total)
     is_own = checkpoint.path.parent == checkpoints.path and step == checkpoint.step
     return StartState(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
+
+
+def step_of_plan(checkpoint: Checkpoint, plan: TrainSchedule) -> int:
+    """Return the step of a checkpoint; with another global batch, that with as many samples."""
+    if checkpoint.global_batch == plan.global_batch_size:
+        return checkpoint.step
+    return checkpoint.samples_seen // plan.global_batch_size
 
 
 def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:

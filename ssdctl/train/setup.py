@@ -39,8 +39,8 @@ from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import run_dir
-from ssdctl.runs.reader import read_run
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import with_batch_size
@@ -184,25 +184,21 @@ def _with_network_of_init(resolved: Resolved, ranks: Ranks) -> Resolved:
     if ranks.is_main:
         network = _network_of(config)
     network = collectives.broadcast(network, ranks)
-    if network is None:
-        return resolved
+    assert network is not None
     for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
         if resolved.sources[path].startswith("preset "):
             resolved = resolved.with_value(path, value, source="checkpoint of --init")
     return resolved
 
 
-def _network_of(config: Config) -> tuple[str, str] | None:
+def _network_of(config: Config) -> tuple[str, str]:
     """Return backbone and extra_norm of the run to resume, else of the checkpoint of `--init`."""
-    run = run_dir(config.train)
-    if run.is_started():
-        settings = read_run(run.path).settings
-        names = settings.get("model.backbone"), settings.get("model.extra_norm")
-        return None if None in names else (str(names[0]), str(names[1]))
-    assert config.train.init is not None
-    path = locate_checkpoint(config.train.init, mirror=config.download.mirror)
-    architecture = read_checkpoint(path).architecture
-    return architecture.backbone, architecture.extra_norm
+    checkpoint, _ = CheckpointDir(run_dir(config.train).path, config.train.keep).newest_intact()
+    if checkpoint is None:
+        assert config.train.init is not None
+        path = locate_checkpoint(config.train.init, mirror=config.download.mirror)
+        checkpoint = read_checkpoint(path)
+    return checkpoint.architecture.backbone, checkpoint.architecture.extra_norm
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:

@@ -255,6 +255,12 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert again.code == 0, again.err
     assert json.loads(again.out)["AP"] == figures["AP"]
     assert json.loads(again.out)["detections"] == figures["detections"]
+    twice = cli("evaluate", written, "--data", root[1], "--detections", "copy.json")
+    assert (twice.code, Path("copy.json").exists()) == (2, False)
+    assert "--detections" in twice.err
+    assert cli("evaluate", checkpoint, "--detections", ".", *low).code == 2
+    refused = cli("evaluate", checkpoint, "--report", written, *low)
+    assert (refused.code, refused.out) == (6, "")
     human = cli("evaluate", checkpoint, "--limit", 3, *low)
     assert "ring" in human.out
     assert "Missed" in human.out  # what the errors cost

@@ -27,6 +27,8 @@ def test_folders_contain_only_direct_pictures_unless_recursive() -> None:
     touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
     assert names("a") == ["a/1.tif", "a/2.JPG"]
     assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", "a/b/3.webp"]
+    touch("b/1.HEIC", "b/2.gif")
+    assert names("b") == ["b/1.HEIC", "b/2.gif"]
 
 
 def test_folders_that_link_to_each_other_end() -> None:

@@ -275,6 +275,8 @@ def test_torchruns_rendezvous_is_on_the_first_host() -> None:
     plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("node-a", "node-b"))
     assert "--rdzv-endpoint=node-a:29400" in plan.argv
     assert plan.missing is None
+    plan = plan_for("cuda", 16, nodes=2, hostfile="hosts", hosts=("fd00::1", "fd00::2"))
+    assert "--rdzv-endpoint=[fd00::1]:29400" in plan.argv
     allocated = {"MASTER_ADDR": "node-c", "MASTER_PORT": "4711"}
     plan = plan_for("cuda", 16, nodes=2, environment=allocated)
     assert "--rdzv-endpoint=node-c:4711" in plan.argv
@@ -368,11 +370,13 @@ def test_the_script_runs_what_was_planned(tmp_path: Path) -> None:
 
 def test_host_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# two\nnode-0 slots=8\n\n10.0.0.2 slots=8 # comment\nnode-0\n")
-    assert read_hosts(path) == ("node-0", "10.0.0.2")
+    path.write_text("# two\nnode-0 slots=8\n\n10.0.0.2 slots=8 # comment\nnode-0\nfd00::1\n")
+    assert read_hosts(path) == ("node-0", "10.0.0.2", "fd00::1")
 
 
-@pytest.mark.parametrize("line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254])
+@pytest.mark.parametrize(
+    "line", ["-oProxyCommand=x", "a;b", "$(x)", "a@b", "`x`", "a" * 254, "a:8", "a[1-2]"]
+)
 def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
     with pytest.raises(UsageError, match=r"hosts:2: .*host name"):

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -171,8 +172,10 @@ def test_exit_code_of_a_job(
     assert job_exit_code(launcher_code, exits, num_ranks=2, stop_signal=stop_signal) == expected
 
 
-@pytest.mark.parametrize("killed", ["launcher", "ssdctl launch", "guardian"])
-def test_no_survivor(killed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "killed", [("launcher",), ("ssdctl launch",), ("guardian",), ("launcher", "ssdctl launch")]
+)
+def test_no_survivor(killed: tuple[str, ...], tmp_path: Path) -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with started(plan_of(sys.executable, "-c", STUBBORN), tmp_path) as launch:
@@ -181,13 +184,20 @@ def test_no_survivor(killed: str, tmp_path: Path) -> None:
             family = [launcher, *wait_for(lambda: children(launcher)[1:] and children(launcher))]
             family.append(guardian)
             victims = {"launcher": launcher, "ssdctl launch": launch.pid, "guardian": guardian}
-            os.kill(victims[killed], signal.SIGKILL)
+            for victim in killed:
+                os.kill(victims[victim], signal.SIGKILL)
             wait_for(lambda: not any(is_alive(pid) for pid in family), timeout_s=5)
-            assert launch.wait(5) == (-9 if killed == "ssdctl launch" else 8)
+            assert launch.wait(5) == (-9 if "ssdctl launch" in killed else 8)
         assert bystander.poll() is None
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_a_port_in_use_is_not_chosen() -> None:
+    with socket.socket() as used:
+        used.bind(("", free_port()))
+        assert free_port() != used.getsockname()[1]
 
 
 def test_children_of_the_shell_that_became_launch_are_spared(tmp_path: Path) -> None:
@@ -204,6 +214,14 @@ def test_children_of_the_shell_that_became_launch_are_spared(tmp_path: Path) -> 
             assert is_alive(sleeper)
         finally:
             os.kill(sleeper, signal.SIGKILL)
+
+
+def test_variables_of_an_outer_job_are_not_inherited(tmp_path: Path) -> None:
+    """With PET_NNODES=2, which Kubeflow sets in its pods, torchrun would wait for another node."""
+    outer = {"RANK": "9", "PET_NNODES": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code = f"import os; print(sorted({set(outer)} & os.environ.keys()))"
+    with started(plan_of(sys.executable, "-c", code), tmp_path, **outer) as launch:
+        assert launch.communicate(timeout=60)[0] == "[]\n"
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:

@@ -103,6 +103,9 @@ def test_options_for_slurm() -> None:
     ]
     assert "--gres=gpu:4" in directives(plan_for("cuda", 4))
     assert not any("gres" in d for d in directives(plan_for("cuda", 4, slurm={"gres": "none"})))
+    settings = {"constraint": "[rack1|rack2]", "options": ("--exclude=gpu[01-03,7]",)}
+    found = directives(plan_for("cuda", 4, slurm=settings))
+    assert {"--constraint=[rack1|rack2]", "--exclude=gpu[01-03,7]"} <= set(found)
 
 
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(x)", "`x`", "a;b", "-x", ""])

@@ -54,6 +54,24 @@ def test_resuming_from_an_earlier_step_retires_later_checkpoints(
     assert steps(run) == [1, 2, 3, 4, 5]
 
 
+def test_later_checkpoints_are_used_until_the_next_save(run: Path) -> None:
+    """A process that continues from an earlier step and dies before it saves loses nothing."""
+    checkpoints = CheckpointDir(run, keep=1)
+    (later,) = checkpoints.continue_from(1)
+    assert checkpoints.newest_intact() == (None, [])
+    restarted, _ = CheckpointDir(run, keep=1).newest_intact()
+    assert restarted is not None
+    assert restarted.path == later
+
+
+def test_only_numbered_checkpoints_are_the_runs_own(tmp_path: Path) -> None:
+    names = ["step-99999999.pt", "step-100000000.pt"]
+    (tmp_path / "checkpoints").mkdir()
+    for name in [*names, "step-100000000-good.pt", "step-.pt", "best.pt"]:
+        (tmp_path / "checkpoints" / name).touch()
+    assert [path.name for path in CheckpointDir(tmp_path, keep=3).steps()] == names
+
+
 def test_no_intact_checkpoint_is_an_integrity_error(run: Path, shapes: Path, cli: Cli) -> None:
     for path in (run / "checkpoints").glob("step-*"):
         path.write_bytes(path.read_bytes()[:2000])

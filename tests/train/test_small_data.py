@@ -168,7 +168,12 @@ def test_frozen_stages_do_not_change(cli: Cli, shapes: Path, tiny_run: Path) -> 
 def test_fine_tuning_takes_the_network_of_the_checkpoint(
     cli: Cli, shapes: Path, tiny_run: Path
 ) -> None:
-    """The default preset is a ResNet-34, the checkpoint a ResNet-18; batches of 4 are small."""
+    """The default preset is a ResNet-34, the checkpoint a ResNet-18; batches of 4 are small.
+
+    A log file in the run folder does not make it a run to resume.
+    """
+    Path("tuned").mkdir()
+    Path("tuned/train.log").touch()  # of a shell: ssdctl train --out tuned > tuned/train.log
     before = weights(tiny_run)
     after = fine_tune(cli, shapes, tiny_run, "--bs", 4)
     assert before.keys() == after.keys()

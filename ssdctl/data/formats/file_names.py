@@ -21,7 +21,7 @@ from ssdctl.files import is_plain_name
 
 IMAGE_SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-    | {".gif", ".avif", ".jp2"}
+    | {".gif", ".avif", ".jp2", ".ppm", ".pgm", ".tga", ".heic", ".heif"}
 )
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
 

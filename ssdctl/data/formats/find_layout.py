@@ -7,6 +7,7 @@ COCO files are used where they are; every other layout is converted (ssdctl/data
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import re
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ SOURCE_OF_SUFFIX: dict[str, Source] = {
 ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 WRITTEN_BY_SSDCTL = "ssdctl_"
 SAMPLE_BYTES, SAMPLE_NAMES = 1_000_000, 20
+MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
 FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 LOOKED_FOR = (
     "dataset.toml, annotations/*.json, train/_annotations.coco.json, result.json, data.yaml, "
@@ -94,6 +96,13 @@ def _remedy(path: Path) -> str:
     above = path.resolve().parent
     if (above / "dataset.toml").is_file() or coco_layout(above):
         return f"the folder above is a dataset: --data {above}"
+    for folder in sorted(p for p in path.glob("*") if p.is_dir())[:MAX_FOLDERS]:
+        with contextlib.suppress(DataError):
+            if coco_layout(folder) or any(_candidates(folder)):
+                return (
+                    f"a folder in it is a dataset: --data {folder}; or describe the dataset in a "
+                    "dataset.toml"
+                )
     return (
         "give the folder that an export was unpacked to, or describe the dataset in a "
         "dataset.toml (docs/custom-dataset.md)"
@@ -181,7 +190,8 @@ def coco_splits(root: Path) -> dict[str, SplitFiles]:
         return {}
     by_split: dict[str, list[Path]] = {}
     for file in files:
-        split = split_of(file.stem) or split_of(file.parent.name)
+        folder = file.parent.relative_to(root).name
+        split = split_of(file.stem) or split_of(folder)
         by_split.setdefault(split or ("train" if len(files) == 1 else ""), []).append(file)
     several = next((paths for s, paths in by_split.items() if len(paths) > 1 or not s), None)
     if several is not None:

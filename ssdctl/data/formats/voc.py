@@ -9,23 +9,27 @@ Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xm
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
 from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
 from ssdctl.data.image_check import header_size
+from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_errors, read_text
 
+log = logging.getLogger(__name__)
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
-IMAGES = ("JPEGImages", "images", "Images", "imgs", "img")
-SUFFIXES = (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES))
-FOLDER_SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}
+IMAGES = ("JPEGImages", "images", "Images", "imgs", "img", "data")
+SUFFIXES = [s for suffix in sorted(IMAGE_SUFFIXES) for s in (suffix, suffix.upper())]
+LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
 XML_THREADS = 8  # they wait for the file system
 
@@ -39,8 +43,12 @@ class _Folder(NamedTuple):
     images: Path
 
     def image_of(self, stem: str, named: str) -> Path | None:
-        """Return the image of an XML file: the one with its stem, else the one that it names."""
-        candidates = [self.images / (stem + suffix) for suffix in SUFFIXES]
+        """Return the image of an XML file: the one with its stem, else the one that it names.
+
+        Of several with its stem, it is the one with the suffix of the name.
+        """
+        suffixes = [PurePosixPath(named).suffix, *SUFFIXES]
+        candidates = [self.images / (stem + suffix) for suffix in suffixes if suffix]
         if named and is_plain_name(named):
             candidates.append(self.images / named)
         return next((path for path in candidates if path.is_file()), None)
@@ -90,8 +98,8 @@ def _folder(root: Path, base: Path) -> _Folder | None:
     """Return a VOC folder, by its usual names; XML files may also be in the image folder."""
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
-        first = next(annotations.glob("*.xml"), None) if annotations.is_dir() else None
-        if first is None or is_cvat_xml(first):
+        first = next(_xml_stems(base, annotations), None)
+        if first is None or is_cvat_xml(annotations / f"{first}.xml"):
             continue
         images = next((base / n for n in IMAGES if (base / n).is_dir()), annotations)
         return _Folder(root, base, annotations, images)
@@ -103,13 +111,16 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
     lists = folder.base / "ImageSets" / "Main"
     if not lists.is_dir():
         lists = folder.base / "ImageSets"
-    named = {n: lists / f"{n}.txt" for n in ("train", "val", "trainval", "test")}
-    stems = {name: _stems(path) for name, path in named.items() if path.is_file()}
-    if not {"train", "trainval"} & set(stems):
+    named = {LISTS.get(path.stem.lower()): path for path in sorted(lists.glob("*.txt"))}
+    stems = {n: _stems(path, folder.annotations) for n, path in named.items() if n is not None}
+    if not {"train", "trainval", "default"} & set(stems):
         # Exports with a folder per split, and undivided sets.
-        split = FOLDER_SPLITS.get(folder.base.name, "train")
-        return {split: sorted(path.stem for path in folder.annotations.glob("*.xml"))}
+        split = split_of(folder.base.name) if folder.base != folder.root else None
+        listed = sorted(_xml_stems(folder.base, folder.annotations))
+        _report_unlabelled(folder, set(listed))
+        return {split or "train": listed}
     splits = {"train": stems.get("train") or stems.get("trainval", [])}
+    splits["train"] += stems.get("default", [])
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
     if stems.get("test") and (folder.annotations / f"{stems['test'][0]}.xml").is_file():
@@ -117,16 +128,39 @@ def _splits(folder: _Folder) -> dict[str, list[str]]:
     return splits
 
 
-def _stems(path: Path) -> list[str]:
-    """Return the first word of each line: lists of one class have a flag after it."""
+def _xml_stems(base: Path, annotations: Path) -> Iterator[str]:
+    """Yield the names of XML files without suffix; with lists, also of those in folders below."""
+    is_nested = annotations != base and (base / "ImageSets").is_dir()
+    names = files_below(annotations) if is_nested else (p.name for p in annotations.glob("*.xml"))
+    for name in map(PurePosixPath, names):
+        if name.suffix == ".xml" and not name.name.startswith("._"):  # of macOS
+            yield name.with_suffix("").as_posix()
+
+
+def _report_unlabelled(folder: _Folder, stems: set[str]) -> None:
+    images = (p for p in folder.images.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+    unlabelled = sorted(p.name for p in images if p.stem not in stems and p.name[:2] != "._")
+    if unlabelled:
+        log.info(
+            "%s: %d images have no XML file and are left out, among them %s",
+            folder.images,
+            len(unlabelled),
+            unlabelled[0],
+        )
+
+
+def _stems(path: Path, annotations: Path) -> list[str]:
+    """Return the name in each line: lists of one class have a flag after it."""
     with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
-    # CVAT puts names with spaces in quotes.
-    words = (
-        line.split('"')[1] if line.startswith('"') else line.split()[0]
-        for line in lines
-        if line.strip()
-    )
+    words = []
+    for line in filter(None, (line.strip() for line in lines)):
+        if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
+            words.append(line.split('"')[1])
+        elif " " in line and is_plain_name(line) and (annotations / f"{line}.xml").is_file():
+            words.append(line)
+        else:
+            words.append(line.split()[0])
     stems = list(dict.fromkeys(words))
     refuse(path, "not plain names", [stem for stem in stems if not is_plain_name(stem)])
     return stems

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -19,15 +20,16 @@ import yaml
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
 from ssdctl.data.image_check import header_size
+from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text
 
 log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
 USUAL = {
-    "train": ("images/train", "train/images", "images/train2017", "train", "obj_train_data"),
+    "train": ("images/train", "train/images", "images/train2017", "train"),
     "val": ("images/val", "val/images", "valid/images", "images/val2017", "val", "valid"),
     "test": ("images/test", "test/images", "test"),
 }
@@ -60,10 +62,11 @@ def read_yolo(
     """
     description = read_description(root, file)
     names = _class_names(root, description)
+    by_split = _image_files(root, description)
+    _report_unused_labels(root, [path for files in by_split.values() for path in files])
     has_keypoints = description is not None and "kpt_shape" in description.content
     splits = {
-        split: _read_split(root, files, names, has_keypoints)
-        for split, files in _image_files(root, description).items()
+        split: _read_split(root, files, names, has_keypoints) for split, files in by_split.items()
     }
     return usable_splits(splits), names
 
@@ -75,8 +78,8 @@ def is_yolo(root: Path) -> bool:
     if not any((root / name).is_file() for name in NAME_FILES):
         return False
     folders = ("labels", *(f for usual in USUAL.values() for f in usual), *UNDIVIDED)
-    labels = (path for f in folders if (root / f).is_dir() for path in (root / f).rglob("*.txt"))
-    return any(path.name not in ("classes.txt", "obj.names") for path in labels)
+    names = (Path(name) for folder in folders for name in files_below(root / folder))
+    return any(path.suffix == ".txt" and path.name != "classes.txt" for path in names)
 
 
 def read_description(root: Path, file: Path | None = None) -> _Description | None:
@@ -135,16 +138,17 @@ def _image_files(root: Path, description: _Description | None) -> dict[str, list
     """Return the image files of each split, sorted."""
     by_split: dict[str, list[Path]] = {}
     if description is not None:
-        for split in ("train", "val", "test"):
-            entries = description.content.get(split)
+        for key, entries in description.content.items():
+            split = SPLIT_WORDS.get(key.lower()) if isinstance(key, str) else None
+            if split is None:
+                continue
             for entry in entries if isinstance(entries, list) else [entries]:
                 if isinstance(entry, str) and entry:
-                    files = _named_images(root, description, split, entry)
-                    by_split.setdefault(split, []).extend(files)
-    for split, folders in USUAL.items():
-        if not by_split.get(split) and (description is None or not description.content.get(split)):
-            usual = (root / f for f in folders if (root / f).is_dir())
-            by_split[split] = next((files for f in usual if (files := _images_in(f))), [])
+                    by_split.setdefault(split, [])
+                    by_split[split] += _named_images(root, description, split, entry)
+    for split in [split for split in USUAL if split not in by_split]:
+        found = (files for folder in _usual_folders(root, split) if (files := _images_in(folder)))
+        by_split[split] = next(found, [])
     if not by_split.get("train"):
         undivided = (_images_in(root / f) for f in UNDIVIDED if (root / f).is_dir())
         assigned = {path for files in by_split.values() for path in files}
@@ -152,6 +156,16 @@ def _image_files(root: Path, description: _Description | None) -> dict[str, list
     if not by_split["train"]:
         raise DataError(f"{root}: no images to train on in any of the usual folders")
     return {split: sorted(set(files)) for split, files in by_split.items() if files}
+
+
+def _usual_folders(root: Path, split: str) -> Iterator[Path]:
+    """Return the usual folders of a split, in any case: `images/Train`, `obj_Train_data`."""
+    yield from (root / name for name in USUAL[split])
+    for base in (root / "images", root):
+        for folder in sorted(base.iterdir()) if base.is_dir() else ():
+            word = folder.name.lower().removeprefix("obj_").removesuffix("_data")
+            if SPLIT_WORDS.get(word) == split:
+                yield folder
 
 
 def _named_images(root: Path, description: _Description, split: str, entry: str) -> list[Path]:
@@ -187,7 +201,7 @@ def _tail(text: str) -> PurePosixPath:
 
 def _read_names(path: Path) -> str:
     with read_errors(path):
-        return read_limited(path, MAX_LABEL_BYTES).decode(errors="replace")
+        return read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
@@ -209,9 +223,11 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(
-        p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file()
-    )
+    return sorted(folder / name for name in files_below(folder) if _is_image(Path(name)))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")  # of macOS
 
 
 def _read_split(
@@ -223,26 +239,52 @@ def _read_split(
     if not files:
         return []
 
-    def read(path: Path) -> LabeledImage | DataError:
+    def read(path: Path) -> LabeledImage:
         try:
             # Trainers that use this layout show images upright, so the boxes fit that view.
             width, height = header_size(path, upright=True)
-        except DataError as error:
-            return error
+        except DataError:
+            # Dropped, with the reason, when the images are checked.
+            return LabeledImage(path.relative_to(root).as_posix(), 0, 0, [])
         label = _label_file(root, path)
         boxes = _boxes(label, names, keypoints, width, height) if label.is_file() else []
         return LabeledImage(path.relative_to(root).as_posix(), width, height, boxes)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        results = list(pool.map(read, files))
-    bad = [result for result in results if isinstance(result, DataError)]
-    if bad:
-        log.info("%d images cannot be opened and are left out, among them %s", len(bad), bad[0])
-    images = [result for result in results if isinstance(result, LabeledImage)]
-    if images and not any(image.boxes for image in images):
+        images = list(pool.map(read, files))
+    if not any(image.boxes for image in images):
         expected = _label_file(root, files[0])
         log.info("no image of %s has a label: looked for %s", files[0].parent, expected)
     return images
+
+
+def _report_unused_labels(root: Path, images: list[Path]) -> None:
+    """Log how many label files have no image, for example because of the image's format."""
+    stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
+    for folder, image in {image.parent: image for image in images}.items():
+        used = stems.setdefault(_label_file(root, image).parent, set())
+        used.update(path.stem for path in folder.iterdir() if _is_image(path))
+    unused = [
+        path
+        for folder, used in sorted(stems.items())
+        for path in sorted(folder.glob("*.txt"))
+        if path.stem not in used and not path.name.startswith("._") and _is_label_file(path)
+    ]
+    if unused:
+        log.warning(
+            "%d label files have no image and are left out, among them %s",
+            len(unused),
+            unused[0].relative_to(root),
+        )
+
+
+def _is_label_file(path: Path) -> bool:
+    """Return whether the first line is a class number with coordinates: not classes.txt."""
+    try:
+        words = read_text(path, MAX_LABEL_BYTES).split("\n", 1)[0].split()
+        return len([float(word) for word in words]) >= 5
+    except (OSError, ValueError):
+        return False
 
 
 def _label_file(root: Path, image: Path) -> Path:

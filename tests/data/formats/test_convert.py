@@ -134,13 +134,14 @@ class TestVoc:
         assert report.findings == []
 
     def test_xml_next_to_the_images_in_a_folder_per_split(self, tmp_path: Path) -> None:
-        for split in ("train", "valid", "test"):
-            picture(tmp_path / split / f"{split}.jpg")
-            (tmp_path / split / f"{split}.xml").write_text(xml(thing("nut", 2, 2, 4, 4)))
-        make(tmp_path, "voc")
-        assert list(boxes_of(tmp_path)) == ["train/train.jpg"]
-        assert list(boxes_of(tmp_path, "val")) == ["valid/valid.jpg"]
-        assert list(boxes_of(tmp_path, "test")) == ["test/test.jpg"]
+        for k, names in enumerate((("train", "valid", "test"), ("Train", "Val2017", "Test"))):
+            root = tmp_path / str(k)
+            for name in names:
+                picture(root / name / "a.jpg")
+                (root / name / "a.xml").write_text(xml(thing("nut", 2, 2, 4, 4)))
+            make(root, "voc")
+            for name, split in zip(names, ("train", "val", "test"), strict=True):
+                assert list(boxes_of(root, split)) == [f"{name}/a.jpg"]
 
     @pytest.mark.parametrize(
         ("content", "words"),
@@ -160,6 +161,42 @@ class TestVoc:
         with pytest.raises(DataError, match=words):
             make(tmp_path, "voc")
         assert not (tmp_path / "dataset.toml").exists()
+
+    def test_lists_and_folders_of_cvat(self, tmp_path: Path) -> None:
+        """A list per subset, images in folders, names with spaces."""
+        stems = ("a", "day 1/b", "c d", "e")
+        for stem in stems:
+            (tmp_path / "Annotations" / stem).parent.mkdir(parents=True, exist_ok=True)
+        content = xml(thing("cat", 1, 1, 9, 9))
+        lists = {"Train": ["a", "day 1/b"], "Validation": ["c d  "], "default": ["e"]}
+        voc(tmp_path, dict.fromkeys(stems, content), {**lists, "cat_Train": ["a  1"]})
+        make(tmp_path, "voc")
+        images = ["JPEGImages/a.jpg", "JPEGImages/day 1/b.jpg", "JPEGImages/e.jpg"]
+        assert list(boxes_of(tmp_path)) == images
+        assert list(boxes_of(tmp_path, "val")) == ["JPEGImages/c d.jpg"]
+
+    def test_the_named_image_of_two_with_the_same_stem(self, tmp_path: Path) -> None:
+        for suffix in (".bmp", ".jpg", ".png", ".tif", ".webp"):
+            picture(tmp_path / f"data/a{suffix}")
+        for suffix in (".bmp", ".png"):
+            content = xml(thing("cat", 1, 1, 9, 9), file=f"a{suffix}")
+            (tmp_path / "labels").mkdir(exist_ok=True)
+            (tmp_path / "labels/a.xml").write_text(content)
+            make(tmp_path, "voc")
+            assert list(boxes_of(tmp_path)) == [f"data/a{suffix}"]
+
+    def test_images_without_xml_are_counted_and_files_of_macos_ignored(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        root = tmp_path / "test"  # not a split: it is the dataset folder
+        voc(root, {"a": xml(thing("cat", 1, 1, 9, 9))})
+        picture(root / "JPEGImages/b.jpg")
+        for name in ("JPEGImages/._a.jpg", "Annotations/._a.xml"):
+            (root / name).write_bytes(b"\0\5\x16\7")
+        caplog.set_level(logging.INFO, "ssdctl")
+        make(root, "voc")
+        assert list(boxes_of(root)) == ["JPEGImages/a.jpg"]
+        assert "1 images have no XML file and are left out, among them b.jpg" in caplog.text
 
     def test_absent_and_unsafe_names(self, tmp_path: Path) -> None:
         voc(tmp_path, {"a": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
@@ -259,16 +296,65 @@ class TestYolo:
         split = open_dataset(tmp_path, tmp_path / "store")["train"]
         assert len(split.trainable) == 1
 
-    def test_unreadable_images_are_left_out_and_reported(
+    @pytest.mark.parametrize("name", ["b.jpg", "b.HEIC"])
+    def test_unreadable_images_are_dropped_and_reported(self, tmp_path: Path, name: str) -> None:
+        yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
+        (tmp_path / "images/b.jpg").unlink()
+        (tmp_path / "images" / name).write_bytes(b"?")
+        make(tmp_path, "yolo")
+        with pytest.raises(DataError, match=r"1 of 2 images .* 1 x not a readable image"):
+            prepare(tmp_path, tmp_path / "store", pack=False)
+        report = prepare(tmp_path, tmp_path / "store", pack=True, allow_dropped=True).splits[0]
+        assert [f.kind for f in report.findings] == ["image dropped"]
+        assert name in report.findings[0].detail
+        assert report.trainable == 1
+
+    def test_labels_without_an_image_are_counted(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
-        (tmp_path / "images/b.jpg").write_bytes(b"?")
-        caplog.set_level(logging.INFO, "ssdctl")
+        line = "0 .5 .5 .2 .4"
+        yolo(tmp_path, {"images/a.jpg": line, "images/b.jpg": line, "images/c.jpg": ""})
+        for name in ("b", "c"):
+            (tmp_path / f"images/{name}.jpg").unlink()  # c has no box to lose
+        (tmp_path / "labels/classes.txt").write_text("cat\ndog\n")
         make(tmp_path, "yolo")
-        assert "1 images cannot be opened" in caplog.messages[0]
-        assert "b.jpg" in caplog.messages[0]
-        assert list(boxes_of(tmp_path)) == ["images/a.jpg"]
+        (message,) = caplog.messages
+        assert message == "1 label files have no image and are left out, among them labels/b.txt"
+
+    @pytest.mark.parametrize(
+        ("folders", "yaml"),
+        [
+            (("obj_train_data", "obj_valid_data"), None),
+            (("obj_Train_data", "obj_Validation_data"), None),
+            (("images/Train", "images/Validation"), "Train: Train.txt\nValidation: Val.txt\n"),
+            (("images/Train", "images/Val"), None),
+            (("train/images", "validation/images"), None),
+        ],
+    )
+    def test_subsets_of_cvat(
+        self, tmp_path: Path, folders: tuple[str, str], yaml: str | None
+    ) -> None:
+        line = "0 .5 .5 .2 .4"
+        train, val = (f"{folder}/a.jpg" for folder in folders)
+        yolo(tmp_path, {train: line, val: line}, yaml and f"names: {{0: a}}\npath: .\n{yaml}")
+        (tmp_path / "obj.names").write_bytes(b"\xef\xbb\xbfcat\r\n")
+        (tmp_path / "Train.txt").write_text(f"data/{train}\n")
+        (tmp_path / "Val.txt").write_text(f"data/{val}\n")
+        make(tmp_path, "yolo")
+        assert list(boxes_of(tmp_path)) == [train]
+        assert list(boxes_of(tmp_path, "val")) == [val]
+        assert boxes_of(tmp_path)[train][0][0] == ("a" if yaml else "cat")
+
+    def test_linked_folders_and_files_of_macos(self, tmp_path: Path) -> None:
+        yolo(tmp_path / "other", {"images/a.jpg": "0 .5 .5 .2 .4"}, None)
+        root = tmp_path / "root"
+        for name in ("images", "labels"):
+            (root / name).mkdir(parents=True)
+            (root / name / "part").symlink_to(tmp_path / "other" / name)
+        (root / "images/._a.jpg").write_bytes(b"\0\5\x16\7")
+        (root / "data.yaml").write_text("train: images\nnames: [cat]\n")
+        make(root, "yolo")
+        assert list(boxes_of(root)) == ["images/part/a.jpg"]
 
     @pytest.mark.parametrize(
         ("line", "words"),

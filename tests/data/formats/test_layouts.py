@@ -129,6 +129,30 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None
     assert not (tmp_path / "cvat/annotations/dataset.toml").exists()
 
 
+def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
+    for name in ("test", "val"):
+        (tmp_path / name).mkdir()
+        assert set(find_layout(exports.label_studio_coco(tmp_path / name)).splits) == {"train"}
+
+
+def test_a_dataset_in_a_folder_below_is_named(tmp_path: Path) -> None:
+    (tmp_path / "my export").mkdir()
+    exports.label_studio_coco(tmp_path / "my export")
+    with pytest.raises(DataError, match="no dataset found") as error:
+        find_layout(tmp_path)
+    assert f"--data {tmp_path}/my export" in str(error.value.hint)
+
+
+def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
+    root = tmp_path / "export"
+    root.mkdir()
+    content = json.loads((exports.label_studio_coco(root) / "result.json").read_text())
+    for image in content["images"]:
+        image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
+    exports.write_json(root / "result.json", content)
+    assert count_trainable(*dataset_folders(DataConfig(root=str(root)))) == (5, 2)
+
+
 @pytest.mark.parametrize("name", exports.EXPORTS)
 @pytest.mark.process
 def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[..., Result]) -> None:
