@@ -26,7 +26,7 @@ from ssdctl.distributed.collectives import barrier, run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import analyse
-from ssdctl.evaluate.coco_ap import run_scoring
+from ssdctl.evaluate.coco_ap import NO_OBJECTS, run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_with, merge
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
@@ -104,14 +104,16 @@ def evaluate_checkpoint(
     if not ranks.is_main:
         return None
     detections = merge(parts)
-    if not len(detections.scores):
-        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     ids = split.image_ids[rows]
     truth = read_ground_truth(split.annotations)
     scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
+    if scoring.has_no_objects:
+        log.warning("%s", NO_OBJECTS)
+    elif not len(detections.scores):
+        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,

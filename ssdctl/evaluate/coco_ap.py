@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[str, float | None, int, int]] = {
 }
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 VERIFY_TOLERANCE = 1e-12
+NO_OBJECTS = "the images have no annotated objects: there is no AP (-1)"
 
 
 class Detections(NamedTuple):
@@ -95,6 +96,11 @@ class Scoring(NamedTuple):
     engine: Any  # hotcoco.COCOeval, evaluated and accumulated; its ids are dense
     truth: GroundTruth
     image_ids: NDArray[np.int64]  # that were scored, ascending
+
+    @property
+    def has_no_objects(self) -> bool:
+        """Return whether there is nothing to measure."""
+        return self.scores.figures["AP"] < 0
 
 
 class _Result(msgspec.Struct, gc=False):

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below, is_image
 from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS, split_of
@@ -138,8 +138,8 @@ def _xml_stems(base: Path, annotations: Path) -> Iterator[str]:
 
 
 def _report_unlabelled(folder: _Folder, stems: set[str]) -> None:
-    images = (p for p in folder.images.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    unlabelled = sorted(p.name for p in images if p.stem not in stems and p.name[:2] != "._")
+    images = filter(is_image, folder.images.iterdir())
+    unlabelled = sorted(path.name for path in images if path.stem not in stems)
     if unlabelled:
         log.info(
             "%s: %d images have no XML file and are left out, among them %s",

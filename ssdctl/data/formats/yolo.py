@@ -20,7 +20,7 @@ import yaml
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
+from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
@@ -223,11 +223,7 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(folder / name for name in files_below(folder) if _is_image(Path(name)))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")  # of macOS
+    return sorted(folder / name for name in files_below(folder) if is_image(Path(name)))
 
 
 def _read_split(
@@ -263,7 +259,7 @@ def _report_unused_labels(root: Path, images: list[Path]) -> None:
     stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
     for folder, image in {image.parent: image for image in images}.items():
         used = stems.setdefault(_label_file(root, image).parent, set())
-        used.update(path.stem for path in folder.iterdir() if _is_image(path))
+        used.update(path.stem for path in folder.iterdir() if is_image(path))
     unused = [
         path
         for folder, used in sorted(stems.items())
