@@ -46,7 +46,7 @@ from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import lock, make_dir, read_text, write_bytes, write_text
-from ssdctl.runtime.entry_points import entry_point_names, load_entry_point
+from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
 ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
 LABELS = "labels.sha256"  # in the folder of a conversion: the version of the labels

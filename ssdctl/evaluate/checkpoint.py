@@ -85,14 +85,9 @@ def evaluate_checkpoint(
             len(bad),
             bad[:5],
         )
-    options = _options(settings, ranks)
-    detector = open_detector(
-        checkpoint,
-        device,
-        precision=options.precision,
-        score_threshold=options.score_threshold,
-        nms_iou=options.nms_iou,
-    )
+    threads = settings.workers or usable_cores(ranks.world_size)
+    options = DetectOptions.of(settings, settings.precision, threads)
+    detector = open_detector(checkpoint, device, options.detector)
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
         lambda: detect_with(
@@ -142,16 +137,6 @@ def _open_on_all_ranks(
         return splits
     barrier(ranks)
     return open_dataset(root, folder)
-
-
-def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:
-    return DetectOptions(
-        batch_size=settings.batch_size,
-        precision=settings.precision,
-        threads=settings.workers or usable_cores(ranks.world_size),
-        score_threshold=settings.score_threshold,
-        nms_iou=settings.nms_iou,
-    )
 
 
 def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.formats.coco import read_content
 from ssdctl.data.formats.coco_json import Int64, decode
-from ssdctl.data.formats.coco_slices import open_content
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -116,10 +116,9 @@ def read_detections(path: Path) -> Detections:
     Raises:
         DataError: It is not such a file; the message gives the place.
     """
+    content = read_content(path)
     try:
-        rows = decode(open_content(path), list[_Result])
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        rows = decode(content, list[_Result])
     except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not in COCO's results format: {error}".replace("`", ""),

@@ -374,5 +374,5 @@ def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) 
     expected = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=300).predict("large.png")
     assert [d["name"] for d in tiled["detections"]] == [d.name for d in expected]
     assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
-    with pytest.raises(UsageError, match="tile 5"):
+    with pytest.raises(UsageError, match="tile: 5"):
         ssdctl.load(checkpoint, device="cpu", tile=5)

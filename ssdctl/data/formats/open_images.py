@@ -22,7 +22,7 @@ from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import read_errors, read_limited
 
 log = logging.getLogger(__name__)
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
@@ -103,10 +103,8 @@ def _class_names(root: Path) -> dict[str, str]:
 
 
 def _read_names(path: Path) -> str:
-    try:
+    with read_errors(path):
         return read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _read_split(

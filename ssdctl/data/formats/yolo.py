@@ -24,7 +24,7 @@ from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
-from ssdctl.files import read_limited, read_text, reason_of
+from ssdctl.files import read_errors, read_limited, read_text
 
 log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
@@ -200,17 +200,13 @@ def _tail(text: str) -> PurePosixPath:
 
 
 def _read_names(path: Path) -> str:
-    try:
+    with read_errors(path):
         return read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     images, absent = [], []
     for line in filter(None, (line.strip() for line in lines)):
         parts = _tail(line).parts
@@ -303,10 +299,8 @@ def _boxes(
     path: Path, names: list[str], keypoints: bool, width: int, height: int
 ) -> list[LabeledBox]:
     """Return the boxes of a label file; the same line twice counts once."""
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LABEL_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     boxes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
