@@ -31,9 +31,22 @@ def own_exit_code() -> Iterator[None]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def open_missing_streams() -> None:
+    """Open the null device as each standard stream that the caller has closed (`>&-`).
+
+    Python has None for it then, and the next file that is opened would get its descriptor.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest free one: `number`
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
+
+
 @own_exit_code()
 def run() -> None:
     """Run the command line, or answer a completion request of a shell."""
+    open_missing_streams()
     is_training = "train" in sys.argv[1:2]
     if os.getpid() == 1 and not is_training:
         # The first process of a container ignores signals without a handler: it would hold its

@@ -68,7 +68,7 @@ def load(
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
-            None: the convention of the network (0.5; VGG16 0.45).
+            None: the network's own (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: The names of the classes to return; empty: all.
         max_detections: How many detections of a picture are returned, the best; None: all.
@@ -77,19 +77,37 @@ def load(
         tile_overlap: Overlap of neighbouring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
-        ssdctl.errors.UsageError: The file, device, precision or a class does not exist.
+        ssdctl.errors.UsageError: The file, device, precision or a class does not exist, or a value
+            is out of bounds.
         ssdctl.errors.NetworkError: The detector or model cannot be fetched.
         ssdctl.errors.IntegrityError: The file is damaged, not a checkpoint, or would run code.
     """
+    given = {
+        "device": device,
+        "score": score,
+        "nms_iou": nms_iou,
+        "classes": classes if isinstance(classes, str) else list(classes),
+        "max_detections": max_detections,
+        "tile": tile,
+        "tile_overlap": tile_overlap,
+    }
+    overrides = [_override(f"predict.{name}", value) for name, value in given.items()]
+    # Only to check the values: the defaults are those of this function.
+    settings = resolve(overrides=overrides, environment={}, default_file=False).config.predict
     from ssdctl.inference import predict  # late: torch takes seconds
 
     return predict.load(
         checkpoint,
-        device=device,
-        score=score,
-        nms_iou=nms_iou,
+        device=settings.device,
+        score=settings.score,
+        nms_iou=settings.nms_iou,
         precision=precision,
-        options=predict.Options(classes, max_detections, tile, tile_overlap),
+        options=predict.Options(
+            settings.classes,
+            settings.max_detections,
+            settings.tile,
+            settings.tile_overlap,
+        ),
     )
 
 
@@ -354,6 +372,8 @@ def _override(path: str, value: Any) -> Override:
     """Return a value with the option that it stands for as its source, as on the command line."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
+        value = value.tolist()
     setting = all_settings().get(path)
     flag = f"--{path}" if setting is None else setting.flags[0]
     return Override(path, value, flag)

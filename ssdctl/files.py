@@ -24,7 +24,7 @@ from typing import IO
 
 import msgspec
 
-from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.runtime.redact import redact_url
 from ssdctl.runtime.system import is_process_running, lock_exclusively
 
@@ -115,6 +115,23 @@ def refuse_url(path: str | Path, option: str) -> None:
         )
 
 
+def refuse_replacing(source: Path, target: Path, option: str) -> None:
+    """Refuse to write a result over the file that it is computed from.
+
+    Raises:
+        UsageError: `target` is that file, possibly by another name.
+    """
+    try:
+        is_same = source.samefile(target)
+    except (OSError, ValueError):  # one of them does not exist
+        return
+    if is_same:
+        raise UsageError(
+            f"{option}: the result for {source} would replace the file itself",
+            hint="choose another folder",
+        )
+
+
 def make_dir(path: Path) -> Path:
     """Create a folder and its parents; return it."""
     with disk_errors(path, "creating"):
@@ -184,6 +201,15 @@ def read_text(path: Path, max_bytes: int) -> str:
 def reason_of(error: Exception) -> str:
     """Return why a file could not be read, without its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Convert errors of reading a user's data file to a `DataError` (exit 3)."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def refuse_utf16(content: bytes) -> None:

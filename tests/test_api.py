@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import Result
 
@@ -83,6 +84,32 @@ def test_wrong_settings_are_named(settings: dict[str, object], named: str) -> No
         ssdctl.train("data", **settings)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    config = ssdctl.configure(
+        train={"lr": np.float64(0.25), "batch_size": np.int64(3), "decay_epochs": np.array([1, 2])}
+    )
+    assert (config.train.lr, config.train.batch_size) == (0.25, 3)
+    assert config.train.decay_epochs == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "subject"),
+    [
+        ({"score": float("nan")}, "--score"),
+        ({"score": 1.5}, "1.5"),
+        ({"nms_iou": -1}, "--nms-iou"),
+        ({"max_detections": -1}, "--max-detections"),
+        ({"tile": 100.5}, "100.5"),
+        ({"device": "cuda:0"}, "cuda:0"),
+    ],
+)
+def test_values_of_load_are_checked_before_the_file_is_read(
+    settings: dict[str, Any], subject: str
+) -> None:
+    with pytest.raises(UsageError, match=subject):
+        ssdctl.load("none.pt", **settings)
+
+
 def test_mistyped_settings_have_a_hint() -> None:
     with pytest.raises(UsageError) as error:
         ssdctl.train("data", batchsize=4)
@@ -110,6 +137,8 @@ def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -
     options: dict[str, Any] = {"device": "cpu", "score": 0.02}
     expected = ssdctl.load(tiny_run, **options).predict(picture)
     assert ssdctl.load("ssd.safetensors", **options).predict(picture) == expected
+    evaluation = ssdctl.evaluate("ssd.safetensors", shapes, device="cpu", limit=1, progress=False)
+    assert evaluation.about.step == 3
     own = cli("export", tiny_run, "--format", "safetensors", "--out", "own.safetensors", "--json")
     assert json.loads(own.out) == {**result, "file": "own.safetensors"}
     assert ssdctl.load("own.safetensors", **options).predict(picture) == expected
@@ -131,6 +160,8 @@ def test_wrong_exports_are_named_before_anything_is_read(
 ) -> None:
     with pytest.raises(UsageError, match=named):
         ssdctl.export("none.pt", "out", **options)
+    with pytest.raises(UsageError, match="is a folder"):
+        ssdctl.export("none.pt", ".")
 
 
 def test_train_and_evaluate(

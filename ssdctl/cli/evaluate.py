@@ -14,6 +14,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError
+from ssdctl.files import make_dir
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ def evaluate(
     from ssdctl.evaluate.sources import files_to_score, locate_source
 
     path = locate_source(what, mirror=call.config.download.mirror)
+    if report is not None:
+        make_dir(Path(report))  # before the detection, which may take hours
     evaluations = _evaluate(call, files_to_score(path), Path(detections) if detections else None)
     if not evaluations:  # not the main rank
         return

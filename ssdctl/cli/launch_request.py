@@ -175,6 +175,8 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
     tables = [(o.source, o.path) for o in call.overrides]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
     misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
+    if misplaced and rest[0] == "train":
+        raise UsageError("launch starts train by itself", hint="leave out the word train")
     if misplaced:
         raise UsageError(
             f"{misplaced[0]} is an option of train, but {rest[0]} is launched",

@@ -50,6 +50,9 @@ def models(call: Call) -> None:
         from rich.table import Table
 
         result = Table("name", "network", "AP", "licence", "check", "present")
+        for column in result.columns:
+            column.overflow = "fold"
+        result.columns[0].no_wrap = True  # to be copied
         for row in rows:
             ap = "" if row["AP"] is None else f"{row['AP']:.3f}"
             present = f"{row['bytes'] / 1e6:.0f} MB" if row["path"] else "no"

@@ -11,7 +11,7 @@ import typer
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.errors import DataError, NetworkError, UsageError
-from ssdctl.files import atomic_write
+from ssdctl.files import atomic_write, make_dir, refuse_replacing
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
@@ -72,7 +72,7 @@ def predict(
     A picture that cannot be read gives a warning, and exit code 3 after the others are done; one
     that cannot be fetched exit code 4.
     """
-    from ssdctl.inference.sources import find_sources, split_videos
+    from ssdctl.inference.sources import UrlSource, find_sources, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -81,10 +81,15 @@ def predict(
     if videos:
         from ssdctl.cli.predict_video import check_video_options, predict_videos
 
-        check_video_options(call, videos)
-        predict_videos(call, _load(call, checkpoint), videos, None if out is None else Path(out))
+        folder = None if out is None else Path(out)
+        check_video_options(call, videos, folder)
+        predict_videos(call, _load(call, checkpoint), videos, folder)
         return
     sources = find_sources(images, recursive=settings.recursive)
+    if out is not None and settings.save is None:
+        for source in sources:
+            if not isinstance(source, UrlSource):
+                refuse_replacing(source.path, Path(out) / f"{source.path.stem}.png", "--out")
     predictor = _load(call, checkpoint)
     failures = _predict(call, predictor, sources, None if out is None else Path(out))
     if failures:
@@ -123,6 +128,7 @@ def _predict(
     is_drawn = out is not None and settings.save is None
     writer = None
     if out is not None:
+        make_dir(out)  # before the detection, which may take hours
         writer = open_writer(settings.save or "json", out, predictor.returned_classes)
     threads = usable_cores()
     results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ssdctl.cli.command import Call
 from ssdctl.errors import DataError, UsageError
-from ssdctl.files import atomic_write
+from ssdctl.files import atomic_write, refuse_replacing
 from ssdctl.inference.sources import is_camera
 from ssdctl.runtime.printable import printable_line
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Sink = Callable[["Frame", "list[Detection]"], None]
 
 
-def check_video_options(call: Call, videos: list[str]) -> None:
+def check_video_options(call: Call, videos: list[str], out: Path | None) -> None:
     """Check before the network is loaded that all videos exist and that the options fit.
 
     Raises:
@@ -40,6 +40,9 @@ def check_video_options(call: Call, videos: list[str]) -> None:
     names = [Path(name).stem for name in videos]
     if len(set(names)) < len(names):
         raise UsageError("two videos have the same name", hint="run predict once for each")
+    if out is not None and save is None:
+        for name in videos:
+            refuse_replacing(Path(name), _annotated(out, name), "--out")
 
 
 def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Path | None) -> None:
@@ -57,7 +60,7 @@ def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Pat
             lines = stack.enter_context(atomic_write(out / "detections.jsonl"))
         for name in videos:
             is_drawn = out is not None and call.config.predict.save is None
-            target = out / f"{Path(name).stem}.mp4" if out is not None and is_drawn else None
+            target = _annotated(out, name) if out is not None and is_drawn else None
 
             def add(frame: Frame, found: list[Detection], name: str = name) -> None:
                 record = frame.as_json(name, found)
@@ -73,6 +76,11 @@ def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Pat
                 failures.append(error)
     if failures:
         raise DataError(f"{len(failures)} of {len(videos)} videos are damaged; see the warnings")
+
+
+def _annotated(out: Path, name: str) -> Path:
+    """Return the annotated file of a video."""
+    return out / f"{Path(name).stem}.mp4"
 
 
 def _predict_video(

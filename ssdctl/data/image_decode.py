@@ -236,7 +236,12 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
             raise DataError(f"{name}: cannot be read: {reason}") from None
     elif hasattr(picture, "read"):
         name = str(getattr(picture, "name", "image"))
-        content = picture.read(MAX_FILE_BYTES + 1)
+        try:
+            content = picture.read(MAX_FILE_BYTES + 1)
+        except UnicodeDecodeError:
+            raise _text_file(name) from None
+        except (OSError, ValueError) as error:  # closed, or opened for writing
+            raise DataError(f"{name}: cannot be read: {error}") from None
     else:
         raise UsageError(
             f"a picture of type {type(picture).__name__}",
@@ -244,10 +249,14 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
             "tensor",
         )
     if not isinstance(content, bytes):
-        raise UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
+        raise _text_file(name)
     if len(content) > MAX_FILE_BYTES:
         raise DataError(f"{name}: larger than {MAX_FILE_BYTES >> 20} MiB")
     return name, content
+
+
+def _text_file(name: str) -> UsageError:
+    return UsageError(f"{name}: the file object returns text", hint="open it in binary mode")
 
 
 def _rgb_of_image(picture: Image.Image) -> Pixels:
@@ -277,7 +286,10 @@ def _rgb_of_array(pixels: NDArray[Any]) -> Pixels:
 
 
 def _rgb_of_tensor(tensor: Any) -> Pixels:
-    pixels = np.asarray(tensor.detach().cpu())
+    tensor = tensor.detach().cpu()
+    if tensor.is_floating_point():
+        tensor = tensor.float()  # numpy has no bfloat16
+    pixels = np.asarray(tensor)
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     if np.issubdtype(pixels.dtype, np.floating):

@@ -53,11 +53,16 @@ def evaluate_files(
         detections_file: Where to write the detections of one checkpoint in COCO's results format.
 
     Raises:
-        UsageError: `detections_file`, and several checkpoints; or see `evaluate_checkpoint`.
+        UsageError: `detections_file`, and not one checkpoint; or see `evaluate_checkpoint`.
         DataError, IntegrityError, NonFiniteError: See `evaluate_checkpoint`, `evaluate_results`.
     """
     ranks = find_ranks()
     if files[0].suffix == ".json":
+        if detections_file is not None:
+            raise UsageError(
+                f"--detections: {files[0]} is a file of detections already",
+                hint="name a checkpoint, of which the detections are to be written",
+            )
         if ranks.is_main:
             yield evaluate_results(files[0], resolved.config)
         return
@@ -65,6 +70,10 @@ def evaluate_files(
         raise UsageError(
             f"--detections writes one file, but there are {len(files)} checkpoints",
             hint=f"give one of them, such as {files[0]}",
+        )
+    if detections_file is not None and detections_file.is_dir():
+        raise UsageError(
+            f"--detections {detections_file}: is a folder", hint="give the name of a file in it"
         )
     from ssdctl.device import open_device
     from ssdctl.distributed.collectives import barrier

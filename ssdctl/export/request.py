@@ -90,10 +90,12 @@ def export_checkpoint(
 
 
 def _check(request: ExportRequest) -> Nms:
-    """Check that the options fit the format; return the outputs of a graph."""
+    """Check that the options fit the format, and the file; return the outputs of a graph."""
     kind = request.format
     if kind not in FORMATS:
         raise UsageError(f"--format: {kind!r} is not one of {', '.join(FORMATS)}")
+    if request.out.is_dir():
+        raise UsageError(f"--out {request.out}: is a folder", hint="give the name of a file in it")
     outputs = _outputs(kind, request.nms, request.raw)
     if request.batch is not None and not 1 <= request.batch <= MAX_BATCH:
         raise UsageError(f"--batch {request.batch}: expected a number from 1 to {MAX_BATCH}")

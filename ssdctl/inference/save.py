@@ -51,7 +51,7 @@ def open_writer(save: SaveFormat, folder: Path, classes: Sequence[LabelledClass]
         classes: Those that detections may have; they get their numbers in this order.
 
     Raises:
-        UsageError: `yolo`, and the folder has labels, which may have been corrected by hand.
+        UsageError: `yolo`, and the folder has a dataset, which may have been corrected by hand.
     """
     if save == "json":
         return JsonWriter(folder)
@@ -140,11 +140,11 @@ class YoloWriter:
         self._numbers = {c.label: number for number, c in enumerate(classes)}
         self._names = [c.name for c in classes]
         self._stems: set[str] = set()
-        for name in ("labels", "images"):
-            if (folder / name).is_dir() and any((folder / name).iterdir()):
+        for path in (folder / "labels", folder / "images", folder / "data.yaml"):
+            if path.is_file() or (path.is_dir() and any(path.iterdir())):
                 raise UsageError(
-                    f"{folder / name}: exists already; labels there may have been corrected",
-                    hint="choose another --out, or remove the folder",
+                    f"{path}: exists already; a dataset there may have been corrected",
+                    hint="choose another --out, or remove it",
                 )
 
     def add(self, result: Prediction) -> None:

@@ -10,17 +10,20 @@ from __future__ import annotations
 import logging
 import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 
 def run() -> None:
-    """Run torchrun's command line; exit 1 if a rank failed."""
+    """Run torchrun's command line; exit 1 if a rank failed, 128 + N after signal N."""
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
     try:
         main()
     except ChildFailedError:
         sys.exit(1)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def read_evaluation(path: Path) -> Evaluation | None:
     """
     try:
         return msgspec.json.decode(read_limited(path, MAX_BYTES), type=Evaluation)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, *DECODE_ERRORS) as error:
         raise DataError(

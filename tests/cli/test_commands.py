@@ -255,9 +255,28 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert again.code == 0, again.err
     assert json.loads(again.out)["AP"] == figures["AP"]
     assert json.loads(again.out)["detections"] == figures["detections"]
+    twice = cli("evaluate", written, "--data", root[1], "--detections", "copy.json")
+    assert (twice.code, Path("copy.json").exists()) == (2, False)
+    assert "--detections" in twice.err
+    assert cli("evaluate", checkpoint, "--detections", ".", *low).code == 2
+    refused = cli("evaluate", checkpoint, "--report", written, *low)
+    assert (refused.code, refused.out) == (6, "")
     human = cli("evaluate", checkpoint, "--limit", 3, *low)
     assert "ring" in human.out
     assert "Missed" in human.out  # what the errors cost
+
+
+def test_images_without_objects_have_no_ap(cli: Cli, shapes: Path) -> None:
+    name = "annotations/instances_val2017.json"
+    document = json.loads((shapes / name).read_text())
+    Path("data/annotations").mkdir(parents=True)
+    Path("data/val2017").symlink_to(shapes / "val2017")
+    Path("data", name).write_text(json.dumps({**document, "annotations": []}))
+    Path("none.json").write_text("[]")
+    result = cli("evaluate", "none.json", "--data", "data", "--json")
+    assert (result.code, json.loads(result.out)["AP"]) == (0, -1)
+    assert "no annotated objects" in result.err
+    assert "AP is 0" not in result.err
 
 
 def test_a_moved_dataset_is_reported(
@@ -497,6 +516,15 @@ def test_a_closed_stderr_ends_nothing(shapes: Path, tmp_path: Path) -> None:
         == 2
     )
     os.close(write)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_the_caller_closed(closed: str) -> None:
+    script = f'exec "$@" {closed}'
+    command = [sys.executable, "-m", "ssdctl", "config", "show", "train.epochs"]
+    done = subprocess.run(["sh", "-c", script, "sh", *command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("train.epochs" in done.stdout) == (closed == "2>&-")
 
 
 def test_no_colour_without_a_terminal(cli: Cli) -> None:

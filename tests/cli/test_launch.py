@@ -176,6 +176,8 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     # Options before -- are train's, and train is not what is launched.
     assert launch("--cpus", "2", "--bs", "4", "--dry-run", "--", "evaluate", "x") == 2
     assert "--bs is an option of train" in capsys.readouterr().err
+    assert launch("--cpus", "2", "train", "--bs", "4", "--dry-run") == 2
+    assert "leave out the word train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -189,6 +189,8 @@ def test_arrays_and_tensors_are_the_same_picture() -> None:
         tensor.permute(2, 0, 1).double().div(255).requires_grad_(),
     ):
         assert np.array_equal(read_rgb(given_), pixels)
+    rounded = read_rgb((tensor.float() / 255).bfloat16()).astype(int)  # 8 bits of precision
+    assert np.abs(rounded - pixels).max() <= 1
     gray = pixels[..., 0]
     for given_ in (gray, gray[..., None], torch.from_numpy(gray.copy())[None]):
         assert np.array_equal(read_rgb(given_), np.repeat(gray[..., None], 3, axis=2))
@@ -210,6 +212,17 @@ def test_other_objects_are_a_usage_error(given_: object, subject: str) -> None:
     with pytest.raises(UsageError) as error:
         read_rgb(given_)
     assert subject in f"{error.value} {error.value.hint}"
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (4, 3)).save(path)
+    with path.open() as text, pytest.raises(UsageError, match="text"):
+        read_rgb(text)
+    with pytest.raises(DataError, match=r"a\.png.*closed"):
+        read_rgb(text)
+    with (tmp_path / "b.png").open("wb") as written, pytest.raises(DataError, match=r"b\.png"):
+        read_rgb(written)
 
 
 def test_unreadable_pictures_are_named(tmp_path: Path) -> None:

@@ -175,5 +175,9 @@ def test_models_lists_them(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert tuple(row["name"] for row in rows) == NAMES
     assert [row["trust"] for row in rows] == ["prefix", "first use"]
     assert [row["path"] for row in rows] == [None, None]
+    monkeypatch.setenv("COLUMNS", "80")
     output = cli("models").out
     assert all(name in output for name in NAMES)
+    backbones = json.loads(cli("fetch-weights", "--list", "--json").out)["weights"]
+    output = cli("fetch-weights", "--list").out
+    assert all(row[key] in output for row in backbones for key in ("name", "alias") if row[key])

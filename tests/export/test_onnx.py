@@ -126,6 +126,14 @@ def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepa
     assert source == (str(root) if is_prepared else "generated shapes")
 
 
+def test_weights_that_are_nan_are_named(cli: Cli, checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["backbone.conv1.weight"].fill_(float("nan"))
+    torch.save(payload, "nan.pt")
+    result = cli("export", "nan.pt", "--format", "onnx", "--out", "x.onnx")
+    assert (result.code, "NaN" in result.err) == (7, True)
+
+
 def test_a_file_that_differs_is_not_published(
     cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

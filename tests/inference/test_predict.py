@@ -192,11 +192,24 @@ def test_no_picture(predictor: Predictor, content: bytes) -> None:
         predictor.predict("x.jpg")
 
 
+def test_wrong_streams_of_pictures(predictor: Predictor, picture: Path) -> None:
+    for size in (0, -1):  # a batch of 0 would end the stream at once
+        with pytest.raises(UsageError, match=f"batch_size {size}"):
+            next(predictor.predict_iter([picture], batch_size=size))
+    for single in (picture, str(picture), b"x"):
+        with pytest.raises(UsageError, match=type(single).__name__):
+            next(predictor.predict_iter(single))  # type: ignore[arg-type]
+
+
 def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None:
     with pytest.raises(UsageError, match="type float64"):
         predictor.predict(np.zeros((5, 5, 3)))
     with pytest.raises(UsageError, match="no such file"):
         ssdctl.load("none.pt", device="cpu")
+    for name in ("ssd.pt2", "ssd.xml"):
+        Path(name).write_bytes(b"PK")
+        with pytest.raises(UsageError, match=name):
+            ssdctl.load(name, device="cpu")
     with pytest.raises(UsageError, match="does not compute in fp8"):
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
@@ -233,6 +246,31 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     assert drawn == sorted([f"{stems[0]}.png", f"{stems[1]}.png", f"{stems[0]}-2.png"])
     with Image.open(f"drawn/{stems[0]}.png") as image:
         assert image.size == (answers[0]["width"], answers[0]["height"])
+
+
+def test_pictures_are_not_replaced_by_drawn_ones(cli: Cli, checkpoint: Path) -> None:
+    Path("photos").mkdir()
+    Image.new("RGB", (40, 30), "red").save("photos/a.png")
+    content = Path("photos/a.png").read_bytes()
+    result = cli("predict", checkpoint, "photos", "--out", "./photos", "--device", "cpu")
+    assert result.code == 2
+    assert "photos/a.png" in result.err
+    assert Path("photos/a.png").read_bytes() == content
+    shutil.copy("photos/a.png", "b.jpg")
+    common = ("--out", "photos", "--device", "cpu")
+    assert cli("predict", checkpoint, "photos", "--save", "json", *common).code == 0
+    assert cli("predict", checkpoint, "b.jpg", *common).code == 0
+    assert Path("photos/b.png").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_reported_before_the_detection(
+    cli: Cli, checkpoint: Path, picture: Path
+) -> None:
+    Path("file").touch()
+    for options in ((), ("--save", "coco")):
+        result = cli("predict", checkpoint, picture, "--out", "file", "--device", "cpu", *options)
+        assert result.code == 6
+        assert result.out == ""
 
 
 @pytest.mark.parametrize(
@@ -336,5 +374,5 @@ def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) 
     expected = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=300).predict("large.png")
     assert [d["name"] for d in tiled["detections"]] == [d.name for d in expected]
     assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
-    with pytest.raises(UsageError, match="tile 5"):
+    with pytest.raises(UsageError, match="tile: 5"):
         ssdctl.load(checkpoint, device="cpu", tile=5)

@@ -93,6 +93,9 @@ def test_yolo_does_not_replace_corrected_labels(results: list[Prediction]) -> No
     with pytest.raises(UsageError, match="labels") as caught:
         open_writer("yolo", folder, CLASSES)
     assert "--out" in (caught.value.hint or "")
+    (folder.parent / "data.yaml").write_text("names: [a]")  # of another dataset
+    with pytest.raises(UsageError, match=r"data\.yaml"):
+        open_writer("yolo", folder.parent, CLASSES)
 
 
 def test_label_studio(results: list[Prediction]) -> None:

@@ -128,6 +128,7 @@ def test_a_playlist_is_not_a_video() -> None:
         (("a.mp4", "a.jpg"), "a.jpg"),
         (("a.mp4", "--save", "coco", "--out", "o"), "coco"),
         (("a.mp4", "d/a.mkv"), "name"),
+        (("a.mp4", "--out", "."), "replace"),
     ],
 )
 def test_usage_errors(cli: Cli, checkpoint: Path, arguments: tuple[str, ...], subject: str) -> None:

@@ -379,3 +379,18 @@ def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.returncode == 1
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("5", "1")]
+
+
+@pytest.mark.slow  # imports torchrun
+def test_torchrun_that_is_stopped_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    from ssdctl.launch import quiet_torchrun
+
+    def stopped() -> None:
+        raise SignalException("Process 1 got signal: 15", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr(quiet_torchrun, "main", stopped)
+    with pytest.raises(SystemExit) as end:
+        quiet_torchrun.run()
+    assert end.value.code == 128 + signal.SIGTERM

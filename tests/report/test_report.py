@@ -129,6 +129,8 @@ def test_a_folder_of_runs_names_them(tiny_run: Path, cli: Cli) -> None:
     result = cli("report", tiny_run.parent)
     assert result.code == 2
     assert f"there are runs in it: {tiny_run}" in result.err
+    result = cli("report", tiny_run / "checkpoints/best.pt")
+    assert (result.code, "not a run folder" in result.err) == (2, True)
 
 
 def test_names_are_escaped(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
