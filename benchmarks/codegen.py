@@ -169,7 +169,7 @@ def trace(
 
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.cpu import Cpu
-    from ssdctl.train.objective import Objective
+    from ssdctl.train.loss_module import LossModule
 
     graphs: dict[str, torch.fx.GraphModule] = {}
 
@@ -190,7 +190,7 @@ def trace(
         with torch.device("meta"):
             model = Architecture(backbone, extra_norm, 81).build().train()
         _materialize(model)
-        objective = _Tuple(Objective(model, Cpu(), precision))
+        loss_module = _Tuple(LossModule(model, Cpu(), precision))
         arguments = (
             torch.empty(batch_size, 300, 300, 3, dtype=torch.uint8),
             torch.empty(batch_size, 4),
@@ -199,7 +199,7 @@ def trace(
         )
         with config.patch(force_non_lazy_backward_lowering=True):
             aot_module_simplified(
-                objective,
+                loss_module,
                 arguments,
                 fw_compiler=keep("forward"),
                 bw_compiler=keep("backward"),
@@ -231,14 +231,14 @@ def _compiling_for_gpu() -> Iterator[None]:
 
     The tensors are fake ones of the CPU: autograd asks the driver about those of a GPU.
     """
-    from ssdctl.model import target
+    from ssdctl.model import tensor_device
 
-    before = torch.compiler.is_compiling, target.is_gpu
-    torch.compiler.is_compiling = target.is_gpu = _constant(True)
+    before = torch.compiler.is_compiling, tensor_device.is_gpu
+    torch.compiler.is_compiling = tensor_device.is_gpu = _constant(True)
     try:
         yield
     finally:
-        torch.compiler.is_compiling, target.is_gpu = before
+        torch.compiler.is_compiling, tensor_device.is_gpu = before
 
 
 def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:
@@ -264,13 +264,13 @@ def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:
 
 
 class _Tuple(nn.Module):
-    def __init__(self, objective: nn.Module) -> None:
+    def __init__(self, loss_module: nn.Module) -> None:
         super().__init__()
-        self.objective = objective
+        self.loss_module = loss_module
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor]:
         """Return the result as a tuple, as a graph needs."""
-        return (self.objective(*arguments),)
+        return (self.loss_module(*arguments),)
 
 
 class _StopError(Exception):

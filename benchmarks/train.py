@@ -155,8 +155,8 @@ def measure_other(
     """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
     from ssdctl.checkpoint.format import Architecture
+    from ssdctl.data.dataset import COCO_NUM_IMAGES
     from ssdctl.device import open_device
-    from ssdctl.input.fake import COCO_IMAGES
 
     device = open_device(device_name, execution="eager")
     device.set_tf32(True)
@@ -185,7 +185,7 @@ def measure_other(
         "tflops": achieved / 1e12,
         "peak_fraction": achieved / peak,
         "peak_memory_bytes": memory,
-        "coco_epoch_hours": COCO_IMAGES / rate / 3600,
+        "coco_epoch_hours": COCO_NUM_IMAGES / rate / 3600,
         "warmup_s": warm,
         "batch_size": batch_size,
         "execution": "eager",

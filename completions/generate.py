@@ -23,15 +23,22 @@ FILES = {
     "ssdctl.fish": "fish",
     "ssdctl.ps1": "powershell",
 }
+# zsh loads the script at the first completion: it completes then, not only from the second one on.
+ZSH_FIRST_COMPLETION = """
+if [[ $funcstack[1] == _ssdctl ]]; then
+  _ssdctl_completion
+fi
+"""
 RUN = "import sys; sys.argv[0] = 'ssdctl'; from ssdctl.cli.main import main; main()"
 
 
 def script(shell: str) -> str:
-    """Return the completion script that typer generates for a shell."""
+    """Return the completion script for a shell: typer's, complete for zsh."""
     environment = {**os.environ, "_SSDCTL_COMPLETE": f"source_{shell}"}
     command = [sys.executable, "-c", RUN]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    return result.stdout.strip() + "\n"  # zsh requires #compdef on the first line
+    text = result.stdout.strip() + "\n"  # zsh requires #compdef on the first line
+    return text + ZSH_FIRST_COMPLETION if shell == "zsh" else text
 
 
 def completion_table() -> str:

@@ -68,7 +68,7 @@ def load(
         device: `auto` is the accelerator of this machine, else the CPU.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
-            None: the convention of the network (0.5; VGG16 0.45).
+            None: the network's own (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: The names of the classes to return; empty: all.
         max_detections: How many detections of a picture are returned, the best; None: all.

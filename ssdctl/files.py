@@ -24,7 +24,7 @@ from typing import IO
 
 import msgspec
 
-from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.runtime.redact import redact_url
 from ssdctl.runtime.system import is_process_running, lock_exclusively
 
@@ -201,6 +201,15 @@ def read_text(path: Path, max_bytes: int) -> str:
 def reason_of(error: Exception) -> str:
     """Return why a file could not be read, without its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Convert errors of reading a user's data file to a `DataError` (exit 3)."""
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def refuse_utf16(content: bytes) -> None:

@@ -137,6 +137,8 @@ def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -
     options: dict[str, Any] = {"device": "cpu", "score": 0.02}
     expected = ssdctl.load(tiny_run, **options).predict(picture)
     assert ssdctl.load("ssd.safetensors", **options).predict(picture) == expected
+    evaluation = ssdctl.evaluate("ssd.safetensors", shapes, device="cpu", limit=1, progress=False)
+    assert evaluation.about.step == 3
     own = cli("export", tiny_run, "--format", "safetensors", "--out", "own.safetensors", "--json")
     assert json.loads(own.out) == {**result, "file": "own.safetensors"}
     assert ssdctl.load("own.safetensors", **options).predict(picture) == expected

@@ -13,7 +13,7 @@ from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.samples import single_process_config
 
 Figures = dict[str, float | int | str]
 
@@ -25,25 +25,6 @@ def make_shapes(folder: Path) -> dict[str, Split]:
     shapes.generate(folder, num_train=TRAIN_IMAGES, num_val=VAL_IMAGES)
     prepare(folder, folder / "prepared", pack=False)
     return open_dataset(folder, folder / "prepared")
-
-
-def single_process_config(
-    split: Split, config: Config, *, batch_size: int, threads: int
-) -> LoaderConfig:
-    """Return the loader config of a process that trains without other ranks."""
-    return LoaderConfig(
-        seed=config.train.seed,
-        first_sample=0,
-        batch_size=batch_size,
-        rank=0,
-        world_size=1,
-        accumulate=1,
-        augment=config.train.augment != "none",
-        zoom_out=config.train.augment == "ssd-zoom",
-        hue_degrees=config.train.hue_degrees,
-        threads=threads,
-        max_boxes=max(split.most_boxes, 1),
-    )
 
 
 def endless_batches(

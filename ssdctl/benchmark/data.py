@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ssdctl.benchmark.common import Figures, endless_batches, single_process_config
+from ssdctl.benchmark.common import Figures, endless_batches
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.config import Config
 from ssdctl.data.image_decode import decode, raw_pixels
@@ -29,7 +29,7 @@ from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.input.resize import resize_crop
 from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig, draw_samples
+from ssdctl.input.samples import LoaderConfig, draw_samples, single_process_config
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import Targets
 from ssdctl.runtime.cores import usable_cores

@@ -57,23 +57,12 @@ def benchmark_evaluate(
     device = open_device(settings.device)
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
-    detector = Detector(
-        model,
-        device,
-        precision=settings.precision,
-        score_threshold=settings.score_threshold,
-        nms_iou=settings.nms_iou,
-    )
-    options = DetectOptions(
-        settings.batch_size,
-        settings.precision,
-        settings.workers or usable_cores(),
-        settings.score_threshold,
-        settings.nms_iou,
-    )
+    threads = settings.workers or usable_cores()
+    options = DetectOptions.of(settings, settings.precision, threads)
+    detector = Detector(model, device, options.detector)
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
-    pixels = next(iter(evaluation_batches(split, rows, size, options.threads))).images.clone()
+    pixels = next(iter(evaluation_batches(split, rows, size, threads))).images.clone()
     _suppress_objects(model, detector.forward(pixels).logits.clone())
     forward, total = _interleaved_rates(
         lambda: detector.forward(pixels),

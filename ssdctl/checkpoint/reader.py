@@ -43,14 +43,15 @@ class Checkpoint(NamedTuple):
     model: dict[str, Tensor]
     architecture: Architecture
     classes: list[ClassName]
-    config: dict[str, Any]  # the run's values by setting; empty without `is_of_run`
     step: int
     epoch: float
-    samples_seen: int
-    images: int  # that the run trained on
-    global_batch: int
-    best_ap: float | None
+    # The state and the settings of a run; empty without `is_of_run`.
+    config: dict[str, Any]  # the run's values by setting
     optimizer: dict[str, Any]
+    samples_seen: int = 0
+    images: int = 0  # that the run trained on
+    global_batch: int = 0
+    best_ap: float | None = None
     third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
     weights_only: bool = False  # a `.safetensors` or ONNX file
@@ -76,6 +77,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{path}: an ONNX file can be run and scored; this needs weights",
             hint="name the checkpoint that it was exported from",
         )
+    if path.suffix in (".pt2", ".xml") and path.is_file():
+        raise UsageError(
+            f"{path}: ssdctl does not run files for torch.export or OpenVINO",
+            hint="name the checkpoint that it was exported from, or an ONNX file",
+        )
     if path.suffix == SAFETENSORS:
         return _read_weights_file(path)
     payload = read_payload(path)
@@ -100,8 +106,19 @@ def read_model(path: Path) -> Checkpoint:
         return read_checkpoint(path)
     graph, facts = onnx_file.read_onnx(path)
     architecture = Architecture(facts.backbone, "none", facts.num_classes)
-    checkpoint = _without_run(path, {}, architecture, facts.named_classes, facts.step, facts.epoch)
-    return checkpoint._replace(graph=graph, nms=(facts.score_threshold, facts.nms_iou))
+    return Checkpoint(
+        path=path,
+        model={},
+        architecture=architecture,
+        classes=facts.named_classes,
+        step=facts.step,
+        epoch=facts.epoch,
+        config={},
+        optimizer={},
+        weights_only=True,
+        graph=graph,
+        nms=(facts.score_threshold, facts.nms_iou),
+    )
 
 
 def _read_any(path: Path, payload: Any) -> Checkpoint:
@@ -144,29 +161,14 @@ def _read_weights_file(path: Path) -> Checkpoint:
     """Read a `.safetensors` file; nothing in it names the run, so it cannot be resumed."""
     state, config = read_safetensors(path)
     architecture = Architecture(*msgspec.structs.astuple(config.architecture))
-    return _without_run(path, state, architecture, config.classes, config.step, config.epoch)
-
-
-def _without_run(
-    path: Path,
-    model: dict[str, Tensor],
-    architecture: Architecture,
-    classes: list[ClassName],
-    step: int,
-    epoch: float,
-) -> Checkpoint:
     return Checkpoint(
         path=path,
-        model=model,
+        model=state,
         architecture=architecture,
-        classes=classes,
+        classes=config.classes,
+        step=config.step,
+        epoch=config.epoch,
         config={},
-        step=step,
-        epoch=epoch,
-        samples_seen=0,
-        images=0,
-        global_batch=0,
-        best_ap=None,
         optimizer={},
         weights_only=True,
     )
@@ -207,13 +209,9 @@ def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Check
             backbone, "batch" if "extra.0.1.weight" in state else "none", num_classes
         ),
         classes=third_party.classes_of(names, num_classes),
-        config={},
         step=step,
         epoch=epoch,
-        samples_seen=0,
-        images=0,
-        global_batch=0,
-        best_ap=None,
+        config={},
         optimizer={},
         third_party=system,
     )

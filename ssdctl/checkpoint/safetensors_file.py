@@ -14,7 +14,7 @@ import msgspec
 from torch import Tensor
 
 from ssdctl.checkpoint.format import MAX_COUNT, ArchitectureFields, Count
-from ssdctl.checkpoint.validation import is_state
+from ssdctl.checkpoint.validation import check_classes, is_state
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, UsageError, missing_package
@@ -79,7 +79,9 @@ def _config(path: Path, metadata: dict[str, str]) -> NetworkDescription:
     source = path
     try:
         if "architecture" in metadata:
-            fields = {k: msgspec.json.decode(metadata[k]) for k in ("architecture", "classes")}
+            known = {k: v for k, v in metadata.items() if k in NetworkDescription.__struct_fields__}
+            known.pop("format", None)  # other tools write `pt`
+            fields = {k: msgspec.json.decode(v) for k, v in known.items()}
             config = msgspec.convert(fields, NetworkDescription)
         else:
             source = path.with_name(CONFIG_FILE)
@@ -102,11 +104,5 @@ def _check(config: NetworkDescription) -> None:
     architecture = config.architecture
     if architecture.backbone not in get_args(BackboneName):
         raise ValueError(f"architecture: the backbone is {architecture.backbone[:40]!r}")
-    # A third-party checkpoint may have no names.
-    if config.classes and len(config.classes) + 1 != architecture.num_classes:
-        raise ValueError(
-            f"{len(config.classes)} classes, but architecture.num_classes is "
-            f"{architecture.num_classes} with the background"
-        )
-    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in config.classes):
-        raise ValueError("classes: an id is out of bounds")
+    if config.classes:  # a third-party checkpoint may have no names
+        check_classes(config.classes, architecture.num_classes)

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import MAX_COUNT, Payload
 from ssdctl.checkpoint.pickled_storages import check_storages
+from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError
+from ssdctl.runtime.printable import listed
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 SHOWN = 6  # differences named in a message
@@ -34,17 +36,22 @@ def read_fields(payload: Any) -> Payload:
         value = fields.config.get(key)
         if value is not None and (not isinstance(value, str) or "\0" in value):
             raise ValueError(f"config: {key} is not a path")
-    if len(fields.classes) + 1 != fields.architecture.num_classes:
-        raise ValueError(
-            f"{len(fields.classes)} classes, but architecture.num_classes is "
-            f"{fields.architecture.num_classes} with the background"
-        )
-    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in fields.classes):
-        raise ValueError("classes: an id is out of bounds")
+    check_classes(fields.classes, fields.architecture.num_classes)
     for values in fields.optimizer.state.values():
         if not all(is_plain_tensor(v) for v in values.values() if isinstance(v, Tensor)):
             raise ValueError("optimizer: a tensor is not dense numbers")
     return fields
+
+
+def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
+    """Raise ValueError if the classes are not those of a network of `num_classes` outputs."""
+    if len(classes) + 1 != num_classes:
+        raise ValueError(
+            f"{len(classes)} classes, but architecture.num_classes is {num_classes} with the "
+            "background"
+        )
+    if any(c.id is not None and abs(c.id) > MAX_COUNT for c in classes):
+        raise ValueError("classes: an id is out of bounds")
 
 
 def is_state(value: object) -> bool:
@@ -115,8 +122,7 @@ def shape_differences(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]
 def refuse_differences(differences: Sequence[str], path: Path) -> None:
     """Raise IntegrityError if there are differences; name the first ones."""
     if differences:
-        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
         raise IntegrityError(
-            f"{path}: does not fit the network: {'; '.join(differences[:SHOWN])}{more}",
+            f"{path}: does not fit the network: {listed(differences, SHOWN, '; ')}",
             hint="another --backbone, --extra-norm or dataset may be the one that it belongs to",
         )

@@ -55,6 +55,7 @@ def data(
             "print how many cores it needs",
             metavar="R",
             min=0.1,
+            max=1e9,
             show_default=False,
         ),
     ] = None,
@@ -75,8 +76,8 @@ def data(
     with _splits(call) as splits:
         figures = benchmark_data(splits["train"], call.config, seconds)
     call.console.info(
-        f"{figures['workers']} threads load {figures['images_per_second']:,} img/s: enough for "
-        "GPUs of this machine that together train at most that many"
+        f"{figures['workers']} threads load {figures['images_per_second']:,} img/s: enough if the "
+        "GPUs of this machine train at most that many in total"
     )
     if gpu_rate is not None:
         figures |= required_cores(figures, gpu_rate, gpus)
@@ -185,4 +186,5 @@ def _splits(call: Call) -> Iterator[dict[str, Split]]:
 
 
 def _print_figures(call: Call, figures: Figures) -> None:
-    call.console.result(figures, "\n".join(f"{name:<26}{v}" for name, v in figures.items()))
+    width = max(map(len, figures)) + 2
+    call.console.result(figures, "\n".join(f"{name:<{width}}{v}" for name, v in figures.items()))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.download_progress import fetching, retry_policy
+from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import refuse_url
+from ssdctl.runtime.printable import listed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -152,22 +154,16 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bo
     call.console.result({"dest": str(dest), "files": rows}, "\n".join(lines))
     all_missing = all(row["state"] == "missing" for row in rows)
     bad = [
-        row
+        name
         for row in rows
         if row["state"] == "broken" or (row["state"] == "missing" and (is_selection or all_missing))
+        for name in row["problems"]
     ]
     if bad:
         raise IntegrityError(
-            f"{dest}: missing or broken: {_names(bad)}",
+            f"{dest}: missing or broken: {listed(bad, MAX_LISTED_FILES)}",
             hint="run `ssdctl download` again with the same options, without --verify",
         )
-
-
-def _names(rows: list[dict[str, Any]]) -> str:
-    names = [name for row in rows for name in row["problems"]]
-    num_more = len(names) - MAX_LISTED_FILES
-    more = f" and {num_more:,} more" if num_more > 0 else ""
-    return ", ".join(names[:MAX_LISTED_FILES]) + more
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
@@ -176,7 +172,7 @@ def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
     if not dry_run:
         from ssdctl.data.shapes import generate
 
-        with fetching(call.console):
+        with stoppable("the dataset is incomplete"):
             generate(
                 dest,
                 num_train=config.images,

@@ -74,66 +74,38 @@ def fetch_weights(
         _list(call, dest)
         return
     from ssdctl.download.backbone_weights import fetch_weights, weights_of
-    from ssdctl.download.detectors import find_detector
+    from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
+    from ssdctl.download.fetch import sha256_of
     from ssdctl.download.sources import weights_named
 
-    if name is not None and find_detector(name) is not None:
-        _fetch_detector(call, name, dest)
-        return
-    weights_name = name or weights_of(call.config.model)
-    if weights_name is None or "/" in weights_name:
+    name = name or weights_of(call.config.model)
+    if name is None or "/" in name:
         raise UsageError(
             f"model.weights is {call.config.model.weights!r} in the config: nothing to download",
             hint="give a NAME that `ssdctl fetch-weights --list` shows",
         )
-
-    weights = weights_named(weights_name)
-    config = call.config.download
-    with fetching(call.console) as progress:
-        path = fetch_weights(
-            weights_name,
-            dest,
-            mirror=config.mirror,
-            retry_policy=retry_policy(config.timeout),
-            report=progress,
-        )
-    data = {
-        "name": weights.name,
-        "alias": weights.alias,
-        "path": str(path),
-        "bytes": path.stat().st_size,
-        "sha256": weights.file.sha256,
-    }
-    call.console.result(data, str(path))
-
-
-def _fetch_detector(call: Call, name: str, dest: Path | None) -> None:
-    from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
-    from ssdctl.download.fetch import sha256_of
-
     detector = find_detector(name)
-    assert detector is not None
+    fetch = fetch_weights if detector is None else fetch_detector
     config = call.config.download
     with fetching(call.console) as progress:
-        path = fetch_detector(
+        path = fetch(
             name,
             dest,
             mirror=config.mirror,
             retry_policy=retry_policy(config.timeout),
             report=progress,
         )
-    if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
-        from ssdctl.inference.model_source import trust_first_use
+    data: dict[str, Any] = {"name": name, "alias": None, "path": str(path)}
+    data["bytes"] = path.stat().st_size
+    if detector is None:
+        weights = weights_named(name)
+        data |= {"name": weights.name, "alias": weights.alias, "sha256": weights.file.sha256}
+    else:
+        if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
+            from ssdctl.inference.model_source import trust_first_use
 
-        trust_first_use(name, path)
-    data = {
-        "name": name,
-        "alias": None,
-        "path": str(path),
-        "bytes": path.stat().st_size,
-        "sha256": sha256_of(path, path.name),
-        "trust": detector.trust,
-    }
+            trust_first_use(name, path)
+        data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
     call.console.result(data, str(path))
 
 

@@ -38,9 +38,9 @@ MODULES = (
     prepare,
     dataset,
     fetch_weights,
-    models,
     train,
     launch,
+    models,
     evaluate,
     predict,
     export,
@@ -77,11 +77,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # before a command runs
         raise SystemExit(Interrupted.exit_code) from None
     except Exception as error:
+        if _is_interrupt(error):
+            raise SystemExit(Interrupted.exit_code) from None
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             # typer itself writes --help and --version
             Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
             raise SystemExit(DiskError.exit_code) from None
         exit_as_bug()
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Return whether Ctrl-C is the cause: Python 3.11 wraps what ends the creation of a class."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__
+    return False
 
 
 def click_tree() -> typer.core.TyperGroup:

@@ -119,8 +119,10 @@ class AliasCommand(typer.core.TyperCommand):
             if flag in own or not flag.startswith("-"):
                 rewritten.append(flag + equals + value)
                 is_switch = getattr(own.get(flag), "is_flag", False)
-                has_value_next = flag in own and not equals and not is_switch
-                rewritten += [rest.pop(0)] if has_value_next and rest else []
+                has_value_next = flag in own and not equals and not is_switch and bool(rest)
+                if not token or (equals and not value) or (has_value_next and not rest[0]):
+                    raise _empty_value(flag)
+                rewritten += [rest.pop(0)] if has_value_next else []
                 continue
             template = templates.get(flag)
             typed = token.partition("=")[0]
@@ -135,6 +137,8 @@ class AliasCommand(typer.core.TyperCommand):
                 if not equals and not rest:
                     raise UsageError(f"{typed} requires a value")
                 value = value if equals else rest.pop(0)
+                if not value:
+                    raise _empty_value(typed)
                 if flag == "-d" and value in PRECISIONS:
                     raise UsageError(f"-d is the dataset folder in ssdctl: use --{value}")
                 if template == POSITIONAL:
@@ -181,6 +185,14 @@ class AliasCommand(typer.core.TyperCommand):
         if arguments and str(arguments[0].metavar).startswith(CHECKPOINT_METAVAR):
             templates.setdefault("--checkpoint", POSITIONAL)
         return templates
+
+
+def _empty_value(flag: str) -> UsageError:
+    """Return the error for `--out ""`, as of a script with an unset variable."""
+    return UsageError(
+        f"{flag or 'an argument'} is empty: give a value, or leave it out (in a script, perhaps a "
+        "variable is not set)"
+    )
 
 
 def _template(setting: Setting, alias: str) -> tuple[str, str]:

@@ -33,7 +33,15 @@ PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
 MAX_FILE_BYTES = 16 << 20
-PLAIN_TYPES = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+MAX_FLOAT, MAX_INT = 1e9, 2**63 - 1  # of any setting: sums and products stay finite
+PLAIN_TYPES = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+}
 
 
 class Override(NamedTuple):
@@ -228,7 +236,9 @@ def _converted(override: Override, setting: Setting) -> Any:
     elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)  # warmup = 3 in a file means "3"
     try:
-        return msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
+        value = msgspec.convert(value, setting.type, strict=not isinstance(value, (str, list)))
+        _check_magnitude(value)
+        return value
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
         key = (
@@ -237,6 +247,14 @@ def _converted(override: Override, setting: Setting) -> Any:
             else f" {setting.path}:"
         )
         raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
+
+
+def _check_magnitude(value: Any) -> None:
+    """Raise ValidationError if a number is infinite, or so large that results would be."""
+    for number in value if isinstance(value, tuple) else (value,):
+        limit = MAX_INT if isinstance(number, int) else MAX_FLOAT
+        if isinstance(number, (int, float)) and abs(number) > limit:
+            raise msgspec.ValidationError(f"Expected `{type(number).__name__}` <= {int(limit):,}")
 
 
 def _readable_problem(setting: Setting, problem: str) -> str:
@@ -248,14 +266,20 @@ def _readable_problem(setting: Setting, problem: str) -> str:
     if "enum" in problem:  # a number or a word
         return f"expected {setting.metavar} ({setting.help})"
     problem = problem[0].lower() + problem[1:].replace("`", "")
+    problem = problem.replace(", got str", "")  # the message already quotes the value
     for name, plain in PLAIN_TYPES.items():
-        problem = re.sub(rf"expected {name}\b", f"expected {plain}", problem)
-    return problem.removesuffix(", got str")  # the message already quotes the value
+        problem = re.sub(rf"(expected |\| |got ){name}\b", rf"\1{plain}", problem)
+    return problem.replace(" | null", "").replace(" | ", " or ")
 
 
 def _lookup(override: Override) -> Setting:
     if (path := setting_path(override.path)) is not None:
         return all_settings()[path]
+    if any(setting.section == override.path for setting in all_settings().values()):
+        raise UsageError(
+            f"{override.source}: {override.path!r} is a table of settings, not a setting",
+            hint=f"`ssdctl config show {override.path}` lists its settings",
+        )
     raise UsageError(
         f"{override.source}: unknown key {override.path!r}", hint=nearest_key(override.path)
     )

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ssdctl.data.formats.coco import ClassName
+from ssdctl.runtime.printable import listed
 
 MAX_NAMED = 8  # names listed in a message
 
@@ -31,9 +32,4 @@ def class_differences(expected: Sequence[ClassName], actual: Sequence[ClassName]
         for a, b in ((expected, actual), (actual, expected))
     )
     parts = [("missing", missing), ("not in the checkpoint", extra)]
-    return "; ".join(f"{what}: {_named(list(names))}" for what, names in parts if names)
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    return "; ".join(f"{what}: {listed(list(names), MAX_NAMED)}" for what, names in parts if names)

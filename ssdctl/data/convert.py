@@ -11,6 +11,7 @@ written last, replaces a conversion by another one atomically.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -38,15 +39,20 @@ from ssdctl.data.formats.coco_writer import (
     with_classes,
 )
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
+from ssdctl.data.formats.file_names import files_below
 from ssdctl.data.formats.find_layout import Layout, Source, find_layout
 from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
 from ssdctl.errors import DataError, SsdctlError, UsageError
-from ssdctl.files import lock, make_dir, write_bytes, write_text
-from ssdctl.runtime.entry_points import entry_point_names, load_entry_point
+from ssdctl.files import lock, make_dir, read_text, write_bytes, write_text
+from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
 ORIGINAL = "dataset.original.toml"  # the user's own, after --split or --classes replaced it
+LABELS = "labels.sha256"  # in the folder of a conversion: the version of the labels
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names")
+MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
+MAX_VERSION_BYTES = 1000
 AUTO = "auto"
 FORMATS = typing.get_args(Source)
 ENTRY_POINTS = "ssdctl.datasets"  # functions of other packages that read a layout
@@ -122,8 +128,17 @@ def convert_if_needed(root: Path, folder: Path) -> None:
         DataError: No dataset, or several; the originals cannot be read.
         DiskError: The store cannot be written.
     """
-    if not (root / TOML).is_file() and not (folder / CONVERTED / TOML).is_file():
+    if (root / TOML).is_file():
+        return
+    if not (folder / CONVERTED / TOML).is_file():
         convert_again(root, folder)
+    elif _labels_changed(root, folder / CONVERTED):
+        log.warning(
+            "labels in %s changed, or were copied, since they were read, and are used as read: "
+            "`ssdctl prepare --data %s` reads them",
+            root_folder(root),
+            root,
+        )
 
 
 def is_converted(root: Path, folder: Path) -> bool:
@@ -153,7 +168,36 @@ def convert_again(root: Path, folder: Path) -> None:
             record.unlink()  # the folder had another layout before
         return
     log.info("%s: recognised as %s", root, layout.describe())
+    version = _labels_version(root)
     convert(root, Conversion(), folder / CONVERTED)
+    if _read_version(folder / CONVERTED) != version:
+        write_text(folder / CONVERTED / LABELS, version)
+
+
+def _labels_changed(root: Path, folder: Path) -> bool:
+    """Return whether label files changed since a conversion; not if all of them are gone."""
+    version, current = _read_version(folder), _labels_version(root)
+    return "" not in (version, current) and version != current
+
+
+def _read_version(folder: Path) -> str:
+    try:
+        return read_text(folder / LABELS, MAX_VERSION_BYTES)
+    except (OSError, UnicodeDecodeError):
+        return ""  # of a conversion by an earlier version, or by --split
+
+
+def _labels_version(root: Path) -> str:
+    """Return a hash of the files that may contain labels: their names, and sizes and times of
+    the first ones; empty if there are none."""
+    folder = root_folder(root)
+    names = sorted(n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES)
+    digest = hashlib.sha256("\n".join(names).encode(errors="surrogateescape"))
+    for name in names[:MAX_COMPARED]:
+        with contextlib.suppress(OSError):
+            status = (folder / name).stat()
+            digest.update(b"%d %d\n" % (status.st_size, status.st_mtime_ns))
+    return digest.hexdigest() if names else ""
 
 
 def read_unconverted(root: Path) -> dict[str, tuple[SplitFiles, bytes]]:

@@ -59,9 +59,7 @@ from ssdctl.runtime.progress import Progress
 log = logging.getLogger(__name__)
 NO_BOXES = "image without boxes, not trained on"
 NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
-DROPPED_IMAGE = "image dropped"
 MAX_REPORT_BYTES = 1 << 28
-MAX_DROPPED = 0.05  # of the images or boxes of a split
 
 
 class SplitReport(msgspec.Struct, frozen=True):

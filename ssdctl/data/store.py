@@ -13,7 +13,6 @@ the annotations that it was made from, its rows a fingerprint of each image file
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.dataset import SplitFiles, find_splits
 from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.formats.coco_slices import open_content, sha256
 from ssdctl.data.image_check import Encoding, FingerprintColumns
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
 from ssdctl.data.store_check import (
@@ -194,11 +194,7 @@ def is_same(fingerprint: Fingerprint, path: Path) -> bool:
         return False
     if stat.st_mtime_ns == fingerprint.modified_ns:
         return True
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest() == fingerprint.sha256
+    return sha256(open_content(path)) == fingerprint.sha256
 
 
 def read_metadata(folder: Path, split: str) -> Metadata | None:

@@ -17,6 +17,7 @@ from ssdctl.errors import UsageError
 
 Module = TypeVar("Module", bound=nn.Module)
 ParameterGroups = list[dict[str, Any]]
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Decoder(NamedTuple):
@@ -56,9 +57,10 @@ class Device(Protocol):
     def place(self, model: Module) -> Module:
         """Move a network to the device, in the device's fastest memory layout."""
 
-    @abstractmethod
     def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which the network runs in that precision."""
+        dtype = AUTOCAST_DTYPES.get(precision)
+        return torch.autocast(self.torch_device.type, dtype, enabled=dtype is not None)
 
     def set_tf32(self, wanted: bool) -> None:
         """Allow or forbid rounding the factors of fp32 products to TF32, if the hardware can."""

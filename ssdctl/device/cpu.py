@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +13,8 @@ from ssdctl.device import inductor
 from ssdctl.device.base import Device, Module, channels_last, choose_execution
 from ssdctl.runtime import system
 
+PROC = Path("/proc")
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86 and Arm, as /proc/cpuinfo names them
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Parts of the messages of PyTorch's and oneDNN's allocators when memory is full.
 ALLOCATION_FAILED = ("can't allocate memory", "could not create a memory object", "bad_alloc")
 
@@ -35,7 +33,7 @@ class Cpu(Device):
         self.torch_device = torch.device("cpu")
         execution_mode = choose_execution("cpu", execution)
         self.execution, self.notices = inductor.resolve_execution(execution_mode)
-        facts = _cpuinfo()
+        facts = system.read_table(PROC / "cpuinfo")
         self.label = facts.get("model name", platform.processor() or "CPU")
         flags = (facts.get("flags") or facts.get("Features") or "").split()
         self.has_native_bf16 = bool(BF16_FLAGS.intersection(flags))
@@ -46,9 +44,6 @@ class Cpu(Device):
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", DTYPES.get(precision), enabled=precision in DTYPES)
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
@@ -72,13 +67,15 @@ class Cpu(Device):
         return system.peak_memory_bytes()
 
     def memory_bytes(self) -> int | None:
-        if not (available := _meminfo_bytes("MemAvailable")):
+        available = system.table_bytes(system.read_table(PROC / "meminfo"), "MemAvailable")
+        if not available:
             return None  # not Linux
-        resident = _status_bytes("VmRSS")
+        status = system.read_table(PROC / "self/status")
+        resident = system.table_bytes(status, "VmRSS")
         limits = [available + resident]
         soft, _ = system.resource_limit("AS") or (system.UNLIMITED, 0)
         if soft != system.UNLIMITED:  # it counts addresses, most of which hold no memory
-            limits.append(soft - _status_bytes("VmSize") + resident)
+            limits.append(soft - system.table_bytes(status, "VmSize") + resident)
         return max(min(limits), 0)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -92,34 +89,3 @@ class Cpu(Device):
 
 def open_cpu(local_rank: int, execution: str | None) -> Cpu:
     return Cpu(execution)
-
-
-def _status_bytes(field: str) -> int:
-    return _kilobytes("/proc/self/status", field)
-
-
-def _meminfo_bytes(field: str) -> int:
-    return _kilobytes("/proc/meminfo", field)
-
-
-def _kilobytes(path: str, field: str) -> int:
-    """Return a field of a kernel table, in bytes; 0 if there is no such table or field."""
-    try:
-        text = Path(path).read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    return 0
-
-
-def _cpuinfo() -> dict[str, str]:
-    """Return the first processor's entry of /proc/cpuinfo; empty if there is none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    lines = text.partition("\n\n")[0].splitlines()
-    return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}

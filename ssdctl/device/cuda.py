@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from ssdctl.device.base import Decoder, Device, Module, channels_last, choose_ex
 from ssdctl.errors import UsageError
 from ssdctl.runtime.torch_compat import without_tf32_warnings
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)  # compute capabilities
 STEPS_IN_FLIGHT = 2
 OUT_OF_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -52,9 +50,6 @@ class Cuda(Device):
 
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cuda", DTYPES.get(precision), enabled=precision in DTYPES)
 
     def set_tf32(self, wanted: bool) -> None:
         # PyTorch's own default is TF32 for convolutions, which is less precise than fp32.

@@ -11,11 +11,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +21,7 @@ from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.errors import UsageError
 from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
+from ssdctl.runtime.packages import package_release
 
 BRIDGE = "habana_frameworks"
 BRIDGE_PACKAGE = "habana-torch-plugin"
@@ -57,9 +55,6 @@ class Hpu(Device):
     def place(self, model: Module) -> Module:
         with _clear_errors():  # the first tensor acquires the card
             return model.to(self.torch_device)
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.torch_device.type, torch.bfloat16, enabled=precision == "bf16")
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
@@ -130,11 +125,8 @@ def _set_recipe_cache() -> tuple[str, ...]:
 
 def _default_execution() -> str:
     """Return the default execution of the installed release."""
-    try:
-        match = re.match(r"(\d+)\.(\d+)", metadata.version(BRIDGE_PACKAGE))
-    except metadata.PackageNotFoundError:
-        match = None
-    if match and (int(match[1]), int(match[2])) >= COMPILE_RELEASE:
+    release = package_release(BRIDGE_PACKAGE)
+    if release is not None and release >= COMPILE_RELEASE:
         return "compile"
     return DEVICE_TYPES["hpu"].executions[0]
 

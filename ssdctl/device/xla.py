@@ -12,7 +12,6 @@ Tested on the CPU (`PJRT_DEVICE=CPU`, also with `CPU_NUM_DEVICES=2`); not on a T
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import logging
@@ -20,7 +19,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ssdctl.config.devices import DEVICE_TYPES
@@ -70,9 +68,6 @@ class Xla(Device):
 
     def place(self, model: Module) -> Module:
         return model.to(self.torch_device)  # the compiler chooses the layout
-
-    def autocast(self, precision: str) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("xla", torch.bfloat16, enabled=precision == "bf16")
 
     def set_tf32(self, wanted: bool) -> None:
         # A TPU's own default rounds the factors of fp32 products to bf16.

@@ -20,6 +20,7 @@ RANK_VARIABLES = (  # rank, world size, local rank
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+RANK_NUMBERS = tuple(dict.fromkeys(rank for rank, _, _ in RANK_VARIABLES))
 SLURM_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 HINT = "unset these variables to use a single process; ssdctl launch sets them for ranks"
 

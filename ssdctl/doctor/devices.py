@@ -6,13 +6,13 @@ import importlib.util
 import shutil
 from collections import Counter
 from concurrent.futures import Future
-from importlib import metadata
 from typing import Any
 
 from ssdctl.config import Config
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
-from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeOutput, ProbeRunner
+from ssdctl.doctor.subprocess_probe import DRIVER_S, ProbeOutput, ProbeRunner
+from ssdctl.runtime.packages import package_version
 
 CPU_REMEDY = "--device cpu trains without it"
 NATIVE_BF16, TENSOR_CORES = (8, 0), (7, 0)
@@ -127,7 +127,8 @@ def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
     if importlib.util.find_spec("torch_xla") is None:
         remedy = "pip install torch_xla, in the version of the installed torch"
         return [absent("tpu", "no torch_xla", remedy, is_wanted=device == "xla")]
-    versions = {name: _release(name) for name in ("torch", "torch_xla")}
+    full = {name: package_version(name) or "unknown" for name in ("torch", "torch_xla")}
+    versions = {name: ".".join(version.split(".")[:2]) for name, version in full.items()}
     packages = f"torch_xla {versions['torch_xla']} with torch {versions['torch']}"
     if len(set(versions.values())) > 1:
         remedy = f"pip install 'torch=={versions['torch_xla']}.*'"
@@ -138,18 +139,10 @@ def check_tpus(config: Config, runner: ProbeRunner) -> list[CheckResult]:
         "import torch_xla.runtime as r; "
         "print(r.global_runtime_device_count(), 'x', r.device_type())"
     )
-    answer = runner.run_python(code, IMPORT_S)
+    answer = runner.run_python(code)
     if answer.problem:
         remedy = "PJRT_DEVICE names the hardware (TPU); one process at a time can hold it"
         state = FAIL if device == "xla" else WARN
         return [CheckResult("tpu", state, f"{packages}: {answer.problem}", remedy)]
     lines = answer.out.strip().splitlines() or ["?"]
     return [CheckResult("tpu", OK, f"{lines[-1]}, {packages}; fp32, bf16 native")]
-
-
-def _release(package: str) -> str:
-    """Return the major and minor version of a package."""
-    try:
-        return ".".join(metadata.version(package).split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return "unknown"

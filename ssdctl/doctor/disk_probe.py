@@ -6,11 +6,12 @@ subprocess, because a process that accesses a dead network file system hangs.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 import time
+
+from ssdctl.doctor.subprocess_probe import report
 
 SIZE, BLOCK = 64 * 2**20, 4 * 2**20
 DEADLINE_S = 8.0  # a slow disk is measured with fewer bytes
@@ -23,7 +24,7 @@ def main(folder: str) -> None:
         while written < SIZE and time.perf_counter() - start < DEADLINE_S:
             written += file.write(noise)
         os.fsync(file.fileno())
-        _report("write", written, time.perf_counter() - start)
+        report(write=written / (time.perf_counter() - start))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
         file.seek(0)
         start, got = time.perf_counter(), 0
@@ -31,12 +32,7 @@ def main(folder: str) -> None:
             got += len(block)
             if time.perf_counter() - start > DEADLINE_S:
                 break
-        _report("read", got, time.perf_counter() - start)
-
-
-def _report(what: str, num_bytes: int, spent_s: float) -> None:
-    sys.stdout.write(json.dumps({what: num_bytes / spent_s}) + "\n")
-    sys.stdout.flush()
+        report(read=got / (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

@@ -6,14 +6,15 @@ import importlib.util
 import re
 import shutil
 from collections import Counter
-from importlib import metadata
 from typing import NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.doctor import hardware
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
-from ssdctl.doctor.subprocess_probe import DRIVER_S, IMPORT_S, ProbeRunner
+from ssdctl.doctor.subprocess_probe import DRIVER_S, ProbeRunner
+from ssdctl.runtime.packages import package_version
+from ssdctl.runtime.system import read_table
 
 BRIDGE, BRIDGE_PACKAGE = "habana_frameworks", "habana-torch-plugin"
 IMAGE = "run in the vendor's PyTorch image for Gaudi: its torch and bridge match"
@@ -82,10 +83,7 @@ def _bridge_version() -> str | None:
     """Return the bridge's version, `unknown` without package metadata; None if it is absent."""
     if importlib.util.find_spec(BRIDGE) is None:
         return None
-    try:
-        return metadata.version(BRIDGE_PACKAGE)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return package_version(BRIDGE_PACKAGE) or "unknown"
 
 
 def _releases(detail: str, driver: Driver, bridge: str) -> CheckResult:
@@ -106,7 +104,7 @@ def _release(version: str) -> str:
 
 
 def _import_bridge(runner: ProbeRunner, trouble: str) -> list[CheckResult]:
-    answer = runner.run_python(f"import {BRIDGE}.torch.core", IMPORT_S)
+    answer = runner.run_python(f"import {BRIDGE}.torch.core")
     if not answer.problem:
         return []
     return [CheckResult("hpu bridge", trouble, f"cannot be imported: {answer.problem}", IMAGE)]
@@ -124,7 +122,7 @@ def _batch(config: Config, cards: list[str]) -> list[CheckResult]:
 
 
 def _huge_pages(num_cards: int) -> CheckResult:
-    table = hardware.read_table(hardware.PROC / "meminfo")
+    table = read_table(hardware.PROC / "meminfo")
     pages = int(table.get("HugePages_Total") or 0)
     detail = f"{pages:,} of {table.get('Hugepagesize', '?')}"
     if not num_cards:

@@ -40,12 +40,3 @@ def read(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace").strip()
     return ""
-
-
-def read_table(path: Path) -> dict[str, str]:
-    """Return a kernel table of `name: value` lines; the first value of a name counts."""
-    table: dict[str, str] = {}
-    for line in read(path).splitlines():
-        name, _, value = line.partition(":")
-        table.setdefault(name.strip(), value.strip())
-    return table

@@ -10,6 +10,7 @@ from ssdctl.doctor import hardware
 from ssdctl.doctor.check import OK, WARN, CheckResult
 from ssdctl.launch.node import read_node
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.system import read_table, table_bytes
 
 LITTLE_MEMORY = 4 * 2**30
 
@@ -40,8 +41,8 @@ def _cores() -> CheckResult:
 
 
 def _memory() -> CheckResult:
-    table = hardware.read_table(hardware.PROC / "meminfo")
-    total, available = (_kilobytes(table, name) for name in ("MemTotal", "MemAvailable"))
+    table = read_table(hardware.PROC / "meminfo")
+    total, available = (table_bytes(table, name) for name in ("MemTotal", "MemAvailable"))
     limit = _memory_limit()
     detail = f"{available / 2**30:.0f} GiB available of {total / 2**30:.0f}"
     if limit is not None and limit < total:
@@ -51,11 +52,6 @@ def _memory() -> CheckResult:
         remedy = "end other programs or raise the limit; a smaller --bs needs less"
         return CheckResult("memory", WARN, detail, remedy)
     return CheckResult("memory", OK, detail)
-
-
-def _kilobytes(table: dict[str, str], name: str) -> int:
-    amount = table.get(name, "0").split()[0]
-    return int(amount) * 1024
 
 
 def _cpu_quota() -> float | None:

@@ -14,6 +14,7 @@ from ssdctl._version import __version__
 from ssdctl.config import Config
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.subprocess_probe import ProbeOutput
+from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.torch_compat import dali_extra
 
 NEWEST_PYTHON = (3, 13)  # that the tests run on
@@ -76,19 +77,12 @@ def _check_requirement(requirement: Requirement) -> CheckResult:
     remedy = f"pip install '{requirement.name}{specifier}'"
     if name in OWN_LINE and importlib.util.find_spec("habana_frameworks") is not None:
         remedy = VENDORS
-    version = _version(name)
+    version = package_version(name)
     if version is None:
         return CheckResult(name, FAIL, f"not installed; ssdctl needs {specifier}", remedy)
     if not requirement.specifier.contains(version, prereleases=True):
         return CheckResult(name, FAIL, f"{version}; ssdctl needs {specifier}", remedy)
     return CheckResult(name, OK, version)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _torchvision() -> list[CheckResult]:
@@ -98,7 +92,7 @@ def _torchvision() -> list[CheckResult]:
     except metadata.PackageNotFoundError:
         return []  # reported by _packages
     for requirement in map(Requirement, texts):
-        version = _version("torch")
+        version = package_version("torch")
         if requirement.name != "torch" or version is None or not requirement.specifier:
             continue
         if not requirement.specifier.contains(version, prereleases=True):
@@ -123,7 +117,7 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult
             continue
         if all(c.state == OK for c in results):
             installed.append(extra)
-        elif wanted.get(extra) or any(_version(c.name) for c in results if c.state != OK):
+        elif wanted.get(extra) or any(package_version(c.name) for c in results if c.state != OK):
             state = FAIL if wanted.get(extra) else WARN
             bad = [c for c in results if c.state != OK]
             detail = "; ".join(f"{c.name}: {c.detail}" for c in bad)

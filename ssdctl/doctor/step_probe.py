@@ -5,7 +5,6 @@ The config is read from stdin, as JSON.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -17,6 +16,7 @@ from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
+from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import random_batch
@@ -34,7 +34,7 @@ def main() -> None:
     start = time.perf_counter()
     device = open_device(config.device, 0, config.execution)
     precision = choose_precision(config.precision, device)
-    _report(
+    report(
         device=device.name,
         label=device.label,
         precision=precision,
@@ -58,12 +58,7 @@ def main() -> None:
     start = time.perf_counter()
     step([batch], LR)
     device.synchronize()
-    _report(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
-
-
-def _report(**facts: object) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
+    report(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

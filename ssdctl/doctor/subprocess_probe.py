@@ -34,6 +34,12 @@ class ProbeOutput(NamedTuple):
         return facts
 
 
+def report(**facts: object) -> None:
+    """Print facts in a probe, for `ProbeOutput.facts`; a later crash does not lose them."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
 class ProbeRunner:
     """Run programs with time limits; `stop` ends all of them."""
 
@@ -76,9 +82,9 @@ class ProbeRunner:
             return ProbeOutput(out, _reason(process.returncode, stderr, out))
         return ProbeOutput(out)
 
-    def run_python(self, code: str, timeout_s: float) -> ProbeOutput:
+    def run_python(self, code: str) -> ProbeOutput:
         """Run a Python program given as text."""
-        return self.run([sys.executable, "-W", "ignore", "-c", code], timeout_s)
+        return self.run([sys.executable, "-W", "ignore", "-c", code], IMPORT_S)
 
     def run_probe(
         self,

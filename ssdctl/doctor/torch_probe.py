@@ -6,34 +6,34 @@ are still used.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
+
+from ssdctl.doctor.subprocess_probe import report
 
 
 def main() -> None:
     start = time.perf_counter()
     import torch
 
-    _report(torch=torch.__version__, import_s=time.perf_counter() - start)
+    report(torch=torch.__version__, import_s=time.perf_counter() - start)
     import torch.distributed as dist
 
-    _report(has_gloo=dist.is_available() and dist.is_gloo_available())
+    report(has_gloo=dist.is_available() and dist.is_gloo_available())
     from ssdctl.device import inductor
     from ssdctl.device.cpu import Cpu
 
     cpu = Cpu()
-    _report(
+    report(
         cpu={
             "label": cpu.label,
             "has_native_bf16": cpu.has_native_bf16,
             "compile": inductor.resolve_execution("compile")[1],
         }
     )
-    _report(cuda_build=torch.version.cuda)
+    report(cuda_build=torch.version.cuda)
     gpus, problem = _gpus()
-    _report(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
+    report(gpus=gpus, gpu_problem=problem, gpu_compile=_gpu_compile() if gpus else ())
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
@@ -81,11 +81,6 @@ def _gpu_compile() -> tuple[str, ...]:
     from ssdctl.device import inductor
 
     return inductor.resolve_execution("compile", torch.cuda.get_device_capability(0))[1]
-
-
-def _report(**facts: Any) -> None:
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

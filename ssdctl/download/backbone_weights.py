@@ -7,15 +7,13 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_POLICY, fetch, is_whole, manual_download, no_report
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch_one, is_whole, no_report
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import weights_named
 from ssdctl.download.transfer import Report
-from ssdctl.errors import NetworkError
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
-CONNECTIONS = 4
 
 
 def cache_dir() -> Path:
@@ -70,14 +68,4 @@ def fetch_weights(
     folder = dest or cache_dir()
     if not (folder / file.name).is_file():
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
-    try:
-        return fetch(
-            file,
-            folder,
-            mirror=mirror,
-            connections=CONNECTIONS,
-            retry_policy=retry_policy,
-            report=report,
-        )
-    except NetworkError as error:
-        raise manual_download(name, file, folder, error) from error
+    return fetch_one(name, file, folder, mirror=mirror, retry_policy=retry_policy, report=report)

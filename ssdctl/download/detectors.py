@@ -12,19 +12,18 @@ import difflib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ssdctl.download.backbone_weights import CONNECTIONS, cache_dir
+from ssdctl.download.backbone_weights import cache_dir
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
-    fetch,
+    fetch_one,
     is_whole,
-    manual_download,
     no_report,
     sha256_of,
 )
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
 from ssdctl.download.transfer import Report
-from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import write_text
 
 Trust = Literal["pinned", "prefix", "first use"]
@@ -54,7 +53,7 @@ class DetectorSource(NamedTuple):
         """Whether the whole SHA-256 is known, its first digits, or none of it."""
         if not self.file.sha256:
             return "first use"
-        return "pinned" if len(self.file.sha256) == 64 else "prefix"
+        return "pinned" if len(self.file.sha256) == SHA256_DIGITS else "prefix"
 
 
 SHA256_DIGITS = 64
@@ -141,17 +140,9 @@ def fetch_detector(
     folder = dest or cache_dir()
     if (path := cached_path(detector, folder)) is not None:
         return path
-    try:
-        return fetch(
-            detector.file,
-            folder,
-            mirror=mirror,
-            connections=CONNECTIONS,
-            retry_policy=retry_policy,
-            report=report,
-        )
-    except NetworkError as error:
-        raise manual_download(name, detector.file, folder, error) from error
+    return fetch_one(
+        name, detector.file, folder, mirror=mirror, retry_policy=retry_policy, report=report
+    )
 
 
 def remember_checksum(path: Path) -> str:

@@ -28,6 +28,7 @@ from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
 MAX_REDIRECTS = 10
+WEIGHTS_CONNECTIONS = 4
 HASH_BYTES = 1024 * 1024
 SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
 DEFAULT_POLICY = RetryPolicy()
@@ -75,19 +76,44 @@ def fetch(
                     order = Order(session, url, file.name, connections, retry_policy, report)
                     _fetch_from(order, file, target)
                     break
-                except NotFound:
+                except NotFound as error:
                     if url == urls[-1]:
-                        raise
+                        others = ", ".join(map(redact_url, urls[:-1]))
+                        also = f"; also tried: {others}" if others else ""
+                        raise NotFound(f"{error}{also}", hint=error.hint) from None
     return target
 
 
-def manual_download(name: str, file: PinnedFile, folder: Path, error: NetworkError) -> NetworkError:
-    """Return an error of `fetch` with the hint to put the file into the folder by hand."""
-    return NetworkError(
-        f"{name}: {error}",
-        hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
-        f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
-    )
+def fetch_one(
+    name: str,
+    file: PinnedFile,
+    folder: Path,
+    *,
+    mirror: str | None,
+    retry_policy: RetryPolicy,
+    report: Report,
+) -> Path:
+    """Do what `fetch` does for weights called `name`.
+
+    Raises:
+        NetworkError: See `fetch`; the hint names the file and its folder.
+        IntegrityError, DiskError: See `fetch`.
+    """
+    try:
+        return fetch(
+            file,
+            folder,
+            mirror=mirror,
+            connections=WEIGHTS_CONNECTIONS,
+            retry_policy=retry_policy,
+            report=report,
+        )
+    except NetworkError as error:
+        raise NetworkError(
+            f"{name}: {error}",
+            hint=f"without network: fetch {redact_url(file.url)} on another machine and put it at "
+            f"{(folder / file.name).absolute()}; or --set download.mirror=URL",
+        ) from error
 
 
 def claim(target: Path) -> contextlib.AbstractContextManager[None]:

@@ -158,14 +158,18 @@ def describe_error(error: Exception, url: str) -> str:
     Raises:
         NetworkError: It would fail the same way again.
     """
-    reason: object = error
-    while isinstance(reason, BaseException):
-        inner = getattr(reason, "reason", None) or (reason.args[0] if reason.args else None)
-        if not isinstance(inner, BaseException):
+    reason, contexts = error, []
+    while True:
+        parts = [getattr(reason, "reason", None), *reason.args]
+        inner = next((part for part in parts if isinstance(part, Exception)), None)
+        if inner is None:
             break
+        if len(reason.args) > 1 and isinstance(reason.args[0], str):  # ("Connection aborted.", ...)
+            contexts.append(reason.args[0].rstrip("."))
         reason = inner
-    message = redact_urls(str(reason)) or type(error).__name__
+    message = redact_urls(str(reason)).strip() or type(reason).__name__
     message = re.sub(r"^\w+\(host=.*?\): ", "", message)  # urllib3 prints its own objects
+    message = ": ".join([*contexts, message])
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         hint = "behind a proxy with a certificate of its own, set REQUESTS_CA_BUNDLE to its CA file"
         raise NetworkError(f"{redact_url(url)}: {message}", hint=hint) from error

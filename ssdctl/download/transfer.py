@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import NamedTuple
 
 import requests
@@ -20,6 +21,7 @@ from ssdctl.download import http_response
 from ssdctl.download.partial_file import Part
 from ssdctl.download.retry import RetryableError, RetryPolicy
 from ssdctl.errors import IntegrityError, NetworkError
+from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.redact import redact_url
 
 CHUNK_BYTES = 64 * 1024
@@ -109,6 +111,8 @@ class _Attempt:
     # The caller's thread
 
     def run(self) -> None:
+        # Before the first byte of this attempt: what an earlier run downloaded.
+        self.order.report(self.order.label, self.part.arrived_bytes, self.part.num_bytes)
         try:
             self._add_worker()
             while True:
@@ -334,21 +338,9 @@ def length_of(session: requests.Session, url: str, retry_policy: RetryPolicy) ->
 
 def _in_time(work: Callable[[], int], seconds: float, url: str) -> int:
     """Return or raise the result of `work`, if it ends in time."""
-    results: list[int | BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, name=f"length of {redact_url(url)}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not results:
+    result = run_in_daemon_thread(work)
+    if not wait([result], seconds).done:
         raise NetworkError(
             f"{redact_url(url)}: no answer within {seconds:g} s", hint="try --mirror"
         )
-    if isinstance(results[0], BaseException):
-        raise results[0]
-    return results[0]
+    return result.result()

@@ -26,7 +26,7 @@ from ssdctl.distributed.collectives import barrier, run_and_gather
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import analyse
-from ssdctl.evaluate.coco_ap import run_scoring
+from ssdctl.evaluate.coco_ap import NO_OBJECTS, run_scoring
 from ssdctl.evaluate.detect import DetectOptions, detect_with, merge
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
@@ -85,14 +85,9 @@ def evaluate_checkpoint(
             len(bad),
             bad[:5],
         )
-    options = _options(settings, ranks)
-    detector = open_detector(
-        checkpoint,
-        device,
-        precision=options.precision,
-        score_threshold=options.score_threshold,
-        nms_iou=options.nms_iou,
-    )
+    threads = settings.workers or usable_cores(ranks.world_size)
+    options = DetectOptions.of(settings, settings.precision, threads)
+    detector = open_detector(checkpoint, device, options.detector)
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
         lambda: detect_with(
@@ -109,14 +104,16 @@ def evaluate_checkpoint(
     if not ranks.is_main:
         return None
     detections = merge(parts)
-    if not len(detections.scores):
-        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     if detections_file is not None:
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     ids = split.image_ids[rows]
     truth = read_ground_truth(split.annotations)
     scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
+    if scoring.has_no_objects:
+        log.warning("%s", NO_OBJECTS)
+    elif not len(detections.scores):
+        log.warning("no detection scores over %g: AP is 0", detector.score_threshold)
     about = EvaluationInfo(
         source=str(path),
         step=checkpoint.step,
@@ -140,16 +137,6 @@ def _open_on_all_ranks(
         return splits
     barrier(ranks)
     return open_dataset(root, folder)
-
-
-def _options(settings: EvaluateConfig, ranks: Ranks) -> DetectOptions:
-    return DetectOptions(
-        batch_size=settings.batch_size,
-        precision=settings.precision,
-        threads=settings.workers or usable_cores(ranks.world_size),
-        score_threshold=settings.score_threshold,
-        nms_iou=settings.nms_iou,
-    )
 
 
 def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.formats.coco import read_content
 from ssdctl.data.formats.coco_json import Int64, decode
-from ssdctl.data.formats.coco_slices import open_content
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -44,6 +44,7 @@ FIGURES: dict[str, tuple[str, float | None, int, int]] = {
 }
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 VERIFY_TOLERANCE = 1e-12
+NO_OBJECTS = "the images have no annotated objects: there is no AP (-1)"
 
 
 class Detections(NamedTuple):
@@ -96,6 +97,11 @@ class Scoring(NamedTuple):
     truth: GroundTruth
     image_ids: NDArray[np.int64]  # that were scored, ascending
 
+    @property
+    def has_no_objects(self) -> bool:
+        """Return whether there is nothing to measure."""
+        return self.scores.figures["AP"] < 0
+
 
 class _Result(msgspec.Struct, gc=False):
     image_id: Int64
@@ -110,10 +116,9 @@ def read_detections(path: Path) -> Detections:
     Raises:
         DataError: It is not such a file; the message gives the place.
     """
+    content = read_content(path)
     try:
-        rows = decode(open_content(path), list[_Result])
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        rows = decode(content, list[_Result])
     except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not in COCO's results format: {error}".replace("`", ""),

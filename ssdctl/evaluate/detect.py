@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.validation_loss import ValidationLoss
-from ssdctl.inference.detector import Detector, DetectorBackend, Output
+from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, Output
 from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
@@ -39,10 +40,14 @@ class DetectOptions(NamedTuple):
     """Settings of the detection."""
 
     batch_size: int
-    precision: str  # bf16, fp16 or fp32
     threads: int
-    score_threshold: float | None = None  # None: the network's convention
-    nms_iou: float | None = None
+    detector: DetectorConfig
+
+    @classmethod
+    def of(cls, settings: EvaluateConfig, precision: str, threads: int) -> DetectOptions:
+        """Return the options of the table `evaluate`."""
+        detector = DetectorConfig(precision, settings.score_threshold, settings.nms_iou)
+        return cls(settings.batch_size, threads, detector)
 
 
 def detect_split(
@@ -52,7 +57,6 @@ def detect_split(
     device: Device,
     options: DetectOptions,
     progress: Progress | None = None,
-    category_ids: NDArray[np.int64] | None = None,
     losses: ValidationLoss | None = None,
 ) -> Detections:
     """Return the detections on some images of a split; an image that cannot be opened has none.
@@ -64,24 +68,17 @@ def detect_split(
         device: The device of the network.
         options: The settings.
         progress: Wraps the iteration over batches (`total=`, `label=`, `unit=`).
-        category_ids: The category id of each class of the network; None: the split's, in order.
         losses: Adds up the losses of the pictures, if given.
 
     Raises:
         NonFiniteError: The network's output is NaN or infinite.
         DataError: An image cannot be decoded.
     """
-    detector = Detector(
-        model,
-        device,
-        precision=options.precision,
-        score_threshold=options.score_threshold,
-        nms_iou=options.nms_iou,
-    )
+    detector = Detector(model, device, options.detector)
     was_training = model.training
     model.eval()
     try:
-        return detect_with(detector, split, rows, device, options, progress, category_ids, losses)
+        return detect_with(detector, split, rows, device, options, progress, losses=losses)
     finally:
         model.train(was_training)
 
@@ -96,7 +93,12 @@ def detect_with(
     category_ids: NDArray[np.int64] | None = None,
     losses: ValidationLoss | None = None,
 ) -> Detections:
-    """Do what `detect_split` does, with any detector; `losses` needs PyTorch's."""
+    """Do what `detect_split` does, with any detector.
+
+    Args:
+        category_ids: The category id of each class of the network; None: the split's, in order.
+        losses: Needs PyTorch's detector.
+    """
     rows = rows[split.usable[rows]]
     # Accelerators need one shape for all batches; see also MIN_BATCH.
     is_cpu = device.torch_device.type == "cpu"

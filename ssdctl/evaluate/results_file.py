@@ -11,7 +11,7 @@ from ssdctl.config import Config
 from ssdctl.data.dataset import find_splits, require_split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.evaluate.analysis import analyse
-from ssdctl.evaluate.coco_ap import Detections, read_detections, run_scoring
+from ssdctl.evaluate.coco_ap import NO_OBJECTS, Detections, read_detections, run_scoring
 from ssdctl.evaluate.ground_truth import GroundTruth, read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 
@@ -39,7 +39,9 @@ def evaluate_results(path: Path, config: Config) -> Evaluation:
         truth, detections, image_ids=image_ids[: settings.limit], verify=settings.verify
     )
     logger.info("%d detections against %s", len(detections.scores), annotations)
-    if not len(detections.scores):
+    if scoring.has_no_objects:
+        logger.warning("%s", NO_OBJECTS)
+    elif not len(detections.scores):
         logger.warning("%s holds no detection: AP is 0", path)
     _warn_of_unlisted_categories(detections, truth)
     info = EvaluationInfo(

@@ -14,7 +14,6 @@ import io
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -26,6 +25,7 @@ from ssdctl.evaluate.analysis import analyse
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runtime.background import run_in_daemon_thread
 
 
 class BackgroundScoring:
@@ -46,14 +46,12 @@ class BackgroundScoring:
         image_ids: NDArray[np.int64] | None = None,
     ) -> None:
         self._job = annotations, detections, about, image_ids
-        self._evaluation: Evaluation | None = None
-        self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
-        self._thread.start()
+        self._evaluation = run_in_daemon_thread(self._run)
 
     @property
     def is_done(self) -> bool:
         """Whether `result` returns without waiting."""
-        return not self._thread.is_alive()
+        return self._evaluation.done()
 
     def result(self) -> Evaluation:
         """Wait for the evaluation and return it.
@@ -61,21 +59,19 @@ class BackgroundScoring:
         Raises:
             DataError: See `run_scoring`.
         """
-        self._thread.join()
-        if self._evaluation is None:  # the process failed: raise the reason here
-            self._evaluation = evaluate(*self._job)
-        return self._evaluation
+        # If the process failed, raise the reason here.
+        return self._evaluation.result() or evaluate(*self._job)
 
-    def _run(self) -> None:
+    def _run(self) -> Evaluation | None:
         annotations, detections, about, image_ids = self._job
         command = [sys.executable, "-m", "ssdctl.evaluate.scoring", str(annotations)]
         try:
             done = subprocess.run(
                 command, input=_packed(detections, about, image_ids), capture_output=True
             )
-            self._evaluation = msgspec.json.decode(done.stdout, type=Evaluation)
+            return msgspec.json.decode(done.stdout, type=Evaluation)
         except (OSError, msgspec.DecodeError):
-            return
+            return None
 
 
 def evaluate(

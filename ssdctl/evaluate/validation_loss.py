@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ssdctl.device.base import Device
 from ssdctl.inference.detector import Output
 from ssdctl.input.loader import Batch
-from ssdctl.model.conventions import conventions_of_model
+from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 
 
@@ -28,7 +28,7 @@ class ValidationLoss:
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
-        loss = MultiboxLoss(conventions=conventions_of_model(model))
+        loss = MultiboxLoss(constants=constants_of_model(model))
         self._loss = loss.to(device.torch_device)
         self._device = device
         self._sums = torch.zeros(len(Losses._fields), device=device.torch_device)

@@ -25,7 +25,7 @@ from ssdctl.errors import IntegrityError
 from ssdctl.inference.detector import refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
 from ssdctl.model.augment import Normalise, normalise
-from ssdctl.model.conventions import Conventions
+from ssdctl.model.constants import ModelConstants
 from ssdctl.model.postprocess import boxes_and_scores, detect
 
 TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the picture
@@ -46,7 +46,7 @@ class ExportOptions(NamedTuple):
         nms: The outputs; see the module.
         batch: Pictures of a call; None: any number.
         is_fp16: Store the weights of convolutions in half precision; the arithmetic is fp32.
-        score_threshold, nms_iou: Of NMS. None: the network's convention.
+        score_threshold, nms_iou: Of NMS. None: the network's own.
     """
 
     nms: Nms = "onnx"
@@ -63,6 +63,10 @@ class ExportOptions(NamedTuple):
     @property
     def has_nms(self) -> bool:
         return self.nms in ("onnx", "efficientnms")
+
+    def thresholds(self, constants: ModelConstants) -> tuple[float, float]:
+        """Return the score threshold and the IoU of NMS."""
+        return constants.thresholds(self.score_threshold, self.nms_iou)
 
 
 class Comparison(NamedTuple):
@@ -90,7 +94,7 @@ class Deployed(nn.Module):
                     module.weight.data = module.weight.data.half()
                     module.__class__ = HalfConv2d
         self.is_decoded = options.nms != "raw"
-        self.normalise = Normalise(conventions=self.network.conventions)
+        self.normalise = Normalise(constants=self.network.constants)
         self.register_buffer("defaults", default_boxes_cxcywh())
         for module in self.modules():  # torch.export warns of buffers with other strides
             for name, buffer in list(module.named_buffers(recurse=False)):
@@ -104,7 +108,7 @@ class Deployed(nn.Module):
                 offsets,
                 logits,
                 self.defaults,
-                clips_boxes=self.network.conventions.clips_boxes,
+                clips_boxes=self.network.constants.clips_boxes,
             )
             if self.is_decoded
             else (offsets, logits)
@@ -149,12 +153,12 @@ class Reference:
         self, checkpoint: Checkpoint, pictures: Pictures, options: ExportOptions, runtime: str
     ) -> None:
         network = load_network(checkpoint).eval()
-        self._conventions = network.conventions
+        self._constants = network.constants
         self._pictures = pictures
         self._options = options
         self._runtime = runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
-        pixels = normalise(torch.from_numpy(pictures), conventions=self._conventions)
+        pixels = normalise(torch.from_numpy(pictures), constants=self._constants)
         with torch.inference_mode():
             self._offsets, self._logits = network(pixels)
         refuse_non_finite((self._offsets, self._logits))
@@ -191,7 +195,7 @@ class Reference:
         Raises:
             IntegrityError: They differ.
         """
-        score_threshold, nms_iou = thresholds(self._conventions, self._options)
+        score_threshold, nms_iou = self._options.thresholds(self._constants)
         with torch.inference_mode():
             expected = detect(
                 self._offsets,
@@ -199,8 +203,8 @@ class Reference:
                 default_boxes_cxcywh(),
                 score_threshold=score_threshold,
                 nms_iou=nms_iou,
-                candidates=self._conventions.candidates_per_class,
-                clips_boxes=self._conventions.clips_boxes,
+                candidates=self._constants.candidates_per_class,
+                clips_boxes=self._constants.clips_boxes,
             )
         exported = in_batches(run, self._pictures, self._options.batch)
         total = wrong = 0
@@ -217,7 +221,7 @@ class Reference:
 
     def _decoded(self, offsets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return boxes_and_scores(
-            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._conventions.clips_boxes
+            offsets, logits, default_boxes_cxcywh(), clips_boxes=self._constants.clips_boxes
         )
 
     def _unmatched(self, a: tuple[NDArray[Any], ...], b: tuple[NDArray[Any], ...]) -> int:
@@ -234,9 +238,3 @@ class Reference:
             f"{message}; nothing was written",
             hint=f"another version of {self._runtime} or torch may agree",
         )
-
-
-def thresholds(rules: Conventions, options: ExportOptions) -> tuple[float, float]:
-    """Return the score threshold and the IoU of NMS."""
-    score = rules.score_threshold if options.score_threshold is None else options.score_threshold
-    return score, rules.nms_iou if options.nms_iou is None else options.nms_iou

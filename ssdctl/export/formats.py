@@ -78,6 +78,8 @@ def _write_safetensors(checkpoint: Checkpoint, target: Path) -> None:
     metadata = {
         "architecture": json.dumps(checkpoint.architecture._asdict()),
         "classes": json.dumps(msgspec.to_builtins(checkpoint.classes)),
+        "step": json.dumps(checkpoint.step),
+        "epoch": json.dumps(checkpoint.epoch),
     }
     write_bytes(target, safetensors_bytes(checkpoint.model, metadata))
 

@@ -32,10 +32,11 @@ from ssdctl.export import standalone_detect
 from ssdctl.export.formats import safetensors_bytes
 from ssdctl.export.model_card import CardFacts, model_card
 from ssdctl.files import atomic_write, write_bytes, write_text
+from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import draw
 from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.predict import Predictor, class_names, open_picture
-from ssdctl.model.conventions import conventions_of
+from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, read_run
@@ -97,24 +98,21 @@ def write_model_folder(
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the content of config.json: what the reader needs, and what other programs need."""
-    rules = conventions_of(checkpoint.architecture.backbone)
-    classes = msgspec.to_builtins(checkpoint.classes) or [
-        {"id": None, "name": f"class {n}"} for n in range(1, checkpoint.architecture.num_classes)
-    ]
+    constants = constants_of(checkpoint.architecture.backbone)
     return {
         "model_type": "ssd300",
         "ssdctl_version": __version__,
         "format": FORMAT,
         "architecture": checkpoint.architecture._asdict(),
-        "classes": classes,
+        "classes": msgspec.to_builtins(class_names(checkpoint)),
         "step": checkpoint.step,
         "epoch": checkpoint.epoch,
-        "preprocessing": {"size": IMAGE_SIZE, "mean": rules.mean, "std": rules.std},
+        "preprocessing": {"size": IMAGE_SIZE, "mean": constants.mean, "std": constants.std},
         "detection": {
-            "nms_iou": rules.nms_iou,
-            "candidates_per_class": rules.candidates_per_class,
+            "nms_iou": constants.nms_iou,
+            "candidates_per_class": constants.candidates_per_class,
             "detections_per_image": DETECTIONS_PER_IMAGE,
-            "clips_boxes": rules.clips_boxes,
+            "clips_boxes": constants.clips_boxes,
         },
     }
 
@@ -146,7 +144,7 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
     if not count:
         return
     device = open_device("cpu")
-    detector = open_detector(checkpoint, device, score_threshold=SAMPLE_SCORE)
+    detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
     predictor = Predictor(detector, class_names(checkpoint))
     drawn = 0
     for content in itertools.islice(_pictures(checkpoint), MAX_TRIED):

@@ -18,7 +18,7 @@ import numpy as np
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.config import Config
 from ssdctl.device import open_device
-from ssdctl.errors import IntegrityError
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.checkpoint import evaluate_checkpoint
 from ssdctl.export import onnx
 from ssdctl.export.deployed import ExportOptions, Pictures, Runner
@@ -69,7 +69,7 @@ def int8_model(
 
     Raises:
         UsageError: The packages of the extra `onnx` are not installed.
-        DataError: The dataset cannot be evaluated on.
+        DataError: The dataset cannot be evaluated on, or has no objects.
         IntegrityError: The AP falls by more.
     """
     onnx.require_onnx()
@@ -88,6 +88,11 @@ def int8_model(
         return Cost(evaluation.figures["AP"], size, _latency_ms(onnx.runner(graph), options.batch))
 
     before = cost(graph)
+    if before.ap < 0:
+        raise DataError(
+            "the loss of AP by int8 cannot be measured: the validation images have no objects",
+            hint="name a dataset with annotated images: --data DIR",
+        )
     for heads in ("int8", "fp32"):
         quantized = quantize(graph, calibration, options.batch, keep_heads=heads == "fp32")
         after = cost(quantized)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ssdctl._version import __version__
 from ssdctl.inference.drawing import one_line
+from ssdctl.runtime.printable import listed
 
 FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl", "AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 MAX_CLASSES = 100  # rows of the table of classes
@@ -134,9 +135,7 @@ def _results(facts: CardFacts) -> str:
 
 
 def _data(facts: CardFacts) -> str:
-    names = [c["name"] for c in facts.config["classes"]]
-    listed = ", ".join(_cell(name) for name in names[:MAX_CLASSES])
-    more = f" and {len(names) - MAX_CLASSES} more" if len(names) > MAX_CLASSES else ""
+    names = [_cell(c["name"]) for c in facts.config["classes"]]
     images = f", {facts.images:,} training images" if facts.images else ""
     recipe = ""
     if facts.settings:
@@ -151,7 +150,7 @@ def _data(facts: CardFacts) -> str:
         facts_text = ", ".join(f"{k} {v}" for k, v in shown.items() if v is not None)
         recipe = f"\n\nTraining: {_cell(facts_text)}."
     dataset = _cell(facts.dataset or "unknown")
-    return f"Dataset: {dataset}{images}.\n\nClasses: {listed}{more}.{recipe}"
+    return f"Dataset: {dataset}{images}.\n\nClasses: {listed(names, MAX_CLASSES)}.{recipe}"
 
 
 def _licence(facts: CardFacts) -> str:

@@ -25,10 +25,9 @@ from ssdctl.export.deployed import (
     Reference,
     Runner,
     example,
-    thresholds,
 )
 from ssdctl.inference.onnx_detector import DECODED
-from ssdctl.model.conventions import conventions_of
+from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 
 OPSET = 18
@@ -158,13 +157,13 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
     """Return a graph with NMS after the boxes and scores."""
     import onnx
 
-    rules = conventions_of(checkpoint.architecture.backbone)
-    score_threshold, nms_iou = thresholds(rules, options)
+    constants = constants_of(checkpoint.architecture.backbone)
+    score_threshold, nms_iou = options.thresholds(constants)
     text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
         ir=model.ir_version,
         opset=next(e.version for e in model.opset_import if e.domain in ("", "ai.onnx")),
         batch=options.batch or "batch",
-        per_class=rules.candidates_per_class,
+        per_class=constants.candidates_per_class,
         most=DETECTIONS_PER_IMAGE,
         num_boxes=NUM_BOXES,
         iou=f"{nms_iou:.9f}",
@@ -193,8 +192,8 @@ def clean_opsets(model: Any) -> None:
 
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
     """Return what a reader needs in addition to the graph."""
-    rules = conventions_of(checkpoint.architecture.backbone)
-    score_threshold, nms_iou = thresholds(rules, options) if options.has_nms else (None, None)
+    constants = constants_of(checkpoint.architecture.backbone)
+    score_threshold, nms_iou = options.thresholds(constants) if options.has_nms else (None, None)
     return OnnxDescription(
         format=1,
         backbone=checkpoint.architecture.backbone,

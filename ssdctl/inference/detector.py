@@ -1,6 +1,6 @@
 """Detect objects with a network: pixels in, detections out.
 
-    detector = Detector(model, device, score_threshold=0.05, nms_iou=0.5)
+    detector = Detector(model, device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
     detections = detector(images)
 
 `evaluate`, `predict`, the Python API and the benchmark all use this class.
@@ -20,7 +20,7 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
-from ssdctl.model.conventions import conventions_of_model
+from ssdctl.model.constants import constants_of_model
 from ssdctl.model.postprocess import ImageDetections, detect
 
 
@@ -29,6 +29,24 @@ class Output(NamedTuple):
 
     offsets: Tensor  # B x 4 x N
     logits: Tensor  # B x C x N
+
+
+class DetectorConfig(NamedTuple):
+    """The settings of a detector.
+
+    Attributes:
+        precision: `fp32` or another that the device computes in.
+        score_threshold: Detections score more than this. None: the network's own.
+        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
+            None: the network's own.
+    """
+
+    precision: str = "fp32"
+    score_threshold: float | None = None
+    nms_iou: float | None = None
+
+
+DEFAULTS = DetectorConfig()
 
 
 class DetectorBackend(Protocol):
@@ -56,37 +74,27 @@ class Detector:
     Args:
         model: On the device. It should be in evaluation mode.
         device: Where the network is.
-        precision: `fp32` or another that the device computes in.
-        score_threshold: Detections score more than this. None: the network's convention.
-        nms_iou: A box that overlaps one of its class with a higher score by more is dropped.
-            None: the network's convention.
+        config: The precision and the thresholds.
 
     Raises:
         UsageError: The device does not compute in that precision.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: Device,
-        *,
-        precision: str = "fp32",
-        score_threshold: float | None = None,
-        nms_iou: float | None = None,
-    ) -> None:
-        if precision not in device.precisions:
+    def __init__(self, model: nn.Module, device: Device, config: DetectorConfig = DEFAULTS) -> None:
+        if config.precision not in device.precisions:
             raise UsageError(
-                f"device {device.name} does not compute in {precision}",
+                f"device {device.name} does not compute in {config.precision}",
                 hint=f"choose {' or '.join(f'--{p}' for p in device.precisions)}",
             )
         self._model = model
         self._device = device
-        self._precision = precision
+        self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
-        rules = self._conventions = conventions_of_model(model)
-        self.score_threshold = rules.score_threshold if score_threshold is None else score_threshold
-        self.nms_iou = rules.nms_iou if nms_iou is None else nms_iou
-        self._normalise = Normalise(conventions=self._conventions).to(device.torch_device)
+        self._constants = constants_of_model(model)
+        self.score_threshold, self.nms_iou = self._constants.thresholds(
+            config.score_threshold, config.nms_iou
+        )
+        self._normalise = Normalise(constants=self._constants).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
@@ -124,8 +132,8 @@ class Detector:
                 self._defaults,
                 score_threshold=self.score_threshold,
                 nms_iou=self.nms_iou,
-                candidates=self._conventions.candidates_per_class,
-                clips_boxes=self._conventions.clips_boxes,
+                candidates=self._constants.candidates_per_class,
+                clips_boxes=self._constants.clips_boxes,
             )
 
     @contextlib.contextmanager

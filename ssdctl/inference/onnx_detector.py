@@ -19,8 +19,8 @@ from ssdctl.checkpoint.onnx_file import PACKAGES
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.device.base import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package
-from ssdctl.inference.detector import refuse_non_finite
-from ssdctl.model.conventions import conventions_of
+from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
+from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
 
 # Names of the outputs: detections, decoded boxes, raw heads.
@@ -37,8 +37,8 @@ class OnnxDetector:
     Args:
         checkpoint: Of `read_model`, with a graph.
         device: A CPU or CUDA device.
-        precision: Only `fp32`: the precision is part of the graph.
-        score_threshold, nms_iou: None: the graph's, else the network's convention.
+        config: Its precision must be `fp32`, since the precision is part of the graph. A threshold
+            that is None is the graph's, else the network's own.
 
     Raises:
         UsageError: The device, precision or a threshold does not suit the graph, or onnxruntime is
@@ -50,20 +50,18 @@ class OnnxDetector:
         self,
         checkpoint: Checkpoint,
         device: Device,
-        *,
-        precision: str = "fp32",
-        score_threshold: float | None = None,
-        nms_iou: float | None = None,
+        config: DetectorConfig = DEFAULTS,
     ) -> None:
+        score_threshold, nms_iou = config.score_threshold, config.nms_iou
         assert checkpoint.graph is not None
         assert checkpoint.nms is not None
-        if precision != "fp32":
+        if config.precision != "fp32":
             raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
         self._path = checkpoint.path
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
-        self._conventions = conventions_of(checkpoint.architecture.backbone)
+        self._constants = constants_of(checkpoint.architecture.backbone)
         self._has_nms = self._outputs == DETECTIONS
         least, iou = checkpoint.nms if self._has_nms else (None, None)
         if self._has_nms and (least is None or iou is None):
@@ -78,10 +76,10 @@ class OnnxDetector:
                 f"{self._path}: its NMS has the IoU threshold {iou}, not {nms_iou}",
                 hint=f"export with --nms-iou {nms_iou}, or with --nms none",
             )
-        default = self._conventions.score_threshold if least is None else least
-        self.score_threshold = default if score_threshold is None else score_threshold
-        default_iou = self._conventions.nms_iou if iou is None else iou
-        self.nms_iou = default_iou if nms_iou is None else nms_iou
+        self.score_threshold, self.nms_iou = self._constants.thresholds(
+            least if score_threshold is None else score_threshold,
+            iou if nms_iou is None else nms_iou,
+        )
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         return self.finish(self.forward(images_BHW3))
@@ -119,14 +117,14 @@ class OnnxDetector:
         boxes, scores = output
         if self._outputs == HEADS:
             boxes, scores = boxes_and_scores(
-                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._conventions.clips_boxes
+                boxes, scores, default_boxes_cxcywh(), clips_boxes=self._constants.clips_boxes
             )
         return select_detections(
             boxes,
             scores,
             self.score_threshold,
             self.nms_iou,
-            self._conventions.candidates_per_class,
+            self._constants.candidates_per_class,
         )
 
     def _above_threshold(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
-from ssdctl.inference.detector import Detector, DetectorBackend
+from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.onnx_detector import OnnxDetector
 
 
 def open_detector(
     checkpoint: Checkpoint,
     device: Device,
-    *,
-    precision: str = "fp32",
-    score_threshold: float | None = None,
-    nms_iou: float | None = None,
+    config: DetectorConfig = DEFAULTS,
 ) -> DetectorBackend:
     """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
 
@@ -23,17 +20,5 @@ def open_detector(
         IntegrityError: The weights do not fit the network, or the graph is damaged.
     """
     if checkpoint.graph is not None:
-        return OnnxDetector(
-            checkpoint,
-            device,
-            precision=precision,
-            score_threshold=score_threshold,
-            nms_iou=nms_iou,
-        )
-    return Detector(
-        device.place(load_network(checkpoint)).eval(),
-        device,
-        precision=precision,
-        score_threshold=score_threshold,
-        nms_iou=nms_iou,
-    )
+        return OnnxDetector(checkpoint, device, config)
+    return Detector(device.place(load_network(checkpoint)).eval(), device, config)

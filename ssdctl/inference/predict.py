@@ -26,7 +26,7 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.detector import DetectorBackend
+from ssdctl.inference.detector import DetectorBackend, DetectorConfig
 from ssdctl.inference.model_source import locate_checkpoint
 from ssdctl.inference.open_detector import open_detector
 from ssdctl.inference.results import Detection, LabelledClass, Result
@@ -65,7 +65,7 @@ class _OpenedPicture(NamedTuple):
 
     source: Picture
     size: tuple[int, int]
-    content: Any  # a View; with tiles the whole image
+    content: Any  # see Predictor.prepared
 
 
 class Predictor:
@@ -183,17 +183,26 @@ class Predictor:
         is_url = isinstance(picture, str) and isinstance(source_of(picture), UrlSource)
         # A file object and a URL are read only once; anything else is opened again to plot it.
         source = image if is_url or hasattr(picture, "read") else picture
-        return _OpenedPicture(source, image.size, image if self.options.tile else view_of(image))
+        return _OpenedPicture(source, image.size, self.prepared(image))
 
     def _results(self, opened: Sequence[_OpenedPicture]) -> list[Result]:
-        if self.options.tile is None:
-            found = self.predict_views([item.content for item in opened])
-        else:
-            found = [self.predict_tiled(item.content, TILES_PER_PASS) for item in opened]
+        found = self.predict_prepared([item.content for item in opened], TILES_PER_PASS)
         return [
             Result(detections, item.size, item.source, open_picture)
             for item, detections in zip(opened, found, strict=True)
         ]
+
+    def prepared(self, image: Image.Image) -> Any:
+        """Return what `predict_prepared` needs of a picture: a view, or with tiles all of it."""
+        return image if self.options.tile else view_of(image)
+
+    def predict_prepared(
+        self, pictures: Sequence[Any], tiles_per_pass: int
+    ) -> list[list[Detection]]:
+        """Return the objects on each picture, from one pass; with tiles, from passes of its own."""
+        if self.options.tile is None:
+            return self.predict_views(pictures)
+        return [self.predict_tiled(picture, tiles_per_pass) for picture in pictures]
 
     def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
         """Return the objects on pictures that are already resized, from one pass."""
@@ -291,9 +300,7 @@ def load(
     """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
     opened = open_device(device)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
-    detector = open_detector(
-        read, opened, precision=precision, score_threshold=score, nms_iou=nms_iou
-    )
+    detector = open_detector(read, opened, DetectorConfig(precision, score, nms_iou))
     return Predictor(detector, class_names(read), options)
 
 

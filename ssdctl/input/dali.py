@@ -29,7 +29,7 @@ from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError
 from ssdctl.input.loader import BATCHES_AHEAD, Batch, TrainLoader, as_batch
 from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig, Samples, draw_samples
+from ssdctl.input.samples import LoaderConfig, Samples
 
 
 class DaliLoader:
@@ -43,7 +43,6 @@ class DaliLoader:
         decoder: Decoder | None = None,
     ) -> None:
         self._split = split
-        self._stream = stream
         self._config = config
         self._native = TrainLoader(split, stream, config)
         self._decoder = decoder
@@ -56,7 +55,7 @@ class DaliLoader:
             DataError: Too many images in a row cannot be decoded.
         """
         positions = self._config.positions(start_step, end_step)
-        feed = _Feed(self._split, map(self._draw, positions))
+        feed = _Feed(self._split, map(self._native.draw, positions))
         pipeline = self._open(feed)
         for _ in positions:
             try:
@@ -67,10 +66,6 @@ class DaliLoader:
                 pipeline = self._open(feed)
             else:
                 yield as_batch(feed.fed.popleft(), images)
-
-    def _draw(self, start: int) -> Samples:
-        config = self._config
-        return draw_samples(self._split, self._stream, config, start, config.batch_size)
 
 
 class _Feed:

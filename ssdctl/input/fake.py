@@ -13,7 +13,7 @@ from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.samples import LoaderConfig, colour_jitter
 
 COCO_MOST_BOXES = 93  # on one image
 NUM_BATCHES = 2  # generated, and repeated
@@ -44,9 +44,8 @@ class FakeLoader:
         labels = torch.randint(1, classes + 1, (size, num_boxes), generator=random)
         labels[:, REAL_BOXES:] = 0
         boxes = torch.cat([low, low + sides], dim=-1) * (labels > 0).unsqueeze(-1)
-        spread = torch.tensor([0.125, 0.5, 0.5, np.deg2rad(config.hue_degrees)])
-        draw = 2 * torch.rand(size, 4, generator=random) - 1
-        jitter = torch.tensor([1.0, 1.0, 1.0, 0.0]) + (spread * draw).float()
+        draw = torch.rand(size, 4, generator=random)
+        jitter = torch.from_numpy(colour_jitter(draw.numpy(), config.hue_degrees))
         return Batch(
             images=torch.randint(0, 256, shape, dtype=torch.uint8, generator=random),
             boxes=boxes,

@@ -92,7 +92,7 @@ class TrainLoader:
             DataError: Too many images in a row cannot be decoded.
         """
         positions = self._config.positions(start_step, end_step)
-        return self.decode(map(self._draw, positions))
+        return self.decode(map(self.draw, positions))
 
     def decode(self, work: Iterable[Samples]) -> Iterator[Batch]:
         """Yield the batches of samples that are already drawn."""
@@ -100,7 +100,8 @@ class TrainLoader:
         size, threads, held = config.batch_size, config.threads, config.accumulate
         return _decoded(self._split, work, size, threads, held, self._replace, self._buffer)
 
-    def _draw(self, start: int) -> Samples:
+    def draw(self, start: int) -> Samples:
+        """Draw the micro-batch that begins at a position of the stream."""
         config = self._config
         return draw_samples(self._split, self._stream, config, start, config.batch_size)
 

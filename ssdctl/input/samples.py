@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.input.counter_rng import uniform
 from ssdctl.input.crop import Crops, Floats, flip_boxes, sample_crops, whole_images
@@ -50,6 +51,25 @@ class LoaderConfig(NamedTuple):
         first = self.first_sample + self.rank * self.batch_size
         start, end = (first + step * self.accumulate * stride for step in (start_step, end_step))
         return range(start, end, stride)
+
+
+def single_process_config(
+    split: Split, config: Config, *, batch_size: int, threads: int
+) -> LoaderConfig:
+    """Return the loader config of a process that trains without other ranks."""
+    return LoaderConfig(
+        seed=config.train.seed,
+        first_sample=0,
+        batch_size=batch_size,
+        rank=0,
+        world_size=1,
+        accumulate=1,
+        augment=config.train.augment != "none",
+        zoom_out=config.train.augment == "ssd-zoom",
+        hue_degrees=config.train.hue_degrees,
+        threads=threads,
+        max_boxes=max(split.most_boxes, 1),
+    )
 
 
 class Samples(NamedTuple):

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ssdctl.distributed.ranks import RANK_NUMBERS
 from ssdctl.errors import ExitCode
 from ssdctl.files import no_follow
 
 # Names the folder. Not SSDCTL_*: those are settings. Only `ssdctl launch` sets it.
 EXITS_VARIABLE = "_SSDCTL_RANK_EXITS"
-RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 # Codes that come from ssdctl, never from a launcher itself.
 PASSED_ON = frozenset(ExitCode) - {ExitCode.OK, ExitCode.BUG}
 TERMINATED = 15
@@ -51,7 +51,7 @@ def recorded_exit() -> Iterator[None]:
 
 def _record(folder: str | None, code: int) -> bool:
     """Write the exit code for the launch; return whether a launch expects it."""
-    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
+    rank = next((os.environ[name] for name in RANK_NUMBERS if name in os.environ), None)
     if not folder or not rank or not rank.isdigit():
         return False
     target = Path(folder, rank)

@@ -27,10 +27,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ssdctl.distributed.ranks import RANK_NUMBERS
 from ssdctl.errors import DiskError, ExitCode, UsageError
 from ssdctl.launch.exit_codes import (
     EXITS_VARIABLE,
-    RANK_VARIABLES,
     job_exit_code,
     read_exits,
 )
@@ -284,7 +284,7 @@ class _RankWatch:
         running = set(direct_children(self.launcher))
         for pid in running:
             if pid not in self.ranks:
-                rank = variable_of(pid, RANK_VARIABLES)
+                rank = variable_of(pid, RANK_NUMBERS)
                 if rank is not None and rank.isdigit():
                     self.ranks[pid] = int(rank)
                     if sys.platform == "linux" and hasattr(os, "pidfd_open"):

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ssdctl.model import target
-from ssdctl.model.conventions import RESNET, Conventions
+from ssdctl.model import tensor_device
+from ssdctl.model.constants import RESNET, ModelConstants
 
 MEAN, STD = RESNET.mean, RESNET.std
 LUMA = (0.299, 0.587, 0.114)
@@ -26,7 +26,7 @@ class Normalise(nn.Module):
 
     Args:
         dtype: Of the arithmetic and the result.
-        conventions: The mean and standard deviation.
+        constants: The mean and standard deviation.
     """
 
     mean: Tensor
@@ -34,10 +34,10 @@ class Normalise(nn.Module):
     inverse_std: Tensor  # on the diagonal of a matrix
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
-        for name, values in (("mean", conventions.mean), ("std", conventions.std)):
+        for name, values in (("mean", constants.mean), ("std", constants.std)):
             self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
         self.register_buffer("inverse_std", torch.diag(1 / self.std), persistent=False)
         self.colour_map = ColourMap(dtype)
@@ -55,7 +55,7 @@ class Normalise(nn.Module):
             return ((pixels - self.mean) / self.std).permute(0, 3, 1, 2)
         jitter_B4 = jitter_B4.to(self.mean.dtype)
         if torch.compiler.is_compiling():
-            channels_last = target.is_gpu(images_BHW3)
+            channels_last = tensor_device.is_gpu(images_BHW3)
             return self.as_fused_sums(images_BHW3, jitter_B4, channels_last=channels_last)
         if images_BHW3.device.type == "cpu":
             return self._as_plane_product(images_BHW3, jitter_B4)
@@ -168,9 +168,9 @@ def normalise(
     jitter_B4: Tensor | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    conventions: Conventions = RESNET,
+    constants: ModelConstants = RESNET,
 ) -> Tensor:
     """Apply `Normalise` to images on any device."""
-    module = Normalise(dtype, conventions=conventions).to(images_BHW3.device)
+    module = Normalise(dtype, constants=constants).to(images_BHW3.device)
     result: Tensor = module(images_BHW3, jitter_B4)
     return result

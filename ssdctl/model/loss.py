@@ -25,8 +25,8 @@ from ssdctl.boxes.ops import (
     column_major,
     gather_by_comparison,
 )
-from ssdctl.model import target
-from ssdctl.model.conventions import RESNET, Conventions
+from ssdctl.model import tensor_device
+from ssdctl.model.constants import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
 
@@ -44,17 +44,17 @@ class Targets(nn.Module):
 
     Args:
         dtype: Of the arithmetic.
-        conventions: The rule at the matching threshold.
+        constants: The rule at the matching threshold.
     """
 
     defaults_cxcywh: Tensor
     defaults_ltrb: Tensor
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
-        self._at_threshold = conventions.matches_at_threshold
+        self._at_threshold = constants.matches_at_threshold
         defaults = default_boxes_cxcywh(dtype)
         corners = box_cxcywh_to_ltrb(defaults)
         self.register_buffer("defaults_cxcywh", column_major(defaults), persistent=False)
@@ -67,13 +67,13 @@ class Targets(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding.
         """
-        by_comparison = target.is_xla(boxes_BG4)
+        by_comparison = tensor_device.is_xla(boxes_BG4)
         assigned_BN, label_BN = match(
             boxes_BG4,
             labels_BG,
             self.defaults_ltrb,
             at_threshold=self._at_threshold,
-            fused=torch.compiler.is_compiling() and target.is_gpu(boxes_BG4),
+            fused=torch.compiler.is_compiling() and tensor_device.is_gpu(boxes_BG4),
             by_comparison=by_comparison,
         )
         centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
@@ -90,15 +90,15 @@ class MultiboxLoss(nn.Module):
 
     Args:
         dtype: Of the arithmetic, independent of the network's precision.
-        conventions: The rules of matching and of the divisor.
+        constants: The rules of matching and of the divisor.
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, conventions: Conventions = RESNET
+        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
-        self.targets = Targets(dtype, conventions=conventions)
-        self._divisor = conventions.loss_divisor
+        self.targets = Targets(dtype, constants=constants)
+        self._divisor = constants.loss_divisor
 
     def forward(
         self,
@@ -174,7 +174,7 @@ def _cross_entropy(logits_BCN: Tensor, label_BN: Tensor) -> Tensor:
     backward, where a gather becomes a table of zeros. They cannot fuse a custom function, nor cache
     its code.
     """
-    if torch.compiler.is_compiling() or target.is_xla(logits_BCN):
+    if torch.compiler.is_compiling() or tensor_device.is_xla(logits_BCN):
         class_C1 = torch.arange(logits_BCN.shape[1], device=label_BN.device).unsqueeze(1)
         is_target_BCN = label_BN.unsqueeze(1) == class_C1
         target_logit_BN = logits_BCN.where(is_target_BCN, logits_BCN.new_zeros(())).sum(dim=1)

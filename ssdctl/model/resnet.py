@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.model import target
+from ssdctl.model import tensor_device
 
 CLASSES = 1000  # of ImageNet
 
@@ -29,7 +29,7 @@ class StemConv(nn.Conv2d):
 
     def forward(self, images_B3HW: Tensor) -> Tensor:
         """(B, 3, H, W) -> (B, 64, H / 2, W / 2)."""
-        if torch.compiler.is_compiling() and target.is_gpu(images_B3HW):
+        if torch.compiler.is_compiling() and tensor_device.is_gpu(images_B3HW):
             return self.with_fourth_plane(images_B3HW)
         return super().forward(images_B3HW)
 
@@ -47,7 +47,7 @@ class NormReLU(nn.ReLU):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return max(x, 0), of NaN NaN."""
-        if torch.compiler.is_compiling() and target.is_gpu(x):
+        if torch.compiler.is_compiling() and tensor_device.is_gpu(x):
             return self.as_comparison(x)
         return super().forward(x)
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.model import target, vgg
+from ssdctl.model import tensor_device, vgg
 from ssdctl.model.backbone import OUT_CHANNELS, STAGES, build_backbone, freeze_stem
-from ssdctl.model.conventions import conventions_of
+from ssdctl.model.constants import constants_of
 from ssdctl.model.resnet import NormReLU
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
@@ -42,7 +42,7 @@ class SSD300(nn.Module):
         self.num_classes = num_classes
         self._frozen_stages = 0
         self._is_norm_frozen = False
-        self.conventions = conventions_of(backbone)
+        self.constants = constants_of(backbone)
         channels = feature_channels(backbone)
         self.backbone: nn.Sequential
         self.first_map_norm: nn.Module = nn.Identity()
@@ -118,7 +118,7 @@ class SSD300(nn.Module):
         ):
             assert isinstance(box_head, nn.Conv2d)
             assert isinstance(class_head, nn.Conv2d)
-            if target.is_gpu(feature):
+            if tensor_device.is_gpu(feature):
                 offset_map, logit_map = joined_heads(feature, box_head, class_head)
             else:
                 offset_map, logit_map = box_head(feature), class_head(feature)

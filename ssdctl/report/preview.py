@@ -26,7 +26,7 @@ from ssdctl.files import write_bytes
 from ssdctl.inference.drawing import PALETTE, label_font, one_line
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.samples import single_process_config
 from ssdctl.model.augment import MEAN, STD, normalise
 
 ROWS = 4
@@ -98,19 +98,7 @@ def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> list[tuple[int, Image.Image]]:
     """Return each image as the network gets it, for each epoch."""
-    plan = LoaderConfig(
-        seed=config.train.seed,
-        first_sample=0,
-        batch_size=len(rows),
-        rank=0,
-        world_size=1,
-        accumulate=1,
-        augment=config.train.augment != "none",
-        zoom_out=config.train.augment == "ssd-zoom",
-        hue_degrees=config.train.hue_degrees,
-        threads=1,
-        max_boxes=split.most_boxes,
-    )
+    plan = single_process_config(split, config, batch_size=len(rows), threads=1)
     tiles = []
     for batch in TrainLoader(split, SampleStream(rows, config.train.seed), plan).batches(0, EPOCHS):
         pixels = normalise(batch.images, batch.jitter).permute(0, 2, 3, 1)

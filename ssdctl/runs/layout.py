@@ -1,25 +1,8 @@
-"""File names of a run folder, and its default place. Torch-free.
-
-RUN/config.toml          the settings that explain the result, with their sources
-RUN/environment.json     versions, device, command
-RUN/metrics.jsonl        one record per line
-RUN/evaluation.json      the best evaluation
-RUN/report.html          the report
-RUN/logs/rank-1.log      output of the ranks other than the first
-RUN/nonfinite/           images of the steps with a NaN or infinite loss
-RUN/profile/             traces of --profile
-RUN/tensorboard/         event files of --tensorboard
-RUN/wandb/               files of --tracker wandb
-RUN/tracker-id           the id of the run in every tracker
-RUN/checkpoints/step-00001000.pt    newest ones: a killed run resumes from the last intact one
-RUN/checkpoints/last.pt             the newest
-RUN/checkpoints/best.pt             the one with the best AP
-"""
+"""File names of a run folder, and its default place. Torch-free."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +15,6 @@ RUNS = Path("runs")  # the folder of runs without --out
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
 
 
-@dataclass(frozen=True)
 class RunDir:
     """The paths of a run folder; none of them need exist.
 
@@ -40,69 +22,29 @@ class RunDir:
         path: The run folder.
     """
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = path / ".lock"
+        self.config = path / "config.toml"  # the settings that explain the result, with sources
+        self.environment = path / "environment.json"  # versions, device, command
+        self.metrics = path / "metrics.jsonl"  # one record per line
+        self.evaluation = path / "evaluation.json"  # the best one
+        self.report = path / "report.html"
+        self.logs = path / "logs"  # output of the ranks other than the first
+        self.nonfinite = path / "nonfinite"  # images of the steps with a NaN or infinite loss
+        self.profile = path / "profile"  # traces of --profile
+        self.tensorboard = path / "tensorboard"  # event files; wandb makes a folder wandb/
+        self.tracker_id = path / "tracker-id"  # of the run, in every tracker
+        # A killed run resumes from the last intact one.
+        self.checkpoints = path / "checkpoints"
+        self.last = self.checkpoints / "last.pt"
+        self.best = self.checkpoints / "best.pt"
 
     def __str__(self) -> str:
         return str(self.path)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def environment(self) -> Path:
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.path / "evaluation.json"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def tracker_id(self) -> Path:
-        return self.path / "tracker-id"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def nonfinite(self) -> Path:
-        return self.path / "nonfinite"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def last(self) -> Path:
-        return self.checkpoints / "last.pt"
-
-    @property
-    def best(self) -> Path:
-        return self.checkpoints / "best.pt"
 
     def step_checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}.pt"

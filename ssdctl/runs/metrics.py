@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +16,7 @@ import msgspec
 
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, write_text
+from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.redact import redact_arguments
 
 logger = logging.getLogger(__name__)
@@ -41,19 +41,21 @@ class MetricsFile:
 
     def __init__(self, path: Path, start_step: int) -> None:
         self.path = path
-        self.last_evaluation: int | None = None  # the step of the last one that is kept
-        self.past_aps: list[float] = []  # of those that are kept
         self.past_records: list[Record] = []  # that are kept
-        if path.exists():
-            records, skipped = read_metrics(path)
+        self.rewind(start_step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: those steps are trained again."""
+        if self.path.exists():
+            records, skipped = read_metrics(self.path)
             if skipped:
-                logger.warning("%s: dropped %d lines that are not records", path, skipped)
-            kept = [r for r in records if r["step"] <= start_step]
-            evaluations = [r for r in kept if r["kind"] == "eval"]
-            self.last_evaluation = max((r["step"] for r in evaluations), default=None)
-            self.past_aps = [float(r["AP"]) for r in evaluations]
-            self.past_records = kept
-            write_text(path, "".join(_line(r) for r in kept))
+                logger.warning("%s: dropped %d lines that are not records", self.path, skipped)
+            self.past_records = [r for r in records if r["step"] <= step]
+            write_text(self.path, "".join(_line(r) for r in self.past_records))
+
+    def past_evaluations(self) -> list[Record]:
+        """Return the evaluations among the records that were kept, in their order."""
+        return [r for r in self.past_records if r["kind"] == "eval"]
 
     def write(self, record: Record) -> Record:
         """Append one line and return what it contains. A power cut may lose the last lines."""
@@ -140,7 +142,7 @@ def environment(device_label: str, world_size: int) -> Record:
         "platform": platform.platform(),
         "device": device_label,
         "world_size": world_size,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "command": redact_arguments(sys.argv),
     }
     commit = git_commit()
@@ -155,10 +157,3 @@ def git_commit() -> str | None:
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

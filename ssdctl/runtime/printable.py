@@ -7,6 +7,7 @@ printable_line("a\nerror")  # 'a\\nerror'
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # Control characters (C0, DEL, C1) but tab and newline, line separators, direction overrides,
 # surrogates, invisible tags.
@@ -33,6 +34,12 @@ def printable_message(text: str) -> str:
     """Make a message printable; later lines are indented, so none looks like a message."""
     first, *more = printable(text).split("\n")
     return "\n".join([first, *(line if line[:1].isspace() else f"  {line}" for line in more)])
+
+
+def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """Return the first items in one line, and how many more there are."""
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return separator.join(map(str, items[:most])) + more
 
 
 def _escape(match: re.Match[str]) -> str:

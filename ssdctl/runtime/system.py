@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 try:
     import fcntl
@@ -65,6 +66,27 @@ def resource_limit(name: str) -> tuple[int, int] | None:
         for limit in resource.getrlimit(number)
     )
     return soft, hard
+
+
+def read_table(path: Path) -> dict[str, str]:
+    """Return a kernel table of `name: value` lines; empty if there is none.
+
+    The first value of a name counts, as that of the first processor in /proc/cpuinfo.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        table.setdefault(name.strip(), value.strip())
+    return table
+
+
+def table_bytes(table: Mapping[str, str], name: str) -> int:
+    """Return an amount of a kernel table, which is in kB, in bytes; 0 if it is not listed."""
+    return int(table.get(name, "0").split()[0]) * 1024
 
 
 def peak_memory_bytes() -> int:

@@ -9,21 +9,16 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
+from ssdctl.runtime.packages import package_release
+
 OLDEST = (2, 6)  # the last that first-generation Gaudi cards have
 NEWEST_CUDA = 13
 NUMA_BINDING = (2, 9)  # torchrun has --numa-binding from here on
 
 
 def installed_version() -> tuple[int, int]:
-    """Return the installed PyTorch's major and minor version; the oldest supported one if absent.
-
-    Alphas of vendor builds (`2.6.0a0+git...`) count as the release that they lead to.
-    """
-    try:
-        match = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
-    except metadata.PackageNotFoundError:
-        match = None
-    return (int(match[1]), int(match[2])) if match else OLDEST
+    """Return the installed PyTorch's major and minor version; if absent, the oldest supported."""
+    return package_release("torch") or OLDEST
 
 
 def cuda_major() -> int:

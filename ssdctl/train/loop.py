@@ -130,10 +130,12 @@ class _Trainer:
                 )
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
         self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
-        self.evaluated_step = collectives.broadcast(self.progress_log.last_evaluation, setup.ranks)
+        past = self.progress_log.past_evaluations()
+        last = max((record["step"] for record in past), default=None)
+        self.evaluated_step = collectives.broadcast(last, setup.ranks)
         self.early_stopping = EarlyStopping(None, config.target_ap, config.patience)
-        for ap in self.progress_log.past_aps:
-            self.early_stopping.update(ap)
+        for record in past:
+            self.early_stopping.update(float(record["AP"]))
         if self.early_stopping.ap is None:
             self.early_stopping.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())

@@ -27,8 +27,8 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
+from ssdctl.train.loss_module import LossModule
 from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import build_optimizer
 from ssdctl.train.step import TrainStep
 
@@ -75,10 +75,10 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
 
     with FakeTensorMode():
         model = architecture.build().train()
-        objective = Objective(model, Cpu(), precision)
+        loss_module = LossModule(model, Cpu(), precision)
         batch = random_batch(batch_size, architecture.num_classes)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+            loss = loss_module(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
         parameters = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
         del loss
         return sum(size for ref, size in seen.items() if ref not in parameters)

@@ -18,10 +18,10 @@ from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import write_text
 from ssdctl.input.loader import Batch
-from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
-from ssdctl.runs.metrics import Record, environment
-from ssdctl.runs.writer import RunWriter
+from ssdctl.runs.metrics import MetricsFile, Record, environment
+from ssdctl.runs.writer import open_run, tracker_id
 from ssdctl.train.bad_images import BadImages
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
@@ -61,7 +61,7 @@ class ProgressLog:
         self._epochs_done = setup.plan.epochs_ended(start_step)
         self._epoch_began = (time.monotonic(), 0.0, 0)  # clock, training seconds, images
         self._emit = emit
-        self._writer: RunWriter | None = None
+        self._metrics: MetricsFile | None = None
         self._trackers: Trackers | None = None
         self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         self._mllog: MLLog | None = None
@@ -80,16 +80,16 @@ class ProgressLog:
         resolved = resolved.with_value("train.precision", setup.precision)
         resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
         facts = environment(setup.device.label, setup.ranks.world_size)
-        self._writer = RunWriter(self._run, resolved, facts, start_step)
+        self._metrics = open_run(self._run, resolved, facts, start_step)
         if classes := find_trackers(config):
             run = TrackedRun(
-                id=self._writer.tracker_id(),
+                id=tracker_id(self._run),
                 name=self._run.path.resolve().name,
                 folder=self._run.path,
                 start_step=start_step,
                 config=snapshot(resolved.config),
                 environment=facts,
-                records=self._writer.past_records,
+                records=self._metrics.past_records,
             )
             self._trackers = Trackers(
                 classes,
@@ -97,7 +97,7 @@ class ProgressLog:
                 uploads=config.upload_checkpoints,
                 longest_wait_s=config.rank_timeout / 2,
             )
-            evals = [r for r in run.records if r["kind"] == "eval"]
+            evals = self._metrics.past_evaluations()
             self._best_step = max(evals, key=lambda r: float(r["AP"]), default={}).get("step")
         if config.mllog is not None:
             self._mllog = MLLog(Path(config.mllog), is_resumed=start_step > 0)
@@ -109,15 +109,9 @@ class ProgressLog:
                 val_images=0 if setup.val is None else len(setup.val.image_ids),
             )
 
-    @property
-    def last_evaluation(self) -> int | None:
-        """The step of the last recorded evaluation; None on ranks other than the first."""
-        return None if self._writer is None else self._writer.last_evaluation
-
-    @property
-    def past_aps(self) -> list[float]:
-        """The APs of the recorded evaluations; empty on ranks other than the first."""
-        return [] if self._writer is None else self._writer.past_aps
+    def past_evaluations(self) -> list[Record]:
+        """Return the recorded evaluations; none on ranks other than the first."""
+        return [] if self._metrics is None else self._metrics.past_evaluations()
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> None:
         """Note the replaced images of the batches of the step after `step`."""
@@ -238,8 +232,8 @@ class ProgressLog:
         """
         step = evaluation.about.step
         assert step is not None
-        if is_best and self._writer is not None:
-            self._writer.write_best(evaluation)
+        if is_best and self._metrics is not None:
+            write_evaluation(self._run.evaluation, evaluation)  # for the report
         # The record comes last: an evaluation without one is repeated at the next start.
         self._record("eval", step, **evaluation.figures, **losses)
         self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
@@ -253,8 +247,8 @@ class ProgressLog:
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: those steps are trained again."""
-        if self._writer is not None:
-            self._writer.rewind(step)
+        if self._metrics is not None:
+            self._metrics.rewind(step)
         self._epochs_done = self._setup.plan.epochs_ended(step)
 
     def close(self, step: int, *, is_success: bool) -> None:
@@ -283,10 +277,10 @@ class ProgressLog:
         return ended if self._setup.plan.epochs_ended(step - 1) < ended else self._epoch(step)
 
     def _record(self, kind: str, step: int, **values: Any) -> None:
-        if self._writer is None:
+        if self._metrics is None:
             return
         record = {"kind": kind, "step": step, "epoch": self._epoch(step), **values}
-        written = self._writer.write(record)
+        written = self._metrics.write(record)
         if self._trackers is not None:
             self._trackers.record(written)
         self._emit(record)

@@ -18,9 +18,9 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.model.loss import Losses
+from ssdctl.train.loss_module import LossModule
 from ssdctl.train.loss_scale import LossScale
 from ssdctl.train.masked_update import GuardedUpdate, clip_factor, groups_of
-from ssdctl.train.objective import Objective
 from ssdctl.train.optimizer import set_lr, update
 
 
@@ -71,8 +71,8 @@ class TrainStep:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
         device.set_tf32(config.tf32)
-        objective = Objective(model, device, precision)
-        device.compile(objective)
+        loss_module = LossModule(model, device, precision)
+        device.compile(loss_module)
         self._guarded_update = None
         if not device.supports_found_inf:
             assert scale is None
@@ -80,7 +80,7 @@ class TrainStep:
             device.compile(self._guarded_update)
         # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
         self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
-        self._objective = collectives.wrap(objective, ranks, device)
+        self._loss_module = collectives.wrap(loss_module, ranks, device)
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Take one optimizer step on the mean of the micro-batches.
@@ -95,7 +95,7 @@ class TrainStep:
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             with contextlib.nullcontext() if is_last else self._without_sync():
-                losses = self._objective(*_to_device(batch, self._device.torch_device))
+                losses = self._loss_module(*_to_device(batch, self._device.torch_device))
                 parts_of_mean = len(batches) * (self._ranks.world_size if self._adds_up else 1)
                 self._backward(losses[0] / parts_of_mean)
             parts.append(losses.detach().clone())
@@ -174,8 +174,8 @@ class TrainStep:
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context without averaging: it happens once a step, with the last micro-batch."""
-        if isinstance(self._objective, nn.parallel.DistributedDataParallel):
-            return self._objective.no_sync()
+        if isinstance(self._loss_module, nn.parallel.DistributedDataParallel):
+            return self._loss_module.no_sync()
         return contextlib.nullcontext()
 
 
@@ -204,7 +204,7 @@ def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
 
 
 def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Return the arguments of the objective on the device, without copying what is there."""
+    """Return the arguments of the loss on the device, without copying what is there."""
     jitter = None if batch.jitter is None else batch.jitter.to(device, non_blocking=True)
     return (
         batch.images.to(device, non_blocking=True),

@@ -56,13 +56,7 @@ class Validator:
         """
         setup, config = self._setup, self._setup.config.evaluate
         assert setup.val is not None
-        options = DetectOptions(
-            batch_size=config.batch_size,
-            precision=setup.precision,
-            threads=setup.threads,
-            score_threshold=config.score_threshold,
-            nms_iou=config.nms_iou,
-        )
+        options = DetectOptions.of(config, setup.precision, setup.threads)
         rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
         rows = rows[setup.ranks.rank :: setup.ranks.world_size]
         val, losses = setup.val, ValidationLoss(setup.model, setup.device)

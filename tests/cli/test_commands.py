@@ -266,6 +266,19 @@ def test_evaluate_uses_the_dataset_of_the_checkpoint(
     assert "Missed" in human.out  # what the errors cost
 
 
+def test_images_without_objects_have_no_ap(cli: Cli, shapes: Path) -> None:
+    name = "annotations/instances_val2017.json"
+    document = json.loads((shapes / name).read_text())
+    Path("data/annotations").mkdir(parents=True)
+    Path("data/val2017").symlink_to(shapes / "val2017")
+    Path("data", name).write_text(json.dumps({**document, "annotations": []}))
+    Path("none.json").write_text("[]")
+    result = cli("evaluate", "none.json", "--data", "data", "--json")
+    assert (result.code, json.loads(result.out)["AP"]) == (0, -1)
+    assert "no annotated objects" in result.err
+    assert "AP is 0" not in result.err
+
+
 def test_a_moved_dataset_is_reported(
     cli: Cli, checkpoint: Path, shapes: Path, tmp_path: Path
 ) -> None:
@@ -428,6 +441,10 @@ def test_benchmark_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
         assert figures[stage] > 0
 
 
+def test_an_infinite_rate_is_refused(cli: Cli) -> None:
+    assert cli("benchmark", "data", "--gpu-rate", "inf").code == 2
+
+
 @pytest.mark.slow
 def test_benchmark_of_compiled_data(cli: Cli) -> None:
     done = cli("benchmark", "data", "--execution", "compile", "--seconds", 0.3, "--json")
@@ -514,6 +531,18 @@ def test_no_colour_without_a_terminal(cli: Cli) -> None:
     result = process("config", "presets")
     assert "\x1b" not in result.stdout
     assert "\x1b" not in process("train", "--lr", "x").stderr
+
+
+def test_ctrl_c_that_python_wraps_is_an_interrupt(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 raises a RuntimeError if it comes while a class is created."""
+
+    def create_class(_config: object) -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr("ssdctl.config.render.values", create_class)
+    assert cli("config", "show") == Result(130, "", "")
 
 
 @pytest.mark.slow(in_ci=True)

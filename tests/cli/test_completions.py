@@ -129,3 +129,18 @@ def test_bash_script_loads() -> None:
         ["bash", "-euc", f"source {script}; complete -p ssdctl"], capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_the_first_tab_of_zsh_completes(tmp_path: Path) -> None:
+    """Compinit loads the script by calling it at the first completion."""
+    program = tmp_path / "ssdctl"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ssdctl "$@"\n')
+    program.chmod(0o755)
+    script = (
+        f"fpath=({ROOT / 'completions'}); path=({tmp_path} $path); compdef() {{ }}; "
+        '_arguments() { print -r -- "$@" }; autoload -U _ssdctl; '
+        "words=(ssdctl eval); CURRENT=2; _ssdctl; _ssdctl"
+    )
+    done = subprocess.run(["zsh", "-fc", script], capture_output=True, text=True)
+    assert done.stdout.count("evaluate") == 2, done.stderr

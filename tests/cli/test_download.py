@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,6 +205,30 @@ def test_a_signal_ends_it_with_75_and_the_next_run_resumes(
     assert Path("data/a.bin").read_bytes() == content
     assert server.body_bytes < len(content) + 4 * 128 * 1024
     assert [p.name for p in Path("data").iterdir()] == ["a.bin"]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root writes to any folder")
+def test_a_complete_download_in_a_read_only_folder(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of an administrator, for all users of a cluster."""
+    file_list = manifest(server.route("/val.zip", file(ARCHIVE)), more="unpack = true\n")
+    options = ["--dest", "data", "--manifest", file_list]
+    answer(capsys, *options)
+    Path("data/.ssdctl").chmod(0o555)
+    Path("data").chmod(0o555)
+    user = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all", "--"]
+    command = [sys.executable, "-m", "ssdctl", "download", *options]
+    if os.geteuid() == 0:
+        command = [*user, *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "val.zip: present, 30 files\n"), done.stderr
+    Path("data/val2017/000003.jpg").write_bytes(bytes(500))
+    done = subprocess.run([*command, "--verify"], capture_output=True, text=True, timeout=60)
+    Path("data").chmod(0o755)
+    assert done.returncode == 5
+    assert "val2017/000003.jpg" in done.stderr
 
 
 def test_the_command_exists() -> None:

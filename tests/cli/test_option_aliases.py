@@ -209,3 +209,22 @@ def test_aliases_are_neither_in_help_nor_options(cli: Cli) -> None:
 def test_every_key_alias_is_unique() -> None:
     keys = [f"{s.section}.{k}" for s in all_settings().values() for k in (s.name, *s.key_aliases)]
     assert len(keys) == len(set(keys))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--init", ""], ["--out="], ["--batch-size", ""], ["--model_dir="], ["--set="], [""]],
+    ids=" ".join,
+)
+def test_an_unset_variable_of_a_script_is_refused(cli: Cli, arguments: list[str]) -> None:
+    """`--init "$CKPT"` must not train from random weights."""
+    result = cli("train", "--dry-run", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert "is empty: give a value" in result.err
+
+
+def test_an_assignment_may_be_empty(cli: Cli, tmp_path: Path) -> None:
+    """It resets what a config file sets."""
+    Path("ssdctl.toml").write_text('[train]\ninit = "a.pt"\n')
+    result = cli("config", "show", "train.init", "--set", "train.init=", "--json")
+    assert json.loads(result.out)["train.init"]["value"] is None

@@ -88,6 +88,15 @@ def test_unknown_key_error_names_the_line_and_the_nearest_key(
     assert nearest is None or nearest in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize("text", ["train = 3", "[[train]]\nlr = 3"])
+def test_a_table_is_not_a_value(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match="'train' is a table of settings") as caught:
+        resolved(file=file)
+    assert caught.value.hint == "`ssdctl config show train` lists its settings"
+
+
 def test_unknown_variable_is_refused() -> None:
     with pytest.raises(UsageError, match="SSDCTL_TRAIN__LRR") as caught:
         resolved(SSDCTL_TRAIN__LRR="1")
@@ -100,6 +109,12 @@ def test_unknown_variable_is_refused() -> None:
         ("train.lr", "fast"),
         ("train.lr", "0"),
         ("train.lr", "nan"),
+        ("train.lr", "inf"),
+        ("train.lr", "1e308"),
+        ("train.batch_size", "9" * 30),
+        ("train.decay_epochs", "1e300,inf"),
+        ("train.warmup", "9" * 400),
+        ("train.profile", f"1,{'9' * 5000}"),
         ("train.batch_size", "1.5"),
         ("train.batch_size", "0"),
         ("train.device", "gpu"),
@@ -116,6 +131,16 @@ def test_unknown_variable_is_refused() -> None:
 def test_bad_value_names_its_place(path: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"--{path}"):
         resolved((path, value))
+
+
+def test_types_are_named_in_english(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[train]\nprofile = [50, 53]\n")
+    with pytest.raises(UsageError, match=r"expected text, got a list$"):
+        resolved(file=file)
+    file.write_text("[train]\nbatch_size = 1.5\n")
+    with pytest.raises(UsageError, match=r"expected a whole number or text, got a number$"):
+        resolved(file=file)
 
 
 @pytest.mark.parametrize("text", ["[train", "lr = ", "\x00"])

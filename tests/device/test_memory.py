@@ -49,13 +49,13 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
+    from ssdctl.train.loss_module import LossModule
     from ssdctl.train.memory import random_batch
-    from ssdctl.train.objective import Objective
 
     held = []
     for size in (1, 2):
         model = R18.build().train()
-        objective = Objective(model, Cpu(), "fp32")
+        loss_module = LossModule(model, Cpu(), "fp32")
         batch = random_batch(size, 6)
         kept: dict[int, torch.Tensor] = {}
 
@@ -64,7 +64,7 @@ def test_activations_are_what_backward_really_keeps() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = objective(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+            loss = loss_module(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         held.append(sum(t.untyped_storage().nbytes() for k, t in kept.items() if k not in own))
         del loss

@@ -111,6 +111,7 @@ class TestFetch:
         fetch(pin, tmp_path, retry_policy=QUICK, report=lambda *what: reports.append(what))
         assert ("a.bin", len(CONTENT), len(CONTENT)) in reports
         assert reports[-1] == ("verifying a.bin", len(CONTENT), len(CONTENT))
+        assert reports[0] == ("a.bin", 0, len(CONTENT))  # none of it was there before
 
     def test_a_mirror_may_hold_files_flat_or_in_the_hosts_layout(
         self, server: Server, tmp_path: Path
@@ -119,6 +120,24 @@ class TestFetch:
         server.route("/mirror/zips/a.bin", file(CONTENT))
         fetch(pin, tmp_path, mirror=server.url + "/mirror/", retry_policy=QUICK)
         assert (tmp_path / "a.bin").read_bytes() == CONTENT
+
+    def test_an_absent_file_of_a_mirror_names_every_url(
+        self, server: Server, tmp_path: Path
+    ) -> None:
+        pin = pinned("https://example.invalid/zips/a.bin")
+        with pytest.raises(NetworkError, match="404") as caught:
+            fetch(pin, tmp_path, mirror=server.url + "/mirror", retry_policy=QUICK)
+        for path in ("/mirror/a.bin", "/mirror/zips/a.bin"):
+            assert f"{server.url}{path}" in str(caught.value)
+
+    def test_a_proxy_that_refuses_is_named_in_words(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+        with pytest.raises(
+            NetworkError, match=r"a\.bin: Unable to connect to proxy: Failed to establish .*refused"
+        ):
+            fetch_quickly(pinned("http://files.invalid/a.bin"), tmp_path)
 
     def test_a_proxy_of_the_environment_is_used(
         self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from ssdctl.device import open_device
 from ssdctl.evaluate import detect
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.evaluate.detect import DetectOptions, detect_split
+from ssdctl.inference.detector import DetectorConfig
 
 Cli = Callable[..., Result]
 
@@ -31,7 +32,7 @@ def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
 def detected(checkpoint: Path, split: Split, rows: list[int], batch_size: int) -> Detections:
     device = open_device("cpu")
     model = device.place(load_network(read_checkpoint(checkpoint)))
-    options = DetectOptions(batch_size, "fp32", threads=2, score_threshold=0.02)
+    options = DetectOptions(batch_size, 2, DetectorConfig(score_threshold=0.02))
     result = detect_split(model, split, np.array(rows, np.int64), device, options)
     assert model.training  # its mode is restored
     return result

@@ -18,7 +18,7 @@ from ssdctl.checkpoint.reader import Checkpoint, load_network, read_checkpoint
 from ssdctl.device import open_device
 from ssdctl.export.deployed import ExportOptions
 from ssdctl.export.formats import pictures_of
-from ssdctl.inference.detector import Detector
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.inference.onnx_detector import DECODED
 from ssdctl.model.postprocess import boxes_and_scores
 
@@ -68,7 +68,7 @@ def check_detections(
     """Find a counterpart of nearly every detection after NMS; the rest depends on rounding."""
     device = open_device("cpu")
     network = load_network(read_checkpoint(checkpoint)).eval()
-    detector = Detector(network, device, score_threshold=THRESHOLD)
+    detector = Detector(network, device, DetectorConfig(score_threshold=THRESHOLD))
     for i, expected in enumerate(detector(torch.from_numpy(pictures))):
         boxes, scores, labels = (t.numpy() for t in expected)
         n = int(outputs["count"][i])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ssdctl.device import open_device
 from ssdctl.errors import UsageError
-from ssdctl.inference.detector import Detector
+from ssdctl.inference.detector import Detector, DetectorConfig
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_full_memory_names_a_batch_that_may_fit(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 TB")
 
     monkeypatch.setattr(model, "forward", full)
-    detector = Detector(model.eval(), device, score_threshold=0.05, nms_iou=0.5)
+    detector = Detector(model.eval(), device, DetectorConfig(score_threshold=0.05, nms_iou=0.5))
     pictures = torch.zeros((num_images, 300, 300, 3), dtype=torch.uint8)
     with pytest.raises(UsageError, match="out of memory on device cpu") as caught:
         detector(pictures)

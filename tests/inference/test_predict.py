@@ -206,6 +206,10 @@ def test_usage_errors_of_the_api(predictor: Predictor, checkpoint: Path) -> None
         predictor.predict(np.zeros((5, 5, 3)))
     with pytest.raises(UsageError, match="no such file"):
         ssdctl.load("none.pt", device="cpu")
+    for name in ("ssd.pt2", "ssd.xml"):
+        Path(name).write_bytes(b"PK")
+        with pytest.raises(UsageError, match=name):
+            ssdctl.load(name, device="cpu")
     with pytest.raises(UsageError, match="does not compute in fp8"):
         ssdctl.load(checkpoint, device="cpu", precision="fp8")
 
@@ -370,5 +374,5 @@ def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) 
     expected = ssdctl.load(checkpoint, device="cpu", score=0.02, tile=300).predict("large.png")
     assert [d["name"] for d in tiled["detections"]] == [d.name for d in expected]
     assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
-    with pytest.raises(UsageError, match="tile 5"):
+    with pytest.raises(UsageError, match="tile: 5"):
         ssdctl.load(checkpoint, device="cpu", tile=5)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou, pairwise_iou_transposed
-from ssdctl.model import target
+from ssdctl.model import tensor_device
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.resnet import NormReLU, StemConv
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full_network
 
 @pytest.fixture
 def as_compiled_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target, "is_gpu", lambda _: True)
+    monkeypatch.setattr(tensor_device, "is_gpu", lambda _: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -144,7 +144,7 @@ def test_another_form_of_the_loss_equals_the_eager_one(
         return (total, *torch.autograd.grad(total, [offsets, logits]))
 
     expected = value_and_gradients()
-    monkeypatch.setattr(target, f"is_{form}", lambda _: True)
+    monkeypatch.setattr(tensor_device, f"is_{form}", lambda _: True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: form == "gpu")
     for value, other in zip(value_and_gradients(), expected, strict=True):
         torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-14)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.device.cpu import Cpu
-from ssdctl.inference.detector import Detector
+from ssdctl.inference.detector import Detector, DetectorConfig
 from ssdctl.model.augment import Normalise
-from ssdctl.model.conventions import TORCHVISION_VGG16
+from ssdctl.model.constants import TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
 
 NUM_CLASSES = 91
@@ -73,7 +73,7 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
     actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
     with torch.no_grad():
         pictures = pictures[:1]
-        pixels = Normalise(torch.float64, conventions=TORCHVISION_VGG16)(pictures)
+        pixels = Normalise(torch.float64, constants=TORCHVISION_VGG16)(pictures)
         offsets, logits = actual(pixels)
         expected = [our_order(t) for t in their_outputs(theirs, pictures.double())]
     torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
@@ -86,12 +86,8 @@ def test_detections_are_torchvisions_one_to_one(
 ) -> None:
     actual = load_network(read_checkpoint(file)).eval()
     rules = TORCHVISION_VGG16
-    detector = Detector(
-        actual,
-        Cpu("eager"),
-        score_threshold=rules.score_threshold,
-        nms_iou=rules.nms_iou,
-    )
+    thresholds = DetectorConfig("fp32", rules.score_threshold, rules.nms_iou)
+    detector = Detector(actual, Cpu("eager"), thresholds)
     pictures = pictures[:1]
     with torch.no_grad():
         expected = theirs(list(pictures.permute(0, 3, 1, 2) / 255))
@@ -137,8 +133,8 @@ def test_six_training_steps_are_torchvisions(
 ) -> None:
     theirs = deepcopy(theirs).train().double()
     actual = load_network(read_checkpoint(file)).train().double()
-    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
-    normalise = Normalise(torch.float64, conventions=TORCHVISION_VGG16)
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
+    normalise = Normalise(torch.float64, constants=TORCHVISION_VGG16)
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         for m in (theirs, actual)
@@ -182,7 +178,7 @@ def test_losses_are_torchvisions(theirs: nn.Module) -> None:
     ]
     outputs = {"bbox_regression": offsets, "cls_logits": logits}
     expected = theirs.compute_loss(target, outputs, [a.double() for a in anchors], matched)
-    loss = MultiboxLoss(torch.float64, conventions=TORCHVISION_VGG16)
+    loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
     actual = loss(our_order(offsets), our_order(logits), boxes, labels)
     torch.testing.assert_close(actual.box, expected["bbox_regression"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(

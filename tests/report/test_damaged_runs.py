@@ -75,7 +75,7 @@ def test_damaged_metrics_are_skipped_and_counted(tmp_path: Path, line: bytes, cl
     records, skipped = read_metrics(run / "metrics.jsonl")
     assert (len(records), skipped) == (5, 1)
     metrics = MetricsFile(run / "metrics.jsonl", start_step=3)  # as a resume does
-    assert (metrics.last_evaluation, metrics.past_aps) == (3, [0.25])
+    assert [(r["step"], r["AP"]) for r in metrics.past_evaluations()] == [(3, 0.25)]
     assert read_metrics(run / "metrics.jsonl")[1] == 0  # written again without it
 
 

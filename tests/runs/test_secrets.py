@@ -15,7 +15,7 @@ from ssdctl.config.settings import all_settings
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment
 from ssdctl.runs.reader import read_run
-from ssdctl.runs.writer import RunWriter
+from ssdctl.runs.writer import open_run
 
 Cli = Callable[..., Result]
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
@@ -36,8 +36,8 @@ COMMAND = [
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(sys, "argv", COMMAND)
     run = RunDir(tmp_path / "run")
-    writer = RunWriter(run, resolve(overrides=SECRETS), environment("cpu", 1), 0)
-    writer.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
+    metrics = open_run(run, resolve(overrides=SECRETS), environment("cpu", 1), 0)
+    metrics.write({"kind": "event", "step": 0, "epoch": 0.0, "event": "started"})
     return run
 
 

@@ -23,7 +23,7 @@ from ssdctl.config.resolve import Override, resolve
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment
-from ssdctl.runs.writer import RunWriter
+from ssdctl.runs.writer import open_run, tracker_id
 from ssdctl.train.trackers.background import BackgroundTracker, Trackers
 from ssdctl.train.trackers.base import Metrics, TrackedRun, Tracker, metrics_of
 from ssdctl.train.trackers.mlflow import _key
@@ -203,11 +203,13 @@ def test_a_process_with_a_hanging_tracker_exits(tmp_path: Path) -> None:
 
 def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    ids = {RunWriter(run, resolve(), environment("cpu", 1), s).tracker_id() for s in (0, 5)}
+    ids = set()
+    for start_step in (0, 5):
+        open_run(run, resolve(), environment("cpu", 1), start_step)
+        ids.add(tracker_id(run))
     assert len(ids) == 1
     run.tracker_id.write_text("../../x\n")  # damaged: a new one
-    writer = RunWriter(run, resolve(), environment("cpu", 1), 5)
-    assert writer.tracker_id() not in ids | {"../../x"}
+    assert tracker_id(run) not in ids | {"../../x"}
 
 
 def named(*names: str, **settings: Any) -> Config:

@@ -374,7 +374,7 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = False
     profile: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d*,[1-9]\d*$")] | None,
+        Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
         setting(
             "Profile these optimizer steps (inclusive): write a Chrome trace and a table of the "
             "slowest kernels and waits to RUN/profile",

@@ -30,6 +30,8 @@ from ssdctl.data.formats.coco_json import (
 )
 from ssdctl.data.formats.coco_slices import decode_tables, open_content
 from ssdctl.errors import DataError
+from ssdctl.files import read_errors
+from ssdctl.runtime.printable import listed
 
 MAX_NAMED = 5  # offenders named in a message
 
@@ -75,10 +77,8 @@ def read_content(path: Path) -> Content:
     Raises:
         DataError: It cannot be read.
     """
-    try:
+    with read_errors(path):
         return open_content(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def parse(content: Content, path: Path) -> Annotations:
@@ -187,6 +187,4 @@ def _refuse_unlisted(
 def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
     """Raise a DataError that names the first few offenders, if there are any."""
     if offenders:
-        named = ", ".join(map(str, offenders[:MAX_NAMED]))
-        more = f" and {len(offenders) - MAX_NAMED} more" if len(offenders) > MAX_NAMED else ""
-        raise DataError(f"{path}: {what}: {named}{more}", hint=hint)
+        raise DataError(f"{path}: {what}: {listed(offenders, MAX_NAMED)}", hint=hint)

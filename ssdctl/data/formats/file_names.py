@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
+from urllib.parse import unquote
 
 from ssdctl.data.formats.coco import MAX_NAMED, refuse
 from ssdctl.data.formats.coco_json import ImageEntry
@@ -24,6 +25,11 @@ IMAGE_SUFFIXES = frozenset(
     | {".gif", ".avif", ".jp2", ".ppm", ".pgm", ".tga", ".heic", ".heif"}
 )
 TOOL_FOLDERS = {"upload", "uploads", "label-studio", "local-files"}
+
+
+def is_image(path: Path) -> bool:
+    """Return whether a file has the name of an image; `._a.jpg` is metadata of macOS."""
+    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")
 
 
 class ResolvedImages(NamedTuple):
@@ -74,6 +80,8 @@ def _replace_names(images: list[ImageEntry], folder: Path) -> list[tuple[str, st
     replaced, ambiguous = [], []
     for image in images:
         name = image.file_name.replace("\\", "/")
+        if "/local-files/?d=" in name:  # a URL of Label Studio's server
+            name = f"local-files/{unquote(name.partition('?d=')[2])}"
         base_name = PurePosixPath(name).name
         paths = by_base_name.get(base_name, [])
         if not paths or not (is_plain_name(name) or _is_tool_path(name)):

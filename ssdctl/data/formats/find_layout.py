@@ -19,7 +19,7 @@ import msgspec
 from ssdctl.data.formats.file_names import files_below
 from ssdctl.data.formats.open_images import box_files
 from ssdctl.data.formats.voc import voc_folders
-from ssdctl.data.formats.xml_reader import has_root
+from ssdctl.data.formats.xml_reader import is_cvat_xml
 from ssdctl.data.formats.yolo import is_yolo, read_description
 from ssdctl.data.split_files import SPLITS, SplitFiles, split_of
 from ssdctl.errors import DataError
@@ -149,7 +149,7 @@ def _of_file(path: Path, source: str | None) -> Layout:
     """Return the layout of a dataset that the user named by its file."""
     suffix = path.suffix.lower()
     kind = SOURCE_OF_SUFFIX.get(suffix)
-    if suffix == ".xml" and has_root(path, "annotations"):
+    if suffix == ".xml" and is_cvat_xml(path):
         kind = "cvat-xml"
     if kind is None or source not in (None, kind):
         raise DataError(
@@ -291,4 +291,4 @@ def _sample_names(annotations: Path) -> list[str]:
 
 def cvat_files(root: Path) -> list[Path]:
     """Return CVAT's XML files in a folder."""
-    return [path for path in sorted(root.glob("*.xml")) if has_root(path, "annotations")]
+    return [path for path in sorted(root.glob("*.xml")) if is_cvat_xml(path)]

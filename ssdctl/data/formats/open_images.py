@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
+from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import read_errors, read_limited
 
 log = logging.getLogger(__name__)
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
@@ -71,7 +71,7 @@ def read_open_images(
             hint="keep the -annotations-bbox.csv files in the dataset folder",
         )
     names = _class_names(root)
-    images = [f for f in files_below(root) if Path(f).suffix.lower() in IMAGE_SUFFIXES]
+    images = [f for f in files_below(root) if is_image(Path(f))]
     splits: dict[str, list[LabeledImage]] = {}
     for file in files:
         split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
@@ -103,10 +103,8 @@ def _class_names(root: Path) -> dict[str, str]:
 
 
 def _read_names(path: Path) -> str:
-    try:
+    with read_errors(path):
         return read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _read_split(
@@ -136,7 +134,11 @@ def _read_split(
         )
 
     def located(image_id: str) -> LabeledImage:
-        width, height = header_size(root / ids[image_id])
+        try:
+            width, height = header_size(root / ids[image_id])
+        except DataError:
+            # Dropped, with the reason, when the images are checked.
+            return LabeledImage(ids[image_id], 0, 0, [])
         own = [
             LabeledBox(
                 name, x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height, is_group

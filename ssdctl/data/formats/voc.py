@@ -18,12 +18,12 @@ from xml.etree import ElementTree
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
-from ssdctl.data.formats.xml_reader import has_root, numbers, read_xml
+from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below, is_image
+from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
-from ssdctl.files import is_plain_name, read_text, reason_of
+from ssdctl.files import is_plain_name, read_errors, read_text
 
 log = logging.getLogger(__name__)
 ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
@@ -99,8 +99,8 @@ def _folder(root: Path, base: Path) -> _Folder | None:
     for name in (*ANNOTATIONS, *IMAGES, "."):
         annotations = base / name
         first = next(_xml_stems(base, annotations), None)
-        if first is None or has_root(annotations / f"{first}.xml", "annotations"):
-            continue  # the plural is CVAT's
+        if first is None or is_cvat_xml(annotations / f"{first}.xml"):
+            continue
         images = next((base / n for n in IMAGES if (base / n).is_dir()), annotations)
         return _Folder(root, base, annotations, images)
     return None
@@ -138,8 +138,8 @@ def _xml_stems(base: Path, annotations: Path) -> Iterator[str]:
 
 
 def _report_unlabelled(folder: _Folder, stems: set[str]) -> None:
-    images = (p for p in folder.images.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
-    unlabelled = sorted(p.name for p in images if p.stem not in stems and p.name[:2] != "._")
+    images = filter(is_image, folder.images.iterdir())
+    unlabelled = sorted(path.name for path in images if path.stem not in stems)
     if unlabelled:
         log.info(
             "%s: %d images have no XML file and are left out, among them %s",
@@ -151,10 +151,8 @@ def _report_unlabelled(folder: _Folder, stems: set[str]) -> None:
 
 def _stems(path: Path, annotations: Path) -> list[str]:
     """Return the name in each line: lists of one class have a flag after it."""
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     words = []
     for line in filter(None, (line.strip() for line in lines)):
         if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ssdctl.errors import DataError
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import read_errors, read_limited
 
 MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
@@ -20,10 +20,8 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
     Raises:
         DataError: It cannot be read, is too large, is not XML or declares a document type.
     """
-    try:
+    with read_errors(path):
         content = read_limited(path, max_bytes)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     # Nested entities grow without bound, and annotations declare none. Text that does not begin
     # with "<" is in an encoding that could hide them.
     text = content.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -35,14 +33,14 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
         raise DataError(f"{path}: broken XML: {error}") from None
 
 
-def has_root(path: Path, tag: str) -> bool:
-    """Return whether an XML file's root element seems to have this tag, by its first bytes."""
+def is_cvat_xml(path: Path) -> bool:
+    """Return whether an XML file seems to be CVAT's, by its first bytes: its root is a plural."""
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except OSError:
         return False
-    return any(f"<{tag}{end}".encode() in head for end in (">", " ", "\n", "\r", "\t"))
+    return any(b"<annotations" + end in head for end in (b">", b" ", b"\n", b"\r", b"\t"))
 
 
 def numbers(values: list[str]) -> list[float]:

@@ -20,11 +20,11 @@ import yaml
 
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below
+from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
-from ssdctl.files import read_limited, read_text, reason_of
+from ssdctl.files import read_errors, read_limited, read_text
 
 log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
@@ -200,17 +200,13 @@ def _tail(text: str) -> PurePosixPath:
 
 
 def _read_names(path: Path) -> str:
-    try:
+    with read_errors(path):
         return read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     images, absent = [], []
     for line in filter(None, (line.strip() for line in lines)):
         parts = _tail(line).parts
@@ -227,11 +223,7 @@ def _listed_images(root: Path, path: Path) -> list[Path]:
 
 
 def _images_in(folder: Path) -> list[Path]:
-    return sorted(folder / name for name in files_below(folder) if _is_image(Path(name)))
-
-
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")  # of macOS
+    return sorted(folder / name for name in files_below(folder) if is_image(Path(name)))
 
 
 def _read_split(
@@ -267,7 +259,7 @@ def _report_unused_labels(root: Path, images: list[Path]) -> None:
     stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
     for folder, image in {image.parent: image for image in images}.items():
         used = stems.setdefault(_label_file(root, image).parent, set())
-        used.update(path.stem for path in folder.iterdir() if _is_image(path))
+        used.update(path.stem for path in folder.iterdir() if is_image(path))
     unused = [
         path
         for folder, used in sorted(stems.items())
@@ -307,10 +299,8 @@ def _boxes(
     path: Path, names: list[str], keypoints: bool, width: int, height: int
 ) -> list[LabeledBox]:
     """Return the boxes of a label file; the same line twice counts once."""
-    try:
+    with read_errors(path):
         lines = read_text(path, MAX_LABEL_BYTES).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
     boxes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ssdctl.config.sections.train import TrainConfig
 from ssdctl.errors import UsageError, missing_package
-from ssdctl.runtime.entry_points import entry_point_names, load_entry_point
+from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.train.trackers.base import ENTRY_POINTS, Tracker
 from ssdctl.train.trackers.mlflow import MLflow
 from ssdctl.train.trackers.tensorboard import TensorBoard

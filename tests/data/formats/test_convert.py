@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
-from ssdctl.data.convert import Conversion, convert, describe_conversion
+from ssdctl.data.convert import Conversion, convert, convert_again, describe_conversion
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.formats.coco_writer import (
     LabeledBox,
@@ -308,6 +308,27 @@ class TestYolo:
         assert [f.kind for f in report.findings] == ["image dropped"]
         assert name in report.findings[0].detail
         assert report.trainable == 1
+
+    def test_labels_that_change_later_are_reported(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        root, store = tmp_path / "data", tmp_path / "store"
+        yolo(root, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": None})
+        open_dataset(root, store)
+        open_dataset(root, store)
+        assert not caplog.messages
+        (root / "labels/b.txt").write_text("0 .5 .5 .2 .4")
+        assert len(open_dataset(root, store)["train"].trainable) == 1
+        (message,) = caplog.messages
+        assert "changed, or were copied, since they were read" in message
+        assert f"ssdctl prepare --data {root}" in message
+        convert_again(root, store)
+        prepare(root, store, pack=True)
+        assert len(open_dataset(root, store)["train"].trainable) == 2
+        shutil.rmtree(root / "labels")
+        (root / "data.yaml").unlink()
+        open_dataset(root, store)
+        assert len(caplog.messages) == 1  # a packed store needs no originals
 
     def test_labels_without_an_image_are_counted(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -313,6 +313,29 @@ def test_open_images_groups_are_crowds(tmp_path: Path, cli: Callable[..., Result
     assert [a["iscrowd"] for a in content["annotations"]] == [0, 1, 0, 0, 0, 1, 0]
 
 
+def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    exports.open_images(tmp_path)
+    (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")
+    (tmp_path / f"train/._{2:016x}.jpg").write_bytes(b"?")  # of macOS
+    result = cli("prepare", "--data", tmp_path, "--allow-dropped", "--json")
+    assert result.code == 0, result.err
+    train = json.loads(result.out)["splits"][0]
+    assert train["images"] == 6
+    kinds = [finding["kind"] for finding in train["findings"]]
+    assert kinds.count("image dropped") == 1
+
+
+def test_file_names_that_are_urls_of_label_studio(tmp_path: Path) -> None:
+    names = "/data/local-files/?d=photos/a%20b.jpg", "/data/local-files/?d=c.jpg"
+    images = [ImageEntry(n, name, *exports.SIZE) for n, name in enumerate(names)]
+    for name in ("a b.jpg", "c.jpg"):
+        exports.save(tmp_path / name, exports.pictures()[0])
+    sizes, notes = resolve_images(images, tmp_path)
+    assert [image.file_name for image in images] == ["a b.jpg", "c.jpg"]
+    assert all(sizes)
+    assert "2 file names" in notes[0]
+
+
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.cvat_coco(tmp_path / "cvat")
     (tmp_path / "mine").mkdir()

@@ -1,6 +1,6 @@
-"""Conventions of a network in addition to its layers: pixel scaling, matching, loss, detection.
+"""The constants of a network in addition to its layers: pixel scaling, matching, loss, detection.
 
-These are data of an architecture. Input, loss and post-processing read them and have no branches
+Input, loss and post-processing read them and have no branches
 for single networks. The default boxes are the same for all (`ssdctl/boxes/default_boxes.py`).
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 
-class Conventions(NamedTuple):
-    """The constants around a network."""
+class ModelConstants(NamedTuple):
+    """What belongs to an architecture, but is no layer of it."""
 
     mean: tuple[float, float, float]  # of RGB in 0 to 1
     std: tuple[float, float, float]
@@ -21,9 +21,16 @@ class Conventions(NamedTuple):
     candidates_per_class: int  # the best before NMS
     clips_boxes: bool  # to the picture, before NMS
 
+    def thresholds(self, score: float | None, nms_iou: float | None) -> tuple[float, float]:
+        """Return the thresholds of score and NMS; None becomes the network's own."""
+        return (
+            self.score_threshold if score is None else score,
+            self.nms_iou if nms_iou is None else nms_iou,
+        )
+
 
 # MLPerf, Habana, NVIDIA, DALI.
-RESNET = Conventions(
+RESNET = ModelConstants(
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
     matches_at_threshold=False,
@@ -35,7 +42,7 @@ RESNET = Conventions(
 )
 
 # torchvision.models.detection.ssd300_vgg16.
-TORCHVISION_VGG16 = Conventions(
+TORCHVISION_VGG16 = ModelConstants(
     mean=(0.48235, 0.45882, 0.40784),
     std=(1 / 255, 1 / 255, 1 / 255),
     matches_at_threshold=True,
@@ -47,12 +54,12 @@ TORCHVISION_VGG16 = Conventions(
 )
 
 
-def conventions_of(backbone: str) -> Conventions:
+def constants_of(backbone: str) -> ModelConstants:
     """Return the constants of the networks on a backbone."""
     return TORCHVISION_VGG16 if backbone == "vgg16" else RESNET
 
 
-def conventions_of_model(model: Any) -> Conventions:
+def constants_of_model(model: Any) -> ModelConstants:
     """Return the constants of a network; those of the ResNets for one that names none."""
-    conventions: Conventions = getattr(model, "conventions", RESNET)
-    return conventions
+    constants: ModelConstants = getattr(model, "constants", RESNET)
+    return constants

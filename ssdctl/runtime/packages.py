@@ -1,11 +1,29 @@
-"""Find what other installed packages add: trackers and dataset formats, by entry points."""
+"""Query the installed packages: their versions, and what they add by entry points."""
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from typing import Any
 
 from ssdctl.errors import UsageError
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is absent."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def package_release(name: str) -> tuple[int, int] | None:
+    """Return the major and minor version of an installed package; None if it is absent.
+
+    Alphas of vendor builds (`2.6.0a0+git...`) count as the release that they lead to.
+    """
+    match = re.match(r"(\d+)\.(\d+)", package_version(name) or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def entry_point_names(group: str) -> list[str]:

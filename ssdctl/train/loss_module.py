@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from ssdctl.device.base import Device
 from ssdctl.model.augment import Normalise
-from ssdctl.model.conventions import conventions_of_model
+from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 
 
-class Objective(nn.Module):
+class LossModule(nn.Module):
     """Colour, normalisation, network, targets and loss.
 
     Args:
@@ -24,9 +24,9 @@ class Objective(nn.Module):
         super().__init__()
         self._dtype = next(model.parameters()).dtype
         self.model = model
-        rules = conventions_of_model(model)
-        self.normalise = Normalise(self._dtype, conventions=rules).to(device.torch_device)
-        self.loss = MultiboxLoss(self._dtype, conventions=rules).to(device.torch_device)
+        constants = constants_of_model(model)
+        self.normalise = Normalise(self._dtype, constants=constants).to(device.torch_device)
+        self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self._device = device
         self._precision = precision
 
