@@ -46,7 +46,7 @@ def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer:
     """With a warm-up from 0, a bad step, and clipping; then a log point, which pulls once."""
     _, _, step = build_training(xla, optimizer=optimizer, clip_grad=1.0)
     for number in range(2):  # the second has the first's results as inputs: another graph
-        step([batch(seed=number)], 0.0)
+        result = step([batch(seed=number)], 0.0)  # kept until the next one, as in a training
     before = xla.counters()
     for number in range(5):
         jitter = float("inf") if number == 2 else 1.0
@@ -57,7 +57,7 @@ def test_nothing_recompiles_or_synchronizes_between_logs(xla: Device, optimizer:
     after = xla.counters()
     assert after["pulls"] == before["pulls"] + 1
     for _ in range(3):
-        step([batch()], 1e-3)
+        result = step([batch()], 1e-3)
     assert xla.counters()["compiles"] == after["compiles"]
     assert xla.counters()["pulls"] == after["pulls"]
 
