@@ -9,6 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
+from ssdctl.config.fields import LARGEST_INT
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.model.ssd300 import SSD300
 
@@ -19,7 +20,8 @@ MAX_COUNT = 2**53  # exact as a float
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
-Scalar = bool | Integer | float | str | None
+Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
+Scalar = bool | Setting | float | str | None
 
 
 class Architecture(NamedTuple):

@@ -56,8 +56,9 @@ def setting(
     return msgspec.Meta(description=help, extra=extra)
 
 
-NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=1)]
+LARGEST_INT = 2**63 - 1  # of TOML, and of the checkpoints that contain the settings
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INT)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST_INT)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -22,6 +22,7 @@ from ssdctl.checkpoint.reader import (
 )
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
+from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.shapes import generate
@@ -47,7 +48,12 @@ def payload(num_classes: int = 3) -> Payload:
             "num_classes": num_classes,
         },
         "classes": [{"id": i, "name": f"class {i}"} for i in range(1, num_classes)],
-        "config": {"data.root": None, "train.lr": 0.1, "train.decay_epochs": (1.0, 2.0)},
+        "config": {
+            "data.root": None,
+            "train.lr": 0.1,
+            "train.decay_epochs": (1.0, 2.0),
+            "train.seed": LARGEST_INT,
+        },
         "step": 1,
         "samples_seen": 2,
         "images": 2,

@@ -126,6 +126,8 @@ def test_unknown_variable_is_refused() -> None:
         ("train.decay_epochs", "50,40"),
         ("train.deterministic_", "1"),
         ("train.seed", "-1"),
+        ("train.seed", str(2**63)),
+        ("train.steps", str(2**63)),
         ("evaluate.score_threshold", "1.5"),
     ],
 )
