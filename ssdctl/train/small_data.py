@@ -31,7 +31,7 @@ class Rule(NamedTuple):
 
 
 SMALL_DATA = Rule("small-data rule", fewest_samples=8000, fewest_epochs=20, peak_lr=1.4e-3)
-FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=5e-4)
+FINE_TUNING = Rule("fine-tuning rule", fewest_samples=3000, fewest_epochs=10, peak_lr=1e-3)
 
 
 class Adapted(NamedTuple):
