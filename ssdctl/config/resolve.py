@@ -280,6 +280,10 @@ def _lookup(override: Override) -> Setting:
             f"{override.source}: {override.path!r} is a table of settings, not a setting",
             hint=f"`ssdctl config show {override.path}` lists its settings",
         )
+    dotted = setting_path(override.path.replace("_", ".", 1))
+    if override.source.startswith(PREFIX) and dotted is not None:  # SSDCTL_TRAIN_LR
+        variable = all_settings()[dotted].environment
+        raise UsageError(f"{override.source}: unknown variable", hint=f"did you mean {variable}?")
     raise UsageError(
         f"{override.source}: unknown key {override.path!r}", hint=nearest_key(override.path)
     )

@@ -101,6 +101,9 @@ def test_unknown_variable_is_refused() -> None:
     with pytest.raises(UsageError, match="SSDCTL_TRAIN__LRR") as caught:
         resolved(SSDCTL_TRAIN__LRR="1")
     assert caught.value.hint == "did you mean 'train.lr'?"
+    with pytest.raises(UsageError, match="SSDCTL_TRAIN_BS") as caught:
+        resolved(SSDCTL_TRAIN_BS="1")
+    assert caught.value.hint == "did you mean SSDCTL_TRAIN__BATCH_SIZE?"
 
 
 @pytest.mark.parametrize(
