@@ -25,16 +25,19 @@ COMMAND_ALIASES = {"--output-dir": OUTPUT, "--output": OUTPUT, "--out": OUTPUT, 
 IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="
 PRECISIONS = ("bf16", "fp16", "fp32")
-CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept --checkpoint CKPT
+CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
+CHECKPOINT_ALIASES = ("--checkpoint", "--weights")
 
 COUNT = "ssdctl launch with the number of devices: " + ", ".join(
     f"{device.count_option} N" for device in DEVICE_TYPES.values()
 )
 BINDING = "ssdctl launch binds ranks to cores: --cores-per-node, --devices-per-node, --bind-to"
+IMAGE_SIZE = "the network takes 300 x 300 pixels, to which every picture is resized"
 USE_INSTEAD = {
     "-s": "--seed N, or --steps N (its meaning in Habana's TensorFlow program)",
     "--mode": "another command: ssdctl evaluate CKPT or ssdctl benchmark train",
     "--inference": "another command: ssdctl predict CKPT IMAGE",
+    "--source": "ssdctl predict CKPT IMAGE for pictures, --data DIR for a dataset",
     "--vis-dataloader": "another command: ssdctl prepare --preview FILE",
     "--benchmark-iterations": "another command: ssdctl benchmark train --seconds S",
     "--use-horovod": "another command: ssdctl launch --hpus N",
@@ -52,6 +55,9 @@ USE_INSTEAD = {
 NOT_NEEDED = {
     "--local-rank": "launchers set it in the environment of each rank",
     "--disable-distributed-validation": "ranks share the images, and each image is scored once",
+    "--imgsz": IMAGE_SIZE,
+    "--img-size": IMAGE_SIZE,
+    "--image-size": IMAGE_SIZE,
     "--no-save": "a run always saves; --save-every and --keep set how often and how many",
     "--warmup-factor": "the warm-up starts at 0, as with the factor 0 of every published script",
     "--num-cropping-iterations": "a crop mode gets one attempt, the default of that option",
@@ -183,7 +189,8 @@ class AliasCommand(typer.core.TyperCommand):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
         if arguments and str(arguments[0].metavar).startswith(CHECKPOINT_METAVAR):
-            templates.setdefault("--checkpoint", POSITIONAL)
+            for name in CHECKPOINT_ALIASES:
+                templates.setdefault(name, POSITIONAL)
         return templates
 
 

@@ -76,7 +76,7 @@ def train(
         signals.restore()
     if not is_main:
         return
-    ap = "not evaluated" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
+    ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
     if summary.images_per_second:  # else the run was already finished
         trained = (

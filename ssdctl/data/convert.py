@@ -132,7 +132,13 @@ def convert_if_needed(root: Path, folder: Path) -> None:
         return
     if not (folder / CONVERTED / TOML).is_file():
         convert_again(root, folder)
-    elif _labels_changed(root, folder / CONVERTED):
+    else:
+        warn_of_changed_labels(root, folder)
+
+
+def warn_of_changed_labels(root: Path, folder: Path) -> None:
+    """Log a warning if label files changed since they were converted into the store."""
+    if not (root / TOML).is_file() and _labels_changed(root, folder / CONVERTED):
         log.warning(
             "labels in %s changed, or were copied, since they were read, and are used as read: "
             "`ssdctl prepare --data %s` reads them",
@@ -176,8 +182,8 @@ def convert_again(root: Path, folder: Path) -> None:
 
 def _labels_changed(root: Path, folder: Path) -> bool:
     """Return whether label files changed since a conversion; not if all of them are gone."""
-    version, current = _read_version(folder), _labels_version(root)
-    return "" not in (version, current) and version != current
+    version = _read_version(folder)
+    return bool(version) and _labels_version(root) not in ("", version)
 
 
 def _read_version(folder: Path) -> str:

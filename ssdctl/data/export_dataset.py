@@ -82,7 +82,8 @@ def export_dataset(
 def _write(
     splits: Mapping[str, Split], store: Path, out: Path, target: Target, progress: Progress | None
 ) -> dict[str, int]:
-    classes = [c.name for c in next(iter(splits.values())).classes]
+    # Classes are names in every layout: those with equal names become one.
+    classes = list(dict.fromkeys(c.name for c in next(iter(splits.values())).classes))
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     counts = {}
     for name, split in splits.items():

@@ -21,6 +21,7 @@ from ssdctl.data.convert import (
     convert_if_needed,
     describe_conversion,
     read_unconverted,
+    warn_of_changed_labels,
 )
 from ssdctl.data.dataset import (
     CONVERTED,
@@ -143,15 +144,19 @@ def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
     Raises:
         DataError: The annotations are invalid, or there is no training split.
     """
+    other_splits: list[Path] = []
     try:
-        files = require_split(find_splits(root, folder), "train", root)
+        splits = find_splits(root, folder)
+        files = require_split(splits, "train", root)
+        other_splits = [f.annotations for name, f in splits.items() if name != "train"]
+        warn_of_changed_labels(root, folder)
         if is_prepared(root, folder):
             split = store.open_split(folder, "train", files)
             return len(split.trainable), len(split.classes)
         content = coco.read_content(files.annotations)
     except NotConvertedError:
         files, content = require_split(read_unconverted(root), "train", root)
-    annotations = coco.parse(content, files.annotations)
+    annotations = coco.parse(content, files.annotations, other_splits)
     unresolved = [i for i in annotations.images if not (i.width and is_plain_name(i.file_name))]
     resolve_images(unresolved, files.images)
     boxes, _ = check(annotations, files.annotations)

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -29,14 +30,14 @@ from ssdctl.data.dataset import (
     require_images,
 )
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import Annotations
+from ssdctl.data.formats.coco import MAX_NAMED, Annotations
 from ssdctl.data.formats.coco_check import (
     Finding,
     check,
     format_warnings,
 )
 from ssdctl.data.formats.coco_slices import sha256
-from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.formats.file_names import is_image, resolve_images
 from ssdctl.data.image_check import Encoding, PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, check_images
 from ssdctl.data.prepare_checks import check_files, image_findings, refuse_dropped
@@ -54,6 +55,7 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.printable import listed
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -149,7 +151,8 @@ def prepare(
         if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
             return outcome
         remove_stale_temporaries(folder)
-        reports = [_prepare_split(split, splits[split], folder, options, run) for split in splits]
+        reports = [_prepare_split(split, splits, folder, options, run) for split in splits]
+        reports = _with_unlisted(reports, splits, folder)
         outcome = Outcome(str(root), str(folder), options.pack, False, reports)
         write_bytes(folder / "report.json", msgspec.json.format(msgspec.json.encode(outcome)))
         remove_unused(folder, splits)
@@ -202,14 +205,22 @@ def _unchanged_outcome(
 
 
 def _prepare_split(
-    split: str, files: SplitFiles, folder: Path, options: PackOptions, run: _RunOptions
+    split: str,
+    splits: dict[str, SplitFiles],
+    folder: Path,
+    options: PackOptions,
+    run: _RunOptions,
 ) -> SplitReport:
+    files = splits[split]
     require_images(split, files)
-    annotations, fingerprint = _read(files.annotations)
+    other_splits = [other.annotations for name, other in splits.items() if name != split]
+    annotations, fingerprint = _read(files.annotations, other_splits)
     sizes, notes = resolve_images(annotations.images, files.images)
     notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
     warnings = format_warnings(annotations, boxes, findings)
+    if split == next(iter(splits)):  # all splits have the same classes
+        warnings += _duplicate_names(annotations)
     num_boxes = len(annotations.annotations.id)
     classes = coco.class_names(annotations)
     images = annotations.images
@@ -277,11 +288,48 @@ def _notes_on_classes(annotations: Annotations) -> list[str]:
     return [f"category {names} is the supercategory of others and has no boxes: not a class"]
 
 
-def _read(path: Path) -> tuple[Annotations, store.Fingerprint]:
+def _duplicate_names(annotations: Annotations) -> list[str]:
+    counts = Counter(c.name for c in annotations.categories)
+    same = [c for c in annotations.categories if counts[c.name] > 1]
+    if not same:
+        return []
+    named = listed([f"{c.name} (id {c.id})" for c in same], MAX_NAMED)
+    return [
+        f"categories have the same name and are trained as different classes: {named}. Give each "
+        "its own name, or one of their ids to all annotations"
+    ]
+
+
+def _with_unlisted(
+    reports: list[SplitReport], splits: dict[str, SplitFiles], folder: Path
+) -> list[SplitReport]:
+    """Add a note on image files that no split lists, for each image folder."""
+    by_folder: dict[Path, list[str]] = {}
+    for split, files in splits.items():
+        by_folder.setdefault(files.images, []).append(split)
+    notes: dict[str, str] = {}  # of the first split of a folder
+    for images, names in by_folder.items():
+        listed_names = {n for split in names for n in store.read_fingerprints(folder, split)[0]}
+        with os.scandir(images) as entries:
+            names_there = {entry.name for entry in entries}
+        if unlisted := sorted(n for n in names_there - listed_names if is_image(Path(n))):
+            notes[names[0]] = (
+                f"{len(unlisted):,} images of {images} are not listed in the annotations and are "
+                f"left out, among them {unlisted[0]}"
+            )
+    return [
+        msgspec.structs.replace(report, notes=[*report.notes, notes[report.split]])
+        if report.split in notes
+        else report
+        for report in reports
+    ]
+
+
+def _read(path: Path, other_splits: Sequence[Path]) -> tuple[Annotations, store.Fingerprint]:
     """Return an annotation file and its fingerprint, from the same bytes."""
     stat = path.stat()
     content = coco.read_content(path)
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         digest = pool.submit(sha256, content)
-        annotations = coco.parse(content, path)
+        annotations = coco.parse(content, path, other_splits)
         return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())

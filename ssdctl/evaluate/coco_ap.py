@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.data.formats.coco import read_content
-from ssdctl.data.formats.coco_json import Int64, decode
+from ssdctl.data.formats.coco_json import Content, Int64, Number, decode
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.ground_truth import (
     DenseIds,
@@ -110,6 +111,15 @@ class _Result(msgspec.Struct, gc=False):
     score: float
 
 
+class _LooseResult(msgspec.Struct, gc=False):
+    """The same with ids that are floats, as NumPy writes them: the fallback."""
+
+    image_id: Number
+    category_id: Number
+    bbox: tuple[float, float, float, float]
+    score: float
+
+
 def read_detections(path: Path) -> Detections:
     """Read detections from a file in COCO's results format.
 
@@ -118,7 +128,7 @@ def read_detections(path: Path) -> Detections:
     """
     content = read_content(path)
     try:
-        rows = decode(content, list[_Result])
+        rows = _decode_results(content)
     except DECODE_ERRORS as error:
         raise DataError(
             f"{path}: not in COCO's results format: {error}".replace("`", ""),
@@ -130,6 +140,18 @@ def read_detections(path: Path) -> Detections:
         np.array([r.score for r in rows], np.float64),
         np.array([r.category_id for r in rows], np.int64),
     )
+
+
+def _decode_results(content: Content) -> Sequence[_Result | _LooseResult]:
+    """Decode results whose ids are whole numbers, as 139 or 139.0."""
+    try:
+        return decode(content, list[_Result])
+    except msgspec.ValidationError:
+        loose = decode(content, list[_LooseResult])
+        ids = (number for row in loose for number in (row.image_id, row.category_id))
+        if not all(abs(number) < 2**63 and number == int(number) for number in ids):
+            raise
+        return loose
 
 
 def run_scoring(

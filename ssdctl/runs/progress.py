@@ -35,7 +35,8 @@ class TrainingBar:
             log.info("%s", describe(record))
         if self._bar is not None and record["kind"] in ("train", "eval"):
             figure = "loss" if record["kind"] == "train" else "AP"
-            self._bar.set_postfix({figure: f"{record[figure]:.3f}"}, refresh=False)
+            if record[figure] >= 0:  # COCO's -1: not defined
+                self._bar.set_postfix({figure: f"{record[figure]:.3f}"}, refresh=False)
             self._bar.update(record["step"] - self._bar.n)
 
 
@@ -43,6 +44,8 @@ def describe(record: dict[str, Any]) -> str:
     """Return one line that summarises a record."""
     position = f"step {record['step']}  epoch {record['epoch']:.2f}"
     if record["kind"] == "eval":
+        if record["AP"] < 0:
+            return f"{position}  no AP: the validation images have no annotated objects"
         scores = "  ".join(f"{name} {record[name]:.3f}" for name in ("AP", "AP50", "AP75"))
         if "loss" in record:
             scores += f"  validation loss {record['loss']:.3f}"

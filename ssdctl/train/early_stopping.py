@@ -4,22 +4,24 @@ from __future__ import annotations
 
 
 class EarlyStopping:
-    """Tracks the best AP of a run.
+    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count.
 
     Args:
-        ap: The best AP of earlier starts; None if there was no evaluation.
+        ap: The best AP of earlier starts; None if there was none.
         target: End the run at this AP.
         patience: End the run after this many evaluations without a better AP.
     """
 
     def __init__(self, ap: float | None, target: float | None, patience: int | None) -> None:
-        self.ap = ap
+        self.ap = None if ap is not None and ap < 0 else ap
         self._target = target
         self._patience = patience
         self._without_improvement = 0
 
     def update(self, ap: float) -> bool:
         """Record an evaluation; return whether it is the best."""
+        if ap < 0:
+            return False
         if self.ap is not None and ap <= self.ap:
             self._without_improvement += 1
             return False

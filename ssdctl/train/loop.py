@@ -133,11 +133,10 @@ class _Trainer:
         past = self.progress_log.past_evaluations()
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step = collectives.broadcast(last, setup.ranks)
-        self.early_stopping = EarlyStopping(None, config.target_ap, config.patience)
+        best_ap = None if past else start.best_ap
+        self.early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
         for record in past:
             self.early_stopping.update(float(record["AP"]))
-        if self.early_stopping.ap is None:
-            self.early_stopping.ap = start.best_ap
         self.batches: Iterator[Batch] = iter(())
         self.saved_at = time.monotonic()
         self.flags = collectives.FlagExchange(setup.ranks)

@@ -97,7 +97,7 @@ class ProgressLog:
                 uploads=config.upload_checkpoints,
                 longest_wait_s=config.rank_timeout / 2,
             )
-            evals = self._metrics.past_evaluations()
+            evals = [r for r in self._metrics.past_evaluations() if float(r["AP"]) >= 0]
             self._best_step = max(evals, key=lambda r: float(r["AP"]), default={}).get("step")
         if config.mllog is not None:
             self._mllog = MLLog(Path(config.mllog), is_resumed=start_step > 0)

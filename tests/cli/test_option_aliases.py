@@ -112,6 +112,9 @@ def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
         ("train", "--profile=9012", "--profile 50,53"),
         ("train", "--set train.profile=9012", "FIRST,LAST"),
         ("train", "--batch-size", "requires a value"),
+        ("predict", "--imgsz=640", "300 x 300"),
+        ("predict", "--source=x.jpg", "predict CKPT IMAGE"),
+        ("evaluate", "--source=d", "--data"),
     ],
 )
 def test_options_without_the_same_meaning_are_refused_with_a_remedy(
@@ -148,6 +151,16 @@ def test_evaluate_takes_the_checkpoint_as_an_option_too(cli: Cli, checkpoint: Pa
     result = cli("evaluate", *options, "--checkpoint", checkpoint)
     assert result.code == 0, result.err
     assert json.loads(result.out)["images"] == 2
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+@pytest.mark.parametrize("flag", ["--threshold", "--confidence", "--conf", "--iou"])
+def test_thresholds_have_the_names_of_other_detectors(cli: Cli, command: str, flag: str) -> None:
+    pictures = ["x.jpg"] if command == "predict" else []
+    result = cli(command, flag, "0.5", "--weights", "absent.pt", *pictures)
+    assert result.code == 2
+    assert "no such file" in result.err
+    assert "<= 1.0" in cli(command, "absent.pt", *pictures, flag, "5").err
 
 
 def test_output_dir_is_the_out_of_every_command(cli: Cli, tmp_path: Path) -> None:

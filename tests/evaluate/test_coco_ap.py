@@ -132,6 +132,13 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
     assert all(np.array_equal(*pair) for pair in zip(after, before, strict=True))
 
 
+def test_ids_may_be_whole_floats(tmp_path: Path) -> None:
+    path = tmp_path / "detections.json"
+    path.write_text('[{"image_id": 139.0, "category_id": 2.0, "bbox": [1, 2, 3, 4], "score": 1}]')
+    after = read_detections(path)
+    assert (after.image_ids.tolist(), after.category_ids.tolist()) == ([139], [2])
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -139,6 +146,8 @@ def test_results_file_round_trip(tmp_path: Path) -> None:
         "{}",
         '[{"image_id": 1}]',
         '[{"image_id": "x"}]',
+        '[{"image_id": 1.5, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
+        '[{"image_id": 1e30, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 9223372036854775808, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
         '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 1e999], "score": 1}]',
         '[{"\xe9": 1}]',  # Latin-1

@@ -11,6 +11,7 @@ import torch
 from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records
 
+from ssdctl.runs.progress import describe
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
 from ssdctl.train.throughput import ThroughputMeter
@@ -47,6 +48,18 @@ def test_ends_at_the_target(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     assert best.update(0.5)
     assert "--target-ap" in str(best.reason_to_end())
     assert not best.update(0.4)
+
+
+def test_an_evaluation_without_objects_has_no_ap() -> None:
+    best = EarlyStopping(-1.0, 0.5, 1)
+    assert not best.update(-1.0)
+    assert not best.update(-1.0)
+    assert best.ap is None
+    assert best.reason_to_end() is None
+    figures = {"AP": -1.0, "AP50": -1.0, "AP75": -1.0, "loss": -1.0}
+    line = describe({"kind": "eval", "step": 3, "epoch": 0.75, **figures})
+    assert "no AP" in line
+    assert "-1" not in line
 
 
 def test_overfits_few_images_and_scores_on_them(shapes: Path, tmp_path: Path, cli: Cli) -> None:

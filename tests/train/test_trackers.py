@@ -82,7 +82,8 @@ def train_record(step: int, **values: Any) -> dict[str, Any]:
 def test_figures_of_records() -> None:
     assert metrics_of(train_record(2, lr=None, ok=True)) == Metrics("train", 2, {"loss": 0.5})
     classes = {"kind": "event", "step": 2, "event": "class_ap", "AP": {"epoch": 0.5, "b": -1}}
-    assert metrics_of(classes) == Metrics("class_AP", 2, {"epoch": 0.5, "b": -1})
+    assert metrics_of(classes) == Metrics("class_AP", 2, {"epoch": 0.5})  # b has no objects
+    assert metrics_of({"kind": "eval", "step": 2, "epoch": 1.0, "AP": -1.0, "loss": -1.0}) is None
     assert metrics_of({"kind": "event", "step": 2, "event": "started", "total_steps": 3}) is None
     assert metrics_of({"kind": "other", "step": 2, "x": 3}) is None
 

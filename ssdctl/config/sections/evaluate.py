@@ -7,6 +7,9 @@ import msgspec
 from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import Count, Fraction, NonNegativeInt, Section, setting
 
+SCORE_ALIASES = ("--threshold", "--confidence", "--conf", "--conf-thres")  # of other detectors
+IOU_ALIASES = ("--iou", "--iou-thres")
+
 
 class EvaluateConfig(Section, frozen=True):
     """The evaluation of a checkpoint."""
@@ -38,7 +41,7 @@ class EvaluateConfig(Section, frozen=True):
         setting(
             "Drop detections below this score [default: the network's own, 0.05; vgg16 0.01]",
             metavar="X",
-            aliases=("--nms-valid-thresh",),
+            aliases=("--nms-valid-thresh", "--score", *SCORE_ALIASES),
         ),
     ] = None
     nms_iou: Annotated[
@@ -47,6 +50,7 @@ class EvaluateConfig(Section, frozen=True):
             "Suppress a box if its IoU with a better one is above this "
             "[default: the network's own, 0.5; vgg16 0.45]",
             metavar="X",
+            aliases=IOU_ALIASES,
         ),
     ] = None
     annotated_only: Annotated[
@@ -63,7 +67,14 @@ SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
 class PredictConfig(Section, frozen=True):
     """How `ssdctl predict` detects objects."""
 
-    score: Annotated[Fraction, setting("Keep boxes with at least this score", metavar="X")] = 0.3
+    score: Annotated[
+        Fraction,
+        setting(
+            "Keep boxes with at least this score",
+            metavar="X",
+            aliases=("--score-threshold", *SCORE_ALIASES),
+        ),
+    ] = 0.3
     classes: Annotated[
         tuple[str, ...],
         setting("Keep only these classes, by name [default: all]", metavar="A,B"),
@@ -74,10 +85,12 @@ class PredictConfig(Section, frozen=True):
             "Suppress a box that overlaps a better one by more "
             "[default: evaluate.nms_iou, else the network's own]",
             metavar="X",
+            aliases=IOU_ALIASES,
         ),
     ] = None
     max_detections: Annotated[
-        Count | None, setting("Keep only the N best boxes of a picture", metavar="N")
+        Count | None,
+        setting("Keep only the N best boxes of a picture", metavar="N", aliases=("--max-det",)),
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=32)] | None,

@@ -81,8 +81,15 @@ def read_content(path: Path) -> Content:
         return open_content(path)
 
 
-def parse(content: Content, path: Path) -> Annotations:
-    """Return the content of an annotation file, typed; see `read`."""
+def parse(content: Content, path: Path, other_splits: Sequence[Path] = ()) -> Annotations:
+    """Return the content of an annotation file, typed; see `read`.
+
+    Args:
+        content: The file's.
+        path: The file, for messages.
+        other_splits: Files of the same dataset. A supercategory that has boxes in one of them is a
+            class of all splits.
+    """
     try:
         tables = decode_tables(content)
     except (msgspec.ValidationError, NotWholeError) as error:
@@ -91,7 +98,7 @@ def parse(content: Content, path: Path) -> Annotations:
         raise DataError(
             f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
-    categories, supercategories = _without_supercategories(tables)
+    categories, supercategories = _without_supercategories(tables, other_splits)
     return Annotations(tables.images, tables.annotations, categories, supercategories)
 
 
@@ -103,7 +110,9 @@ def _not_coco(path: Path, error: Exception) -> DataError:
     )
 
 
-def _without_supercategories(tables: Tables) -> tuple[list[Category], list[Category]]:
+def _without_supercategories(
+    tables: Tables, other_splits: Sequence[Path]
+) -> tuple[list[Category], list[Category]]:
     """The classes, and the entries that only name other entries' supercategory (Roboflow's 0)."""
     parents = {c.supercategory for c in tables.categories if isinstance(c.supercategory, str)}
     candidates = [
@@ -117,6 +126,9 @@ def _without_supercategories(tables: Tables) -> tuple[list[Category], list[Categ
         return tables.categories, []
     used = set(np.unique(tables.annotations.category_id).tolist())
     unused = [c for c in candidates if c.id not in used]
+    for path in other_splits if unused else ():
+        names = {c.name for c in read(path).categories}
+        unused = [c for c in unused if c.name not in names]
     return [c for c in tables.categories if c not in unused], unused
 
 

@@ -93,13 +93,14 @@ def with_classes(content: bytes, classes: Sequence[str], path: Path) -> bytes:
         DataError: It is not in COCO's format.
     """
     tables, annotations = _tables(content, path), parse(content, path)
-    names = [category.name for category in annotations.categories]
+    categories = [*annotations.categories, *annotations.supercategories]
+    names = [category.name for category in categories]
     for name in classes:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
             raise UsageError(f"--classes: {path} has no class {name!r}", hint=hint)
-    ids = {category.id for category in annotations.categories if category.name in classes}
+    ids = {category.id for category in categories if category.name in classes}
     is_kept = np.isin(annotations.annotations.category_id, list(ids)).tolist()
     tables.annotations = _chosen(tables.annotations, is_kept)
     # The categories that `parse` left out are decoded with their id only.

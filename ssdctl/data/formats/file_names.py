@@ -83,6 +83,9 @@ def _replace_names(images: list[ImageEntry], folder: Path) -> list[tuple[str, st
         if "/local-files/?d=" in name:  # a URL of Label Studio's server
             name = f"local-files/{unquote(name.partition('?d=')[2])}"
         base_name = PurePosixPath(name).name
+        if base_name not in by_base_name and unquote(base_name) in by_base_name:
+            name = unquote(name)  # Label Studio's `/data/upload/3/a%20b.jpg`
+            base_name = PurePosixPath(name).name
         paths = by_base_name.get(base_name, [])
         if not paths or not (is_plain_name(name) or _is_tool_path(name)):
             if is_plain_name(name):

@@ -8,6 +8,7 @@ COCO files are used where they are; every other layout is converted (ssdctl/data
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from typing import Literal, NamedTuple, cast
 
 import msgspec
 
-from ssdctl.data.formats.file_names import files_below
+from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.formats.open_images import box_files
 from ssdctl.data.formats.voc import voc_folders
 from ssdctl.data.formats.xml_reader import is_cvat_xml
@@ -35,6 +36,9 @@ ANNOTATION_FOLDERS = ("annotations", "Annotations", "labels")
 WRITTEN_BY_SSDCTL = "ssdctl_"
 SAMPLE_BYTES, SAMPLE_NAMES = 1_000_000, 20
 MAX_FOLDERS = 20  # that are searched for a dataset, for the hint of an error
+MAX_FILES = 20_000  # that are searched for what else a folder has
+ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".7z", ".rar"}
+CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
 FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 LOOKED_FOR = (
     "dataset.toml, annotations/*.json, train/_annotations.coco.json, result.json, data.yaml, "
@@ -82,7 +86,11 @@ def find_layout(path: Path, source: str | None = None) -> Layout:
         return Layout("coco", path, next(iter(own.values())).annotations, own)
     layouts = list(_candidates(path))
     if not layouts:
-        raise DataError(f"{path}: no dataset found (looked for {LOOKED_FOR})", hint=_remedy(path))
+        found, hint = _found_instead(path)
+        raise DataError(
+            f"{path}: no dataset found{found} (looked for {LOOKED_FOR})",
+            hint=_dataset_nearby(path) or hint,
+        )
     if len(layouts) > 1:
         named = ", ".join(layout.describe() for layout in layouts)
         raise DataError(
@@ -92,7 +100,7 @@ def find_layout(path: Path, source: str | None = None) -> Layout:
     return layouts[0]
 
 
-def _remedy(path: Path) -> str:
+def _dataset_nearby(path: Path) -> str | None:
     above = path.resolve().parent
     if (above / "dataset.toml").is_file() or coco_layout(above):
         return f"the folder above is a dataset: --data {above}"
@@ -103,10 +111,38 @@ def _remedy(path: Path) -> str:
                     f"a folder in it is a dataset: --data {folder}; or describe the dataset in a "
                     "dataset.toml"
                 )
-    return (
+    return None
+
+
+def _found_instead(folder: Path) -> tuple[str, str]:
+    """Return what a folder without a dataset has, for the message, and the hint."""
+    files = sorted(Path(n) for n in itertools.islice(files_below(folder), MAX_FILES))
+    stems = {file.stem for file in files if is_image(file)}
+    jsons = [file for file in files if file.suffix == ".json"][:SAMPLE_NAMES]
+    if labelme := [file for file in jsons if _is_labelme(folder / file)]:
+        return f", but labelme's JSON files, such as {labelme[0]}", CONVERT_LABELME
+    if labels := [file for file in files if file.suffix == ".txt" and file.stem in stems]:
+        return (
+            f", but YOLO's labels, such as {labels[0]}, without the names of the classes",
+            f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers",
+        )
+    if archives := [file for file in files if file.suffix.lower() in ARCHIVES]:
+        return f", but an archive, {archives[0]}", f"unpack {folder / archives[0]}"
+    hint = (
         "give the folder that an export was unpacked to, or describe the dataset in a "
         "dataset.toml (docs/custom-dataset.md)"
     )
+    if stems:
+        return ", but images without labels", f"export the labels as well; {hint}"
+    return "", hint
+
+
+def _is_labelme(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b'"shapes"' in file.read(SAMPLE_BYTES)
+    except OSError:
+        return False
 
 
 def _candidates(root: Path) -> Iterator[Layout]:
@@ -151,6 +187,8 @@ def _of_file(path: Path, source: str | None) -> Layout:
     kind = SOURCE_OF_SUFFIX.get(suffix)
     if suffix == ".xml" and is_cvat_xml(path):
         kind = "cvat-xml"
+    if suffix in ARCHIVES:
+        raise DataError(f"{path}: an archive", hint="unpack it and give the folder")
     if kind is None or source not in (None, kind):
         raise DataError(
             f"{path}: not a dataset file" + (f" of {source}" if source else ""),
@@ -163,7 +201,10 @@ def _of_file(path: Path, source: str | None) -> Layout:
     if kind != "coco":
         return Layout(kind, root, path, {})
     if not is_coco_file(path):
-        raise DataError(f"{path}: not in COCO's format: no images, annotations and categories")
+        hint = CONVERT_LABELME if _is_labelme(path) else None
+        raise DataError(
+            f"{path}: not in COCO's format: no images, annotations and categories", hint=hint
+        )
     return Layout("coco", root, path, {"train": SplitFiles(image_folder(path, root), path)})
 
 

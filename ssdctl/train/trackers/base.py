@@ -79,7 +79,7 @@ class Tracker:
 
 
 def metrics_of(record: Record) -> Metrics | None:
-    """Return the figures of a record; None if it has none."""
+    """Return the figures of a record without undefined ones (COCO's -1); None if it has none."""
     group, figures = record["kind"], record
     if group == "event":
         if record["event"] != "class_ap" or not isinstance(record.get("AP"), dict):
@@ -88,6 +88,8 @@ def metrics_of(record: Record) -> Metrics | None:
     values = {
         str(name): float(value)
         for name, value in figures.items()
-        if is_number(value) and (group == "class_AP" or name not in POSITION)
+        if is_number(value)
+        and (group == "class_AP" or name not in POSITION)
+        and not (group in ("eval", "class_AP") and value < 0)
     }
     return Metrics(group, record["step"], values) if values and group in GROUPS else None

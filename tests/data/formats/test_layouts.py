@@ -14,10 +14,12 @@ from data.formats import exports
 
 from ssdctl.config import DataConfig
 from ssdctl.data.dataset import find_splits
+from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.formats.find_layout import find_layout
-from ssdctl.data.open_dataset import count_trainable
+from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
@@ -113,6 +115,77 @@ def test_a_supercategory_and_odd_names_are_reported(
     assert "parts" in result.err
     result = cli("prepare", "--data", "label_studio_coco")
     assert "label-studio" in result.err
+
+
+@pytest.mark.parametrize("split", ["train", "valid"])
+def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
+    tmp_path: Path, split: str
+) -> None:
+    path = exports.roboflow_coco(tmp_path / "export") / split / "_annotations.coco.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["category_id"] = 0
+    path.write_text(json.dumps(content))
+    root, store = dataset_folders(DataConfig(root=str(tmp_path / "export")))
+    assert count_trainable(root, store) == (5, 3)
+    splits = open_dataset(root, store)
+    expected = ["parts", *exports.NAMES]
+    assert {k: [c.name for c in s.classes] for k, s in splits.items()} == dict.fromkeys(
+        ("train", "val", "test"), expected
+    )
+    assert count_trainable(root, store) == (5, 3)
+
+
+def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
+    root = exports.roboflow_coco(tmp_path / "export")
+    for name in ("b.png", "a.jpg", "notes.txt"):
+        (root / "valid" / name).write_bytes(b"")
+    train, val, _ = prepare(root, tmp_path / "store", pack=False).splits
+    assert "not listed" not in " ".join(train.notes)
+    assert f"2 images of {root / 'valid'} are not listed" in val.notes[-1]
+    assert val.notes[-1].endswith("a.jpg")
+
+
+def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
+    root = exports.cvat_coco(tmp_path / "cvat", ("train", "val"))
+    for path in root.glob("annotations/*.json"):
+        content = json.loads(path.read_text())
+        for category in content["categories"]:
+            category["name"] = "bolt"
+        path.write_text(json.dumps(content))
+    train, val = prepare(root, tmp_path / "store", pack=False).splits
+    assert "have the same name" in train.warnings[0]
+    assert "bolt (id 1), bolt (id 2)" in train.warnings[0]
+    assert not val.warnings
+    export_dataset(
+        open_dataset(root, tmp_path / "store"), tmp_path / "store", tmp_path / "o", "yolo"
+    )
+    open_dataset(tmp_path / "o", tmp_path / "store2")
+
+
+@pytest.mark.parametrize(
+    ("files", "found", "hint"),
+    [
+        ({"a.zip": ""}, "an archive, a.zip", "unpack"),
+        ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, "labelme's", "labelme2voc.py"),
+        ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, "YOLO's labels", "classes.txt"),
+        ({"photos/a.jpg": ""}, "images without labels", "export the labels"),
+        ({}, r"no dataset found \(looked", "give the folder"),
+    ],
+)
+def test_what_a_folder_has_instead_of_a_dataset_is_named(
+    tmp_path: Path, files: dict[str, str], found: str, hint: str
+) -> None:
+    for name, text in files.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(text)
+    (tmp_path / "data").mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=found) as error:
+        find_layout(tmp_path / "data")
+    assert hint in (error.value.hint or "")
+    for name in {"a.zip", "a.json"} & set(files):
+        with pytest.raises(DataError) as error:
+            find_layout(tmp_path / "data" / name)
+        assert hint in (error.value.hint or "")
 
 
 @pytest.mark.process
@@ -327,13 +400,15 @@ def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[...
 
 def test_file_names_that_are_urls_of_label_studio(tmp_path: Path) -> None:
     names = "/data/local-files/?d=photos/a%20b.jpg", "/data/local-files/?d=c.jpg"
+    names += "/data/upload/3/x%20y.jpg", "/data/upload/3/p%20q.jpg"
     images = [ImageEntry(n, name, *exports.SIZE) for n, name in enumerate(names)]
-    for name in ("a b.jpg", "c.jpg"):
+    files = ["a b.jpg", "c.jpg", "x y.jpg", "p%20q.jpg"]
+    for name in files:
         exports.save(tmp_path / name, exports.pictures()[0])
     sizes, notes = resolve_images(images, tmp_path)
-    assert [image.file_name for image in images] == ["a b.jpg", "c.jpg"]
+    assert [image.file_name for image in images] == files
     assert all(sizes)
-    assert "2 file names" in notes[0]
+    assert f"{len(names)} file names" in notes[0]
 
 
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[..., Result]) -> None:
