@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,20 +31,23 @@ def predict_sources(
     """Detect on many pictures, in their order; one that cannot be read gives a `UnreadablePicture`.
 
     Threads open the pictures of the next batches and keep only what the network gets. With tiles,
-    one whole picture is opened in advance.
+    one whole picture is opened in advance. Closing the iterator ends downloads.
     """
     at_once, ahead = batch_size, 2 * batch_size
     if predictor.options.tile is not None:
         threads = at_once = ahead = 1
 
+    cancelled = threading.Event()
+
     def opened(source: Source) -> _Opened | UnreadablePicture:
         try:
-            content = source.open()
+            content = source.open(cancelled)
             return _Opened(source, content, predictor.prepared(open_picture(content)))
         except (DataError, NetworkError) as error:
             return UnreadablePicture(source, error)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
+    try:
         items = map_ahead(pool, opened, sources, ahead)
         while batch := list(itertools.islice(items, at_once)):
             good = [item.prepared for item in batch if isinstance(item, _Opened)]
@@ -54,3 +58,6 @@ def predict_sources(
                 else:
                     size = item.prepared.size
                     yield Prediction(item.source, item.content, size, next(detections))
+    finally:  # also after Ctrl-C
+        cancelled.set()
+        pool.shutdown(cancel_futures=True)

@@ -61,7 +61,7 @@ class FileSource(NamedTuple):
         """A name for files that are written for this picture."""
         return self.path.name
 
-    def open(self) -> Path:
+    def open(self, cancelled: threading.Event | None = None) -> Path:
         """Return the encoded picture as `read_rgb` takes it."""
         return self.path
 
@@ -87,13 +87,14 @@ class UrlSource(NamedTuple):
         name = unquote(urlsplit(self.url).path).rpartition("/")[2]
         return re.sub(r"[^\w.-]", "_", name).lstrip(".")[-100:] or "picture"
 
-    def open(self) -> io.BytesIO:
+    def open(self, cancelled: threading.Event | None = None) -> io.BytesIO:
         """Fetch the encoded picture.
 
         Raises:
-            NetworkError: No answer in time, a refusal, or more than `MAX_URL_BYTES`.
+            NetworkError: No answer in time, a refusal, or more than `MAX_URL_BYTES`; or it was
+                cancelled.
         """
-        file = io.BytesIO(fetch_picture(self.url))
+        file = io.BytesIO(fetch_picture(self.url, cancelled))
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
 
@@ -230,11 +231,11 @@ def _listed(stdin: IO[bytes]) -> list[Source]:
     return sources
 
 
-def fetch_picture(url: str) -> bytes:
+def fetch_picture(url: str, cancelled: threading.Event | None = None) -> bytes:
     """Fetch a file of at most `MAX_URL_BYTES` within `TOTAL_S` seconds.
 
     Raises:
-        NetworkError: No answer in time, a refusal, or a file that is too large.
+        NetworkError: No answer in time, a refusal, a file that is too large, or it was cancelled.
     """
     import requests
     import urllib3
@@ -253,17 +254,17 @@ def fetch_picture(url: str) -> bytes:
                 raise NetworkError(
                     f"{redact_url(url)}: the server answers {answer}", hint="check the URL"
                 )
-            return _read_body(reply, url)
+            return _read_body(reply, url, cancelled)
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
         reason = redact_urls(describe_error(error, url))
         raise NetworkError(f"{redact_url(url)}: {reason}", hint="check the URL") from error
 
 
-def _read_body(reply: requests.Response, url: str) -> bytes:
+def _read_body(reply: requests.Response, url: str, cancelled: threading.Event | None) -> bytes:
     """Return the body.
 
     Raises:
-        NetworkError: It is too large, too slow or incomplete.
+        NetworkError: It is too large, too slow or incomplete, or it was cancelled.
     """
     deadline = time.monotonic() + TOTAL_S
     declared = reply.headers.get("Content-Length", "")
@@ -272,6 +273,8 @@ def _read_body(reply: requests.Response, url: str) -> bytes:
     content = bytearray()
     while data := reply.raw.read1(CHUNK_BYTES, decode_content=False):
         content += data
+        if cancelled is not None and cancelled.is_set():
+            raise NetworkError(f"{redact_url(url)}: cancelled")
         if len(content) > MAX_URL_BYTES:
             raise _too_large(url)
         if time.monotonic() > deadline:

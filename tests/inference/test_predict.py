@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import Result as CliResult
-from download.http_server import Server, file
+from download.http_server import Reply, Server, file
 from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
+from ssdctl.inference.batches import predict_sources
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import label_font
 from ssdctl.inference.predict import Predictor
 from ssdctl.inference.results import Result
+from ssdctl.inference.sources import FileSource, UrlSource
 from ssdctl.inference.tiles import tile_windows
 
 Cli = Callable[..., CliResult]
@@ -134,6 +137,18 @@ def test_supervision_is_named_if_it_is_absent(
     with pytest.raises(UsageError, match="supervision") as error:
         predictor.predict(picture).to_supervision()
     assert error.value.hint == "pip install supervision"
+
+
+def test_closing_ends_downloads(predictor: Predictor, picture: Path, server: Server) -> None:
+    """As Ctrl-C does: the slow server could send 2,400 bytes until the time limit."""
+    slow = Reply(body=bytes(10_000), pause_s=0.05, slice_bytes=1)
+    urls = [UrlSource(server.route(f"/{n}.jpg", lambda _: slow)) for n in range(4)]
+    found = predict_sources(predictor, [FileSource(picture), *urls], batch_size=1, threads=1)
+    next(found)
+    while not server.body_bytes:
+        time.sleep(0.01)
+    del found
+    assert server.body_bytes < 400
 
 
 @pytest.mark.slow  # importing it takes seconds
