@@ -152,7 +152,7 @@ def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -
         ({"batch": 0}, "--batch 0"),
         ({"format": "pt2", "int8": True}, "--int8"),
         ({"calibrate": 10}, "--calibrate"),
-        ({"iou": 0.5}, "iou"),
+        ({"overlap": 0.5}, "overlap"),
     ],
 )
 def test_wrong_exports_are_named_before_anything_is_read(
