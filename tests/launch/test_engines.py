@@ -113,7 +113,7 @@ def train_until_bad(
 
     The runs go bad on purpose, and name the images of each such step.
     """
-    bad = ["--data", shapes, *OPTIONS, "--lr", "1e30", "--clip-grad", 0, "--steps", 4]
+    bad = ["--data", shapes, *OPTIONS, "--lr", "1e9", "--clip-grad", 0, "--steps", 4]
     with contextlib.ExitStack() as running:
         launches = []
         for name in launchers:
