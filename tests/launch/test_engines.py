@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -280,5 +281,6 @@ def test_open_mpi_on_two_hosts(
             process.kill()
     assert process.returncode == 75, words
     assert f"-x MASTER_ADDR=10.77.0.{1 if launcher == 'mpirun-4' else 2} " in words
-    assert "stopped by SIGUSR1" in words
+    # Rank 0 learns it from its own signal, or earlier from the other rank.
+    assert re.search("stopped by (SIGUSR1|another rank)", words)
     assert (run / "checkpoints" / "last.pt").exists()
