@@ -120,8 +120,6 @@ class Console:
             human: Printed without --json: text, or a function that returns a rich table.
             is_painted: `human` is text with colours, and its other parts are printable.
         """
-        if sys.stdout is None:  # closed by the caller, as by >&- in a shell
-            raise DiskError(f"{STDOUT} is closed", hint="redirect it to /dev/null or a file")
         if self.as_json:
             self._write(_json(data), sys.stdout)
         elif isinstance(human, str):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.schema import Config, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.errors import UsageError
@@ -33,7 +34,7 @@ PRESET_DIR = Path(__file__).parent / "presets"
 CLUSTER_DIR = Path(__file__).parent / "clusters"
 PREFIX = "SSDCTL_"
 MAX_FILE_BYTES = 16 << 20
-MAX_FLOAT, MAX_INT = 1e9, 2**63 - 1  # of any setting: sums and products stay finite
+LARGEST_FLOAT = 1e9  # of any setting: sums and products stay finite
 PLAIN_TYPES = {
     "float": "a number",
     "int": "a whole number",
@@ -252,7 +253,7 @@ def _converted(override: Override, setting: Setting) -> Any:
 def _check_magnitude(value: Any) -> None:
     """Raise ValidationError if a number is infinite, or so large that results would be."""
     for number in value if isinstance(value, tuple) else (value,):
-        limit = MAX_INT if isinstance(number, int) else MAX_FLOAT
+        limit = LARGEST_INT if isinstance(number, int) else LARGEST_FLOAT
         if isinstance(number, (int, float)) and abs(number) > limit:
             raise msgspec.ValidationError(f"Expected `{type(number).__name__}` <= {int(limit):,}")
 

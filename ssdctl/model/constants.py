@@ -1,7 +1,7 @@
 """The constants of a network in addition to its layers: pixel scaling, matching, loss, detection.
 
-Input, loss and post-processing read them and have no branches
-for single networks. The default boxes are the same for all (`ssdctl/boxes/default_boxes.py`).
+Input, loss and post-processing read them and have no branches for single networks. The default
+boxes are the same for all (`ssdctl/boxes/default_boxes.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which formulation of the step suits the device that runs it."""
+"""The kind of device of a tensor, on which the formulation of a step depends."""
 
 from __future__ import annotations
 

@@ -499,17 +499,6 @@ def test_a_closed_stdout_is_one_that_cannot_be_written(command: str) -> None:
     assert (done.returncode, done.stderr) == (6, b"")
 
 
-def test_a_result_without_stdout_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python sets it to None if a shell closes it by >&-."""
-    from ssdctl.cli.main import main
-
-    monkeypatch.setattr(sys, "stdout", None)
-    for options in ([], ["--json"]):
-        with pytest.raises(SystemExit) as end:
-            main(["models", *options])
-        assert end.value.code == 6
-
-
 def test_a_closed_stderr_ends_nothing(shapes: Path, tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
