@@ -1,5 +1,4 @@
-"""The names and the language of the package: no dialect, no class name with two meanings, no import
-circle. See docs/glossary.md for the terms."""
+"""The names of the package: no class name with two meanings, no import circle."""
 
 from __future__ import annotations
 
@@ -12,39 +11,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "ssdctl"
-
-# Words for people, houses and journeys, and old-fashioned ones, that a program does not need.
-EVERYWHERE = (
-    r"wish(es|ed)?|nobody|anew|lest|told|mend(s|ed|ing)?|houses?|rooms?|voices?|beside|vouch(es)?|"
-    r"goes home|hears?|speaks?|spoke|heals?"
-)
-# More of them, which may not be in the package and its documentation.
-IN_PACKAGE = (
-    r"besides|(goes|go|went) on|tells?|forgets?|forgot(ten)?|remembers?|knows|alone|lies|someone|"
-    r"anyone|everyone|promises?"
-)
-
-
-def _documents() -> list[Path]:
-    """The files with prose; of the changelog only the newest part."""
-    files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", ".ci/run")]
-    files += [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
-    files += [p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__)]
-    files += [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".toml", ".html")]
-    return sorted(files)
-
-
-@pytest.mark.parametrize("path", _documents(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_language_is_plain(path: Path) -> None:
-    name = path.relative_to(ROOT).as_posix()
-    text = path.read_text(encoding="utf-8")
-    if path.name == "CHANGELOG.md":
-        text = "\n## [".join(text.split("\n## [")[:2])
-    is_inside = name.startswith(("ssdctl/", "docs/", "README"))
-    words = rf"\b({EVERYWHERE}{'|' + IN_PACKAGE if is_inside else ''})\b(?!\()"
-    lines = enumerate(text.splitlines(), start=1)
-    matches = [f"{name}:{n}: {m[0]}" for n, line in lines for m in re.finditer(words, line, re.I)]
-    assert not matches
 
 
 @pytest.mark.process

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -99,6 +99,25 @@ class Console:
     def warning(self, text: str) -> None:
         """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
+
+    def closing(self, facts: Sequence[tuple[str, str]], next_commands: Sequence[str] = ()) -> None:
+        """Write the last block of a command to stderr: what it wrote, and what to run next.
+
+        Nothing is written with -q or --json, and on ranks that are quiet.
+
+        Args:
+            facts: Lines of a name and a text, such as ("best", "RUN/checkpoints/best.pt (AP 0.4)").
+            next_commands: Complete command lines.
+        """
+        if self.quiet or self.as_json:
+            return
+        names = ["next", *[""] * len(next_commands)]
+        rows = [*facts, *zip(names, next_commands, strict=False)]
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, text in rows:
+            style = "green" if name == "best" else "bold"
+            padded = self.painted(name.ljust(width), style, sys.stderr)
+            self._write(f"{padded}  {printable_line(redact_urls(text))}", sys.stderr)
 
     def error(self, error: SsdctlError) -> None:
         """Write the message and the hint of an expected failure to stderr."""
