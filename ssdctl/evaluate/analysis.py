@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
 from ssdctl.evaluate.ground_truth import GroundTruth
+from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
@@ -43,9 +44,9 @@ ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
     "Cls": "right place, wrong class",
     "Loc": "right class, IoU with the object between 0.1 and 0.5",
     "Both": "wrong class and IoU between 0.1 and 0.5",
-    "Dupe": "another detection with a higher score matches the object already",
+    "Dupe": "object already detected with a higher score",
     "Bkg": "IoU below 0.1 with every object",
-    "Miss": "object that no detection, right or wrong, accounts for",
+    "Miss": "object with no detection nearby",
 }
 ERROR_NAMES = {
     "Cls": "Classification",
@@ -55,7 +56,17 @@ ERROR_NAMES = {
     "Bkg": "Background",
     "Miss": "Missed",
 }
+ERROR_REMEDIES = {  # what diagnosis() says one would have to do
+    "Cls": "Fixing wrong classes",
+    "Loc": "Fitting boxes better",
+    "Both": "Fixing wrong classes with inexact boxes",
+    "Dupe": "Removing duplicate detections",
+    "Bkg": "Removing detections of background",
+    "Miss": "Finding missed objects",
+}
 IOU_FOUND, IOU_BACKGROUND = 0.5, 0.1  # TIDE's thresholds
+NEGLIGIBLE_GAIN = 0.005  # of AP50
+BARELY_TRAINED = 0.02  # AP50 below which the types of errors say nothing
 
 
 def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> Evaluation:
@@ -114,6 +125,25 @@ def error_kinds(scoring: Scoring) -> list[ErrorKind]:
         for kind, meaning in ERROR_MEANINGS.items()
     ]
     return sorted(kinds, key=lambda e: -e.delta_ap)
+
+
+def diagnosis(evaluation: Evaluation) -> str:
+    """Return one sentence: which type of error costs most AP50, and for which classes."""
+    if not any(entry.objects for entry in evaluation.per_class):
+        return "There is nothing to score: the images have no objects."
+    if not evaluation.about.detections:
+        return "Nothing was detected: train longer, or lower the score threshold."
+    if evaluation.figures.get("AP50", 0) < BARELY_TRAINED:
+        return "Almost no detection is right yet: train longer."
+    worst = max(evaluation.errors, key=lambda e: e.delta_ap, default=None)
+    if worst is None or worst.delta_ap < NEGLIGIBLE_GAIN:
+        return f"No type of error costs more than {NEGLIGIBLE_GAIN} AP50."
+    remedy = ERROR_REMEDIES.get(worst.kind, worst.kind)
+    sentence = f"{remedy} would gain most: +{worst.delta_ap:.3f} AP50"
+    if worst.kind == "Cls" and evaluation.confusions:
+        pair = evaluation.confusions[0]
+        sentence += f" (most often {one_line(pair.truth)} detected as {one_line(pair.found)})"
+    return sentence + "."
 
 
 def _curve(precision: NDArray[np.float64]) -> list[float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssdctl.errors import DataError
-from ssdctl.evaluate.analysis import analyse
+from ssdctl.evaluate.analysis import ERROR_REMEDIES, analyse, diagnosis
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
@@ -62,6 +62,30 @@ def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row])
     assert others == 0
     if kind not in ("Both", "Dupe"):  # those do not change the AP here
         assert errors[kind].delta_ap > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("Cls", [(0, 7, BOX, 0.9), *RIGHT[1:]]),
+        ("Loc", [(0, 2, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Bkg", [*RIGHT, (0, 2, [200.0, 200, 50, 50], 0.95)]),
+        ("Miss", RIGHT[1:]),
+    ],
+)
+def test_the_diagnosis_names_the_worst_kind(tmp_path: Path, kind: str, rows: list[Row]) -> None:
+    result = evaluation(tmp_path, rows)
+    sentence = diagnosis(result)
+    gains = {e.kind: e.delta_ap for e in result.errors}
+    assert sentence.startswith(ERROR_REMEDIES[kind])
+    assert f"+{gains[kind]:.3f}" in sentence
+    assert ("cat" in sentence and "dog" in sentence) == (kind == "Cls")
+
+
+def test_the_diagnosis_without_errors_or_detections(tmp_path: Path) -> None:
+    sentences = [diagnosis(evaluation(tmp_path, rows)) for rows in (RIGHT, [])]
+    assert len(set(sentences)) == 2
+    assert not any(text in s for s in sentences for text in ERROR_REMEDIES.values())
 
 
 def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
