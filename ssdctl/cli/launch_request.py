@@ -22,7 +22,7 @@ from ssdctl.launch.preflight import check_train, check_volumes
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.launch.run import free_port
 from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.torch_compat import installed_version
 
 LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
@@ -63,7 +63,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         slurm=call.config.slurm,
         kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
-        run_folder=None if rest else str(run_dir(call.config.train)),
+        run_folder=None if rest else str(run_dir(call.config)),
     )
     if not rest:
         for notice in check_train(request, call.resolved):

@@ -11,7 +11,7 @@ from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
@@ -51,7 +51,7 @@ def train(
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()
-    ranks, run = find_ranks(), run_dir(call.config.train)
+    ranks, run = find_ranks(), run_dir(call.config)
     is_main = ranks.is_main
     if not ranks.is_single_process:
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
@@ -132,7 +132,7 @@ def _disk_needed(config: Config, classes: int) -> str:
         f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
         f"{kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_dir(config.train).path.absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(run_dir(config).path.absolute()) / 1e9:,.0f} GB are free"
     )
 
 
