@@ -37,7 +37,7 @@ ENVIRONMENT = {
 }
 FILES = {
     "ssdctl.toml": "settings, read from the working directory; `ssdctl config init` writes one",
-    "runs/PRESET": "the default run folder",
+    "runs/DATASET-BACKBONE": "the default run folder",
 }
 
 

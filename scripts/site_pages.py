@@ -32,8 +32,10 @@ def on_files(files: Any, *, config: Any) -> None:
             files.append(File.generated(config, name, content=text))
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Rewrite the links of a page from the repository's paths to the site's.
+
+    Files that the site does not have are linked in the repository.
 
     An image for light and dark (`<picture>`) becomes two, which follow the site's own switch.
     """
@@ -44,7 +46,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if ":" in target:
             return target
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        return PAGES.get(path, path.removeprefix("docs/"))
+        if path in PAGES or path.startswith("docs/"):
+            return PAGES.get(path, path.removeprefix("docs/"))
+        return f"{config['repo_url']}/blob/main/{path}"
 
     def two_images(match: re.Match[str]) -> str:
         # Raw HTML is not rewritten by mkdocs: relative to the page's folder on the site.

@@ -159,7 +159,7 @@ def train(
         settings: Settings of `ssdctl train`: `out`, `epochs`, `steps`, `bs`, `lr`, `backbone`, ...
 
     Returns:
-        The run; its folder is `out`, else `runs/PRESET`.
+        The run; its folder is `out`, else `runs/DATASET-BACKBONE`.
 
     Raises:
         ssdctl.errors.UsageError: A setting, the device or the run folder cannot be used.

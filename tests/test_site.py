@@ -79,9 +79,12 @@ def test_an_image_for_light_and_dark_follows_the_switch_of_the_site() -> None:
     markdown = (
         '<picture>\n  <source media="(prefers-color-scheme: dark)" srcset="docs/images/a-dark.png">\n'
         '  <img alt="A" src="docs/images/a-light.png" width="800">\n</picture>\n'
-        "[Data](docs/data.md#formats) [Docs](docs/README.md) [Paper](https://example.org)"
+        "[Data](docs/data.md#formats) [Docs](docs/README.md) [Paper](https://example.org) [License](LICENSE)"
     )
-    text = hook("site_pages").on_page_markdown(markdown, page=Page)
+    text = hook("site_pages").on_page_markdown(
+        markdown, page=Page, config={"repo_url": "https://example.org/r"}
+    )
     assert '<img alt="A" src="../images/a-light.png#only-light" width="800">' in text
     assert '<img alt="A" src="../images/a-dark.png#only-dark" width="800">' in text
     assert "[Data](data.md#formats) [Docs](README.md) [Paper](https://example.org)" in text
+    assert "[License](https://example.org/r/blob/main/LICENSE)" in text

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     panel="Results",
     settings=["data.*", "evaluate.*"],
     examples=[
-        "ssdctl evaluate runs/stable-r34/checkpoints/best.pt",
+        "ssdctl evaluate runs/coco-resnet34/checkpoints/best.pt",
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
-        "ssdctl evaluate runs/stable-r34   # every checkpoint of the run",
+        "ssdctl evaluate runs/coco-resnet34   # every checkpoint of the run",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],

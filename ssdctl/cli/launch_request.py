@@ -12,7 +12,7 @@ from pathlib import Path
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import Call
 from ssdctl.cli.option_aliases import AliasCommand
-from ssdctl.config.render import values
+from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
 from ssdctl.distributed.addresses import address_for_peers, own_names
@@ -22,7 +22,7 @@ from ssdctl.launch.preflight import check_train, check_volumes
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.launch.run import free_port
 from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.torch_compat import installed_version
 
 LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
@@ -63,7 +63,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         slurm=call.config.slurm,
         kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
-        run_folder=None if rest else str(run_dir(call.config.train)),
+        run_folder=None if rest else str(run_dir(call.config)),
     )
     if not rest:
         for notice in check_train(request, call.resolved):
@@ -108,7 +108,8 @@ def exported_settings(call: Call) -> dict[str, str]:
 
 def _as_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
+        parts = [str(part) for part in value]
+        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else str(value)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     panel="Results",
     settings=["predict.*"],
     examples=[
-        "ssdctl predict runs/stable-r34 street.jpg",
+        "ssdctl predict runs/coco-resnet34 street.jpg",
         "ssdctl predict ssd300-vgg16-coco street.jpg",
         "ssdctl predict best.pt photos/ --recursive --out drawn --score 0.5",
         "ssdctl predict best.pt 'photos/**/*.jpg' --json > boxes.json",

@@ -19,9 +19,9 @@ from ssdctl.errors import UsageError
     panel="Results",
     settings=["download.mirror"],
     examples=[
-        "ssdctl push runs/stable-r34 hf://org/name --license apache-2.0",
+        "ssdctl push runs/coco-resnet34 hf://org/name --license apache-2.0",
         "ssdctl push best.pt hf://org/name --license apache-2.0 --private",
-        "ssdctl push runs/stable-r34 hf://org/name --out card   # write the files, upload nothing",
+        "ssdctl push runs/coco-resnet34 hf://org/name --out card   # upload nothing",
     ],
 )
 def push(

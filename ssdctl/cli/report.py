@@ -15,7 +15,7 @@ from ssdctl.cli.command import Call, command
     app,
     "report",
     panel="Results",
-    examples=["ssdctl report runs/stable-r34", "ssdctl report runs/a runs/b --out both.html"],
+    examples=["ssdctl report runs/coco-resnet34", "ssdctl report runs/a runs/b --out both.html"],
 )
 def report(
     call: Call,

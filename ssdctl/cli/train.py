@@ -11,8 +11,9 @@ from ssdctl.cli.command import Call, command
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime import signals
+from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def train(
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()
-    ranks, run = find_ranks(), run_dir(call.config.train)
+    ranks, run = find_ranks(), run_dir(call.config)
     is_main = ranks.is_main
     if not ranks.is_single_process:
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
@@ -113,8 +114,11 @@ def _show_plan(call: Call) -> None:
     check_weight_sources(config)
     needs = "" if call.console.as_json else _disk_needed(config, classes)
     recipe = rule or f"preset {config.train.preset}"
-    table = _described(plan) + f"\n{'recipe':<20}{recipe}"
-    call.console.result({**plan.as_json(), "recipe": recipe}, table + needs)
+    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    threads = f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else "")
+    table = _described(plan) + f"\n{'recipe':<20}{recipe}\n{'decode threads':<20}{threads}"
+    result = {**plan.as_json(), "recipe": recipe, "workers": workers, "cpu_quota": quota}
+    call.console.result(result, table + needs)
 
 
 def _disk_needed(config: Config, classes: int) -> str:
@@ -128,7 +132,7 @@ def _disk_needed(config: Config, classes: int) -> str:
         f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
         f"{kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_dir(config.train).path.absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(run_dir(config).path.absolute()) / 1e9:,.0f} GB are free"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import types
 import typing
 from collections.abc import Mapping
@@ -59,6 +60,19 @@ class Setting(NamedTuple):
         spellings = [*flags, *(a for a in self.aliases if a.startswith("--") and "=" not in a)]
         names = [spelling.removeprefix("--").replace("-", "_") for spelling in spellings]
         return [name for name in dict.fromkeys(names) if name != self.name]
+
+    def as_option(self, value: Any) -> str:
+        """Return the option that sets a value on the command line; `(no --flag)` for None."""
+        if self.is_flag:
+            return self.flags[0] if value else self.flags[1]
+        if self.choice_flags:
+            return f"--{value}"
+        if value is None:
+            return f"(no {self.flags[0]})"
+        is_list = isinstance(value, (list, tuple))
+        return (
+            f"{self.flags[0]} {shlex.quote(','.join(map(str, value)) if is_list else str(value))}"
+        )
 
     @property
     def environment(self) -> str:

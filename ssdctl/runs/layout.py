@@ -1,15 +1,11 @@
-"""File names of a run folder, and its default place. Torch-free."""
+"""File names of a run folder. Torch-free."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ssdctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from ssdctl.config.sections.train import TrainConfig
 
 RUNS = Path("runs")  # the folder of runs without --out
 STEP_NAME = re.compile(r"step-[0-9]+\.pt")
@@ -71,11 +67,6 @@ class RunDir:
         """Return whether the folder has files of a run, other than the lock and the rank logs."""
         others = (self.lock, self.logs)
         return self.path.is_dir() and any(entry not in others for entry in self.path.iterdir())
-
-
-def run_dir(config: TrainConfig) -> RunDir:
-    """Return the run folder of a training config: `--out`, else `runs/PRESET`."""
-    return RunDir(Path(config.out) if config.out else RUNS / config.preset)
 
 
 def step_of(checkpoint: Path) -> int:

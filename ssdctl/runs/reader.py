@@ -193,4 +193,4 @@ def _runs_below(path: Path) -> str:
     if inside := find_runs(path):
         more = ", ..." if len(inside) > 3 else ""
         return f"there are runs in it: {', '.join(map(str, inside[:3]))}{more}"
-    return "name the folder that train's --out named: runs/PRESET, if none"
+    return "name the folder that train's --out named: runs/DATASET-BACKBONE, if none"

@@ -103,13 +103,7 @@ def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
             f"{checkpoint.path} is {kind}: it cannot be resumed",
             hint=f"--init {checkpoint.path} starts a new run from its weights",
         )
-    if changes := _changes(setup, checkpoint):
-        if not setup.config.train.resume_changed:
-            raise UsageError(
-                f"{checkpoint.path} was trained with other settings: {changes}",
-                hint="--resume-changed continues anyway; another --out starts a new run",
-            )
-        log.warning("changed since %s: %s", checkpoint.path, changes)
+    _check_changes(setup, checkpoint)
     _warn_of_other_data(setup, checkpoint)
     _check_classes(checkpoint, setup.train.classes)
     return checkpoint
@@ -143,29 +137,57 @@ def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
         )
 
 
-def _changes(setup: Setup, checkpoint: Checkpoint) -> str:
-    """List the settings that affect results and differ from the checkpoint's; empty if none do."""
+def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
+    """Compare the settings that affect results with the checkpoint's; warn if they may differ.
+
+    Raises:
+        UsageError: One differs, without --resume-changed; or the network is another one.
+    """
+    changed, plan, now = _changed_settings(setup, checkpoint), setup.plan, values(setup.config)
+    texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
+    if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
+        texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
+    if is_other_data := checkpoint.images != plan.images:
+        texts.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
+    if not texts:
+        return
+    is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
+    if setup.config.train.resume_changed and not is_other_network:
+        log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
+        return
+    options = [all_settings()[path].as_option(saved) for path, saved in changed.items()]
+    batch_size, rest = divmod(checkpoint.global_batch, plan.global_batch_size // plan.batch_size)
+    if is_other_batch and not rest:
+        options.append(f"--bs {batch_size}")
+    limits = {"train.limit_train", "train.overfit"}
+    is_force_needed = (is_other_batch and rest) or (is_other_data and limits.isdisjoint(changed))
+    hints = []
+    if is_other_network or not is_force_needed:
+        force = ["--resume-changed"] if is_force_needed else []
+        hints.append(f"continue it with {' '.join(options + force)}")
+    if not is_other_network:
+        hints.append("--resume-changed continues anyway")
+    raise UsageError(
+        f"{checkpoint.path} was trained with other settings: {'; '.join(texts)}",
+        hint="; ".join([*hints, "another --out starts a new run"]),
+    )
+
+
+def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the checkpoint's values of the settings that affect results and differ from it."""
     now = values(setup.config)
     # A longer run may have another schedule, as after another --epochs.
     schedule = ("warmup", "lr_decay", "decay_epochs")
     derived = {f"train.{name}" for name in schedule if is_rule(setup.resolved, name)}
     before = with_current_keys(checkpoint.config)
-    differing = [
-        f"{path} was {saved!r}, is {now[path]!r}"
+    return {
+        path: saved
         for path, setting in all_settings().items()
         # A setting that the checkpoint's version did not have had the effect of its default.
         if setting.affects_results
         and path not in derived
         and _plain(saved := before.get(path, setting.default)) != _plain(now[path])
-    ]
-    plan = setup.plan
-    if checkpoint.global_batch != plan.global_batch_size:
-        differing.append(
-            f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}"
-        )
-    if checkpoint.images != plan.images:
-        differing.append(f"the dataset had {checkpoint.images} images, has {plan.images}")
-    return "; ".join(differing)
+    }
 
 
 def restore(

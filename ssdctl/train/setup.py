@@ -40,7 +40,7 @@ from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import with_batch_size
@@ -164,7 +164,7 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
         val_rows=val_rows,
         architecture=architecture,
         model=device.place(model),
-        out=run_dir(config.train).path,
+        out=run_dir(config).path,
         threads=config.train.workers or usable_cores(ranks.world_size),
     )
 
@@ -193,7 +193,7 @@ def _with_network_of_init(resolved: Resolved, ranks: Ranks) -> Resolved:
 
 def _network_of(config: Config) -> tuple[str, str]:
     """Return backbone and extra_norm of the run to resume, else of the checkpoint of `--init`."""
-    checkpoint, _ = CheckpointDir(run_dir(config.train).path, config.train.keep).newest_intact()
+    checkpoint, _ = CheckpointDir(run_dir(config).path, config.train.keep).newest_intact()
     if checkpoint is None:
         assert config.train.init is not None
         path = locate_checkpoint(config.train.init, mirror=config.download.mirror)

@@ -9,7 +9,7 @@ from ssdctl.download.backbone_weights import weights_of
 from ssdctl.download.sources import weights_named
 from ssdctl.errors import UsageError
 from ssdctl.inference.model_source import resolve_source
-from ssdctl.runs.layout import run_dir
+from ssdctl.runs.default_folder import run_dir
 
 
 def check_weight_sources(config: Config) -> None:
@@ -28,7 +28,7 @@ def check_weight_sources(config: Config) -> None:
                 hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
             )
         return
-    if resume == "auto" and any(run_dir(config.train).checkpoints.glob("*.pt")):
+    if resume == "auto" and any(run_dir(config).checkpoints.glob("*.pt")):
         return
     if config.train.init is not None:
         resolve_source(config.train.init)

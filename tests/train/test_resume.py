@@ -297,3 +297,27 @@ def test_a_checkpoint_records_batch_and_precision(tiny_run: Path) -> None:
     payload = torch.load(tiny_run / "checkpoints/last.pt", weights_only=True)
     assert payload["global_batch"] == 2
     assert payload["config"]["train.precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["--backbone", "resnet34", "--extra-norm", "none"],
+        ["--backbone", "resnet34", "--resume-changed", "--bs", "3", "--fp32"],
+        ["--lr", "0.1", "--decay-bias", "--bs", "1"],
+        ["--limit-train", "5"],
+    ],
+)
+def test_options_of_the_hint_continue_the_run(
+    run: Path, shapes: Path, cli: Cli, changed: list[str]
+) -> None:
+    train = ["train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS]
+    refused = cli(*train, *changed)
+    assert refused.code == 2
+    hint = " ".join(refused.err.split()).partition("continue it with ")[2]
+    options = hint.partition(";")[0].replace("(no --limit-train)", "").split()
+    assert ("--resume-changed" in hint) == ("--backbone" not in changed)
+    kept = [] if "--limit-train" in changed else changed
+    result = cli(*train, *(o for o in kept if o != "--resume-changed"), *options)
+    assert result.code == 0, result.err
+    assert steps(run) == [1, 2, 3]

@@ -1,6 +1,6 @@
 """Settings of the network and of a training run."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -19,6 +19,8 @@ from ssdctl.config.fields import (
     Section,
     setting,
 )
+
+DEFAULT_PRESET: Final = "stable-r34"
 
 
 class ModelConfig(Section, frozen=True):
@@ -207,11 +209,11 @@ class TrainConfig(Section, frozen=True):
     preset: Annotated[
         PresetName,
         setting("Recipe to start from (ssdctl config presets)", panel="Recipe"),
-    ] = "stable-r34"
+    ] = DEFAULT_PRESET
     out: Annotated[
         str | None,
         setting(
-            "Run folder; training resumes if it contains a run [default: runs/PRESET]",
+            "Run folder; training resumes if it contains a run [default: runs/DATASET-BACKBONE]",
             metavar="RUN",
             panel="Run",
             aliases=(
