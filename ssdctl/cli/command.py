@@ -26,7 +26,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.resolve import (
     Override,
     Resolved,
-    parse_assignment,
+    parse_assignments,
     preset_overrides,
     resolve,
 )
@@ -210,7 +210,7 @@ def _call(
             overrides.append(Override(setting.path, constant or value, flag))
     resolved = resolve(
         file=file,
-        overrides=[*map(parse_assignment, assignments), *overrides],
+        overrides=[*parse_assignments(assignments), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )

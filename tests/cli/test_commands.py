@@ -130,7 +130,7 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     plan = json.loads(result.out)
     assert set(plan) == {
         "images", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
-        "decay_steps", "recipe",
+        "decay_steps", "recipe", "workers", "cpu_quota",
     }  # fmt: skip
     assert plan["global_batch_size"] == 4
     assert plan["total_steps"] == 10 * plan["images"] // 4

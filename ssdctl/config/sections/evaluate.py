@@ -65,7 +65,7 @@ class PredictConfig(Section, frozen=True):
     score: Annotated[
         Fraction,
         setting(
-            "Drop boxes below this score",
+            "Keep boxes with a score above this",
             metavar="X",
             aliases=("--score-threshold", *SCORE_ALIASES),
         ),
