@@ -116,6 +116,9 @@ class PrepareConfig(Section, frozen=True):
     verify_images: Annotated[
         bool, setting("Decode every image, not only those that look truncated")
     ] = False
+    keep_damaged: Annotated[
+        bool, setting("Use what can be decoded of images that --verify-images finds damaged")
+    ] = False
     allow_dropped: Annotated[
         bool,
         setting(
