@@ -35,6 +35,7 @@ from ssdctl.data.image_decode import (
     read_header,
 )
 from ssdctl.errors import DataError
+from ssdctl.files import unreadable
 
 # Formats that are packed as they are, and the bytes that a complete file ends with.
 JPEG_FORMATS = ("JPEG", "MPO")
@@ -94,12 +95,13 @@ def check_image(path: Path, size: tuple[int, int], options: PackOptions) -> Chec
     """Check an image with its annotated width and height; problems are returned, not raised.
 
     Raises:
-        DataError: The file does not exist, or cannot be read.
+        DataError: The file does not exist.
+        DiskError: It cannot be read.
     """
     try:
         return _check(path, size, options)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def _check(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ssdctl.errors import DataError, UsageError
+from ssdctl.files import unreadable
 
 try:
     import simplejpeg
@@ -232,8 +233,7 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
             with Path(name).open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{name}: cannot be read: {reason}") from None
+            raise unreadable(name, error) from None
     elif hasattr(picture, "read"):
         name = str(getattr(picture, "name", "image"))
         try:

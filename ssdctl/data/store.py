@@ -36,7 +36,7 @@ from ssdctl.data.store_check import (
     map_table,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, is_plain_name
+from ssdctl.files import DECODE_ERRORS, is_plain_name, retry_transient
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
@@ -130,7 +130,7 @@ class ImageFiles(NamedTuple):
     def read(self, row: int) -> bytes:
         path = self.path(row)
         try:
-            return path.read_bytes()
+            return retry_transient(path.read_bytes)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 

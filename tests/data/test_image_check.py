@@ -104,7 +104,11 @@ def test_a_damaged_jpeg_is_found_by_strict_decoding(
     end = middle + 300
     damaged = complete[:middle] + bytes(300 * (change == "zeroed")) + complete[end:]
     assert checked(tmp_path, complete, VERIFIED).problem is None
-    for options in (VERIFIED, PACKED._replace(verify=True), PACKED._replace(verify=True, shrink=30)):
+    for options in (
+        VERIFIED,
+        PACKED._replace(verify=True),
+        PACKED._replace(verify=True, shrink=30),
+    ):
         assert checked(tmp_path, damaged, options).problem == DAMAGED
         kept = checked(tmp_path, damaged, options._replace(keep_damaged=True))
         assert kept.problem is None
