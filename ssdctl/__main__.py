@@ -87,6 +87,10 @@ def run() -> None:
         signals.install()
     from ssdctl.errors import ExitCode
     from ssdctl.launch.exit_codes import recorded_exit
+    from ssdctl.runtime.process_settings import limit_threads
+
+    if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers
+        limit_threads()
 
     with recorded_exit() as exit_now:
         if is_training:

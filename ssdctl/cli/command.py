@@ -23,7 +23,7 @@ import typer
 
 from ssdctl.cli.console import Console
 from ssdctl.cli.option_aliases import AliasCommand
-from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
+from ssdctl.config.resolve import Override, Resolved, parse_assignments, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, select
 from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
@@ -193,7 +193,7 @@ def _call(
             overrides.append(Override(setting.path, constant or value, flag))
     resolved = resolve(
         file=file,
-        overrides=[*map(parse_assignment, assignments), *overrides],
+        overrides=[*parse_assignments(assignments), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )

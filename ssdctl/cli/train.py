@@ -13,6 +13,7 @@ from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime import signals
+from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -113,8 +114,11 @@ def _show_plan(call: Call) -> None:
     check_weight_sources(config)
     needs = "" if call.console.as_json else _disk_needed(config, classes)
     recipe = rule or f"preset {config.train.preset}"
-    table = _described(plan) + f"\n{'recipe':<20}{recipe}"
-    call.console.result({**plan.as_json(), "recipe": recipe}, table + needs)
+    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    threads = f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else "")
+    table = _described(plan) + f"\n{'recipe':<20}{recipe}\n{'decode threads':<20}{threads}"
+    result = {**plan.as_json(), "recipe": recipe, "workers": workers, "cpu_quota": quota}
+    call.console.result(result, table + needs)
 
 
 def _disk_needed(config: Config, classes: int) -> str:

@@ -70,7 +70,7 @@ class PredictConfig(Section, frozen=True):
     score: Annotated[
         Fraction,
         setting(
-            "Keep boxes with at least this score",
+            "Keep boxes with a score above this",
             metavar="X",
             aliases=("--score-threshold", *SCORE_ALIASES),
         ),
