@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     "train",
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
+    short=(
+        "--data",
+        "--out",
+        "--init",
+        "--preset",
+        "--epochs",
+        "--bs",
+        "--lr",
+        "--device",
+        "--bf16",
+        "--fp16",
+        "--fp32",
+        "--resume",
+        "--eval-every",
+        "--dry-run",
+    ),
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
@@ -37,13 +53,14 @@ if TYPE_CHECKING:
 def train(
     call: Call,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan without training or writing files")
+        bool,
+        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
     ] = False,
 ) -> None:
-    """Train SSD300, or continue a run that was stopped.
+    """Train a detector, or resume a stopped run.
 
-    The same command resumes from the newest intact checkpoint in the run folder. On SIGTERM or
-    Ctrl-C the run is saved and exits with 75; a second Ctrl-C exits immediately.
+    Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
+    second Ctrl-C exits immediately.
     """
     if dry_run:
         _show_plan(call)
