@@ -16,7 +16,7 @@ from ssdctl._version import __version__
 from ssdctl.evaluate.analysis import ERROR_NAMES
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.files import make_dir, write_text
-from ssdctl.inference.drawing import PALETTE, one_line
+from ssdctl.inference.drawing import class_color, one_line
 from ssdctl.report import plots
 from ssdctl.report.samples import sample_pictures
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
@@ -121,7 +121,7 @@ def _as_script(analyses: Sequence[dict[str, Any]]) -> Markup:
         data.append(
             {
                 "classes": classes,
-                "colours": [PALETTE[(n + 1) % len(PALETTE)] for n in range(len(classes))],
+                "colours": [class_color(n + 1) for n in range(len(classes))],
                 "confusion": evaluation.confusion if evaluation else [],
                 "pictures": [
                     {"truth": p.truth, "detections": p.detections} for p in analysis["pictures"]

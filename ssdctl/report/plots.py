@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's yellow is too pale for a line on white.
-LINE_COLOURS = [colour for colour in PALETTE if colour != "#F0E442"]
+LINE_COLOURS = [colour for colour in PALETTE[:7] if colour != "#F0E442"]
 LINE_STYLES = ("-", "--", ":", "-.")
 SIZE = (4.6, 2.9)  # inches: small, so that the text is readable on a phone
 # Of the axes, in fractions of a chart. To compute them from the labels, as matplotlib's layout

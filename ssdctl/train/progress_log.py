@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ class ProgressLog:
         self.event(
             "started",
             start_step,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            train_images=setup.plan.images,
+            val_images=0 if setup.val is None else len(setup.val.image_ids),
             total_steps=setup.plan.total_steps,
             global_batch_size=setup.plan.global_batch_size,
             world_size=setup.ranks.world_size,
