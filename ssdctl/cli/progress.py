@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -71,10 +70,7 @@ class TrainingDisplay:
             self.info(describe(record) + (f"  {left} left" if left else ""))
 
     def _start(self, record: Record) -> None:
-        width = max(len(name) for name, _ in record["facts"])
-        for name, text in record["facts"]:
-            label = self._console.painted(name.ljust(width), "bold", sys.stderr)
-            self._console.labelled(label, text)
+        self._console.facts(record["facts"])
         if self._console.verbose and record["details"]:
             self._console.info(record["details"])
         if self._console.live and record["step"] < record["total_steps"]:

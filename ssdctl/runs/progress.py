@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime.progress import can_redraw, live_line
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FIRST_STEPS = 3  # before the time left is known; the first step also allocates
 WINDOW_S = 20.0  # the pace is that of the last seconds
+SETTLED_S = 8.0  # the shortest time after which a pace is compared
 SAMPLE_S = 0.1  # between two positions that are kept
 EVALUATION_COST = 0.4  # of an image, in trained ones: the first estimate; measured on two cores
 SLOWER = 1.7  # times the first pace: worth telling
@@ -59,7 +60,6 @@ class Pace:
         self._evaluation_s: float | None = None
         self._estimate: tuple[float, float] | None = None  # the time it was made, seconds left
         self.step_s: float | None = None  # seconds per step; None: not known yet
-        self.first_step_s: float | None = None
 
     def stepped(self, step: int) -> None:
         """Note that a step ended."""
@@ -74,8 +74,6 @@ class Pace:
         (began, first), (ended, last) = self._recent[0], self._recent[-1]
         if self._steps >= FIRST_STEPS and last > first:
             self.step_s = (ended - began) / (last - first)
-            if self.first_step_s is None:
-                self.first_step_s = self.step_s
         self._estimate = self._estimated(now, step)
 
     def evaluation_began(self) -> None:
@@ -92,6 +90,12 @@ class Pace:
         self._recent.clear()
         self._recent.append((now, step))
         self._estimate = self._estimated(now, step)
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether the pace is that of several steps and seconds."""
+        recent = self._recent
+        return len(recent) > FIRST_STEPS and recent[-1][0] - recent[0][0] >= SETTLED_S
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the run ends; None before the first steps."""
@@ -166,25 +170,31 @@ class RunProgress:
         seconds = None if self.pace is None else self.pace.seconds_left()
         return "" if seconds is None else clock_time(seconds)
 
-    def line(self) -> RenderableType:
-        """Return the current line: position, bar, epochs, time left, loss, rate, memory."""
+    def line(self, columns: int) -> RenderableType:
+        """Return the current line: position, bar, epochs, time left, loss, rate, memory.
+
+        Args:
+            columns: Of the terminal; the last facts are left out if they do not fit.
+        """
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         total = self._start.get("total_steps", 0)
-        grid = Table.grid(padding=(0, 2, 0, 0), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1, min_width=BAR_COLUMNS[0], max_width=BAR_COLUMNS[1])
-        grid.add_column(no_wrap=True)
-        facts = Text()
-        for text, style in self._facts():
-            facts.append(("  " if facts else "") + text, style=style)
-        grid.add_row(
-            Text(f"step {self._step:,}/{total:,}", style="bold"),
-            ProgressBar(total=max(total, 1), completed=self._step),
-            facts,
+        texts = [(f"step {self._step:,}/{total:,}", "bold"), *self._facts()]
+        fewest, most = BAR_COLUMNS
+
+        def left() -> int:
+            return columns - sum(len(text) + 2 for text, _ in texts)
+
+        while left() < fewest and len(texts) > 1:
+            texts.pop()
+        position, *facts = (Text(text, style=style, no_wrap=True) for text, style in texts)
+        bar = ProgressBar(
+            total=max(total, 1), completed=self._step, width=max(min(left(), most), 1)
         )
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_row(position, bar, *facts)
         return grid
 
     def _facts(self) -> list[tuple[str, str]]:
@@ -223,7 +233,7 @@ class RunNotices:
         if self._told_step_s is None:
             self._told_step_s = pace.step_s
             return f"about {duration(left)} at {step_time(pace.step_s)}"
-        if pace.step_s < SLOWER * self._told_step_s:
+        if not pace.is_settled or pace.step_s < SLOWER * self._told_step_s:
             return None
         before, self._told_step_s = self._told_step_s, pace.step_s
         return (
@@ -270,30 +280,32 @@ def describe(record: Record, change: float | None = None, is_best: bool = False)
         change: Of AP since the evaluation before.
         is_best: Whether AP is the best so far.
     """
-    position = f"step {record['step']:,}  {record['epoch']:.2f} ep"
+    position = f"step {record['step']:,}"
     if record["kind"] == "eval":
         if record["AP"] < 0:
             return f"{position}  no AP: the validation images have no annotated objects"
         scores = [f"AP {record['AP']:.3f}" + ("" if change is None else f" ({change:+.3f})")]
         scores += [f"{name} {record[name]:.3f}" for name in ("AP50", "AP75")]
         if "loss" in record:
-            scores.append(f"validation loss {record['loss']:.2f}")
+            scores.append(f"val loss {record['loss']:.2f}")
         return "  ".join([position, *scores, *["best"] * is_best])
     if record["kind"] == "epoch":
         return (
-            f"{position}  done in {record['duration_s']:.0f} s, "
+            f"{position}  epoch {record['epoch']:.2f} done in {duration(record['duration_s'])}, "
             f"{record['images_per_second']:.1f} img/s"
         )
     wait = f"  data wait {record['data_wait']:.0%}" if record["data_wait"] >= 0.05 else ""
+    losses = f"loss {record['loss']:.3f} (box {record['loss_box']:.3f}, class "
     return (
-        f"{position}  loss {record['loss']:.3f} (box {record['loss_box']:.3f}, class "
-        f"{record['loss_class']:.3f})  lr {record['lr']:.2e}  "
-        f"{record['images_per_second']:.1f} img/s{wait}"
+        f"{position}  {record['epoch']:.2f} ep  {losses}{record['loss_class']:.3f})  "
+        f"lr {record['lr']:.2e}  {record['images_per_second']:.1f} img/s{wait}"
     )
 
 
 def clock_time(seconds: float) -> str:
-    """Return a duration as 1:12 or 2:03:04."""
+    """Return a duration as 1:12 or 2:03:04, or in days."""
+    if seconds >= 48 * 3600:
+        return duration(seconds)
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -67,17 +67,18 @@ def can_redraw() -> bool:
 
 
 @contextlib.contextmanager
-def live_line(get_line: Callable[[], RenderableType]) -> Iterator[Live]:
+def live_line(get_line: Callable[[int], RenderableType]) -> Iterator[Live]:
     """Redraw a line several times a second for the duration of the block, and remove it then.
 
     Args:
-        get_line: Returns the line, on another thread.
+        get_line: Returns the line for a number of columns; called on another thread.
     """
     from rich.live import Live
 
+    console = _console()
     live = Live(
-        get_renderable=get_line,
-        console=_console(),
+        get_renderable=lambda: get_line(console.width),
+        console=console,
         refresh_per_second=REFRESH_HZ,
         transient=True,
         redirect_stdout=False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,7 +48,8 @@ def network_line(config: Config, *, step: int = 0) -> str:
 def length_line(plan: TrainSchedule, evaluations: int) -> str:
     """Return the steps, epochs and evaluations of a run."""
     epochs = plan.epoch(plan.total_steps)
-    line = f"{plan.total_steps:,} steps of {plan.global_batch_size} images ({epochs:.2f} epochs)"
+    epochs_text = f"{epochs:.1f}" if epochs >= 10 else f"{epochs:.2f}"
+    line = f"{plan.total_steps:,} steps of {plan.global_batch_size} images ({epochs_text} epochs)"
     counted = f"{evaluations:,} evaluation{'s' * (evaluations != 1)}"
     return f"{line}, {counted}" if evaluations else line
 
@@ -106,14 +106,6 @@ def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
     return (
         f"--steps {total} ends before the learning rate does: {what} {' and '.join(missed)} is "
         "not reached; --epochs or --decay-epochs fit the recipe to a short run"
-    )
-
-
-def warning_without_validation(root: Path) -> str:
-    """Return a warning that a dataset has no validation split, with the command that makes one."""
-    return (
-        f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
-        f"images: ssdctl prepare --data {shlex.quote(str(root))} --split 0.9"
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
+from ssdctl.data.dataset import warning_without_validation
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
@@ -33,7 +34,6 @@ from ssdctl.train.description import (
     network_line,
     recipe_line,
     warning_of_cut,
-    warning_without_validation,
 )
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
