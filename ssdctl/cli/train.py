@@ -18,6 +18,7 @@ from ssdctl.runs.default_folder import run_dir
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.progress import duration
 from ssdctl.runtime import signals
+from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -32,6 +33,22 @@ if TYPE_CHECKING:
     "train",
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
+    short=(
+        "--data",
+        "--out",
+        "--init",
+        "--preset",
+        "--epochs",
+        "--bs",
+        "--lr",
+        "--device",
+        "--bf16",
+        "--fp16",
+        "--fp32",
+        "--resume",
+        "--eval-every",
+        "--dry-run",
+    ),
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
@@ -43,13 +60,14 @@ if TYPE_CHECKING:
 def train(
     call: Call,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan without training or writing files")
+        bool,
+        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
     ] = False,
 ) -> None:
-    """Train SSD300, or continue a run that was stopped.
+    """Train a detector, or resume a stopped run.
 
-    The same command resumes from the newest intact checkpoint in the run folder. On SIGTERM or
-    Ctrl-C the run is saved and exits with 75; a second Ctrl-C exits immediately.
+    Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
+    second Ctrl-C exits immediately.
     """
     if dry_run:
         _show_plan(call)
@@ -130,7 +148,13 @@ def _show_plan(call: Call) -> None:
         call.console.warning(warning_without_validation(root))
     if warning := description.warning_of_cut(resolved, plan):
         call.console.warning(warning)
-    data = {**plan.as_json(), "recipe": rule or f"preset {config.train.preset}"}
+    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    data = {
+        **plan.as_json(),
+        "recipe": rule or f"preset {config.train.preset}",
+        "workers": workers,
+        "cpu_quota": quota,
+    }
     if call.console.as_json:
         call.console.result(data)
         return
@@ -150,6 +174,7 @@ def _show_plan(call: Call) -> None:
         "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
         f"(for a batch of 32) x {plan.global_batch_size} / 32",
         "warm-up steps": f"{plan.warmup_steps:,}",
+        "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
         "checkpoints": _disk_needed(config, len(size.classes) or COCO_NUM_CLASSES),
         "run": str(run_dir(config)),
