@@ -80,6 +80,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         shrink=options.shrink,
         encoding=options.encoding,
         verify_images=options.verify_images,
+        keep_damaged=options.keep_damaged,
         jobs=options.jobs,
         force=force,
         allow_dropped=options.allow_dropped,

@@ -2,7 +2,7 @@
 
 The default preset is a recipe for COCO: on 9 pictures it takes 18 steps. Below `FEW_IMAGES`
 pictures the rules here replace those of its values that the user did not set. A preset that the
-user names is used as it is. docs/custom-dataset.md describes the rules.
+user names is used as it is. docs/recipes.md describes the rules.
 """
 
 from __future__ import annotations
