@@ -261,7 +261,8 @@ class _Trainer:
         self._collect_evaluation(wait=True)
         self._save()
         self.checkpoint_writer.wait()
-        self.progress_log.event("stopped", self.step, signal=signal_name)
+        total_s = round(self.throughput.total_s, 1)
+        self.progress_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
         self.progress_log.close(self.step, is_success=False)
         # mpirun ends the other ranks soon after the first exits: not during a save.
         collectives.barrier(self.setup.ranks)
