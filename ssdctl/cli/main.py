@@ -24,6 +24,7 @@ from ssdctl.cli import (
     prepare,
     push,
     report,
+    runs,
     train,
 )
 from ssdctl.cli.app import app, click_root
@@ -40,6 +41,7 @@ MODULES = (
     fetch_weights,
     train,
     launch,
+    runs,
     models,
     evaluate,
     predict,

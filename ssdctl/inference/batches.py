@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,13 +52,15 @@ def predict_sources(
         items = map_ahead(pool, opened, sources, ahead)
         while batch := list(itertools.islice(items, at_once)):
             good = [item.prepared for item in batch if isinstance(item, _Opened)]
+            start = time.perf_counter()
             detections = iter(predictor.predict_prepared(good, batch_size))
+            seconds = (time.perf_counter() - start) / max(len(good), 1)
             for item in batch:
                 if isinstance(item, UnreadablePicture):
                     yield item
                 else:
                     size = item.prepared.size
-                    yield Prediction(item.source, item.content, size, next(detections))
+                    yield Prediction(item.source, item.content, size, next(detections), seconds)
     finally:  # also after Ctrl-C
         cancelled.set()
         pool.shutdown(cancel_futures=True)

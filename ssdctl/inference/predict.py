@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_wind
 from ssdctl.model import postprocess
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.map_ahead import map_ahead
+
+log = logging.getLogger(__name__)
 
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
@@ -306,9 +309,11 @@ def load(
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:
     """Return the classes of a checkpoint; numbered if a third-party file does not name them."""
-    return checkpoint.classes or [
-        ClassName(None, f"class {label}") for label in range(1, checkpoint.architecture.num_classes)
-    ]
+    if checkpoint.classes:
+        return checkpoint.classes
+    count = checkpoint.architecture.num_classes - 1
+    log.info("%s does not name its %d classes: they are numbered", checkpoint.path, count)
+    return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
 
 
 def open_picture(picture: Picture) -> Image.Image:

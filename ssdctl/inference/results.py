@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -146,6 +147,12 @@ class Result(list[Detection]):
         )
 
 
+def counted(found: Sequence[Detection]) -> str:
+    """Return the detections by class, the most frequent first: `3 ring, 1 star`."""
+    counts = Counter(d.name for d in found)
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "no objects"
+
+
 class Prediction(NamedTuple):
     """The result of one picture."""
 
@@ -153,6 +160,7 @@ class Prediction(NamedTuple):
     content: Path | io.BytesIO  # the encoded picture: a file, or what was fetched
     size: tuple[int, int]  # width and height in pixels, upright
     found: Sequence[Detection]
+    seconds: float  # in the network and NMS; its share of the batch
 
     def as_json(self) -> dict[str, Any]:
         """Return it as `ssdctl predict --json` prints it."""

@@ -25,8 +25,9 @@ class EvaluateConfig(Section, frozen=True):
         ),
     ] = 16
     precision: Annotated[
-        Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
-    ] = "fp32"
+        Literal["auto", "bf16", "fp32"],
+        setting("Precision of the network (auto: the run's, else fp32)", choice_flags=True),
+    ] = "auto"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
     workers: Annotated[
         NonNegativeInt,
@@ -47,14 +48,13 @@ class EvaluateConfig(Section, frozen=True):
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box if its IoU with a better one is above this "
-            "[default: the network's own, 0.5; vgg16 0.45]",
+            "NMS IoU threshold [default: the network's own, 0.5; vgg16 0.45]",
             metavar="X",
             aliases=IOU_ALIASES,
         ),
     ] = None
     annotated_only: Annotated[
-        bool, setting("Score only images with annotations, as the replaced systems do")
+        bool, setting("Score only images with annotations, as NVIDIA's and MLPerf's scripts do")
     ] = False
     verify: Annotated[
         bool, setting("Also score with pycocotools; fail on a difference above 1e-12")
@@ -82,23 +82,22 @@ class PredictConfig(Section, frozen=True):
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box that overlaps a better one by more "
-            "[default: evaluate.nms_iou, else the network's own]",
+            "NMS IoU threshold [default: evaluate.nms_iou, else the network's own]",
             metavar="X",
             aliases=IOU_ALIASES,
         ),
     ] = None
     max_detections: Annotated[
         Count | None,
-        setting("Keep only the N best boxes of a picture", metavar="N", aliases=("--max-det",)),
+        setting("Keep at most N boxes per image", metavar="N", aliases=("--max-det",)),
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=32)] | None,
-        setting("Detect on tiles of N pixels and on the whole picture, and merge", metavar="N"),
+        setting("Also detect on tiles of N pixels, for small objects", metavar="N"),
     ] = None
     tile_overlap: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=0.9)],
-        setting("Overlap of neighbouring tiles, as a fraction of a tile", metavar="X"),
+        setting("Overlap of neighboring tiles, as a fraction of a tile", metavar="X"),
     ] = 0.2
     every: Annotated[
         Count, setting("Videos and cameras: detect on every Nth frame", metavar="N")
@@ -107,10 +106,13 @@ class PredictConfig(Section, frozen=True):
         Count | None,
         setting("Videos and cameras: stop after N frames [default: at the end]", metavar="N"),
     ] = None
-    recursive: Annotated[bool, setting("Search folders below the given ones, too")] = False
+    recursive: Annotated[bool, setting("Also search subfolders")] = False
     save: Annotated[
         SaveFormat | None,
         setting("Write detections in this format into --out, for labelling tools"),
     ] = None
     batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
+    precision: Annotated[
+        Literal["bf16", "fp32"], setting("Precision of the network", choice_flags=True)
+    ] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
