@@ -62,6 +62,10 @@ def run() -> None:
         raise SystemExit(shell_completion.complete())
     if is_training:
         signals.install()
+    from ssdctl.runtime.process_settings import limit_threads
+
+    if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers
+        limit_threads()
     from ssdctl.launch.exit_codes import recorded_exit
 
     with recorded_exit():

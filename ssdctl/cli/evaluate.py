@@ -49,9 +49,8 @@ def evaluate(
         str | None,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="A checkpoint, an ONNX file of ssdctl export, a run folder (its best checkpoint), "
-            "a detector's name, hf://org/name, or a COCO results file "
-            "(default: the newest run of runs/)",
+            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
+            "[default: the newest run]",
             show_default=False,
         ),
     ] = None,
@@ -67,15 +66,14 @@ def evaluate(
         typer.Option(
             "--report",
             metavar="DIR",
-            help="Write report.html and evaluation.json to DIR: PR curves, errors, samples",
+            help="Write an HTML report to DIR",
         ),
     ] = None,
 ) -> None:
     """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
-    Checkpoints remember their dataset, so you can omit --data. All images of the split are scored,
-    in the precision of the run unless --bf16 or --fp32 is given. The output has the AP of each
-    class and how much AP50 each type of error costs.
+    Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
+    classes, and how much AP50 each type of error costs.
     """
     from ssdctl.evaluate.sources import files_to_score, locate_source
 

@@ -21,7 +21,7 @@ from ssdctl.runtime.process_settings import tune_process
 if TYPE_CHECKING:
     from PIL import Image
 
-    from ssdctl.inference.drawing import Style
+    from ssdctl.inference.drawing import DrawingStyle
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Prediction, UnreadablePicture
     from ssdctl.inference.sources import Source
@@ -62,11 +62,10 @@ def predict(
     arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="[MODEL] IMAGE...",
-            help="A checkpoint, ONNX file, run folder, detector name or hf://org/name "
-            "(default: the newest run of runs/); then image files, folders, glob patterns (** "
-            "matches subfolders), http(s) URLs, - for a list on standard input, videos, or a "
-            "camera (/dev/video0)",
+            metavar="[CKPT|RUN] IMAGE...",
+            help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
+            "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
+            "a list on stdin; or videos, or a camera (/dev/video0)",
             show_default=False,
         ),
     ],
@@ -75,8 +74,7 @@ def predict(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Output folder: annotated images (or the --save format) and detections.json; "
-            "annotated videos and detections.jsonl",
+            help="Output folder: annotated images (or the --save format) and detections.json",
         ),
     ] = None,
     line_width: Annotated[
@@ -86,19 +84,19 @@ def predict(
             metavar="PX",
             min=1,
             max=200,
-            help="Width of drawn boxes; the text follows (default: from the image's size)",
+            help="Line width of drawn boxes [default: from the image's size]",
             show_default=False,
         ),
     ] = None,
     hide_labels: Annotated[bool, typer.Option("--hide-labels", help="Draw no class names")] = False,
     hide_scores: Annotated[bool, typer.Option("--hide-scores", help="Draw no scores")] = False,
 ) -> None:
-    """Detect objects on images and videos: as counts, JSON, drawn, or for labeling tools.
+    """Detect objects in images and videos.
 
-    Drawn images keep their file format. An image that cannot be read gives a warning, and exit code
-    3 after the others are done; one that cannot be downloaded exit code 4. -v prints the boxes.
+    Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
+    An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.drawing import Style
+    from ssdctl.inference.drawing import DrawingStyle
     from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
@@ -111,7 +109,7 @@ def predict(
     if not images:
         raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
     folder = None if out is None else Path(out)
-    style = Style(line_width, not hide_labels, not hide_scores)
+    style = DrawingStyle(line_width, not hide_labels, not hide_scores)
     videos = split_videos(images)
     if videos:
         from ssdctl.cli.predict_video import check_video_options, predict_videos
@@ -180,7 +178,7 @@ def _predict(
     sources: list[Source],
     out: Path | None,
     targets: list[Path],
-    style: Style,
+    style: DrawingStyle,
 ) -> list[UnreadablePicture]:
     """Print, draw and save the detections; return the images that cannot be read."""
     from ssdctl.inference.batches import predict_sources
@@ -234,7 +232,7 @@ def _line(result: Prediction, *, with_boxes: bool) -> str:
     return "\n".join(map(printable_line, [line, *boxes]))
 
 
-def _draw(result: Prediction, target: Path, style: Style) -> None:
+def _draw(result: Prediction, target: Path, style: DrawingStyle) -> None:
     from ssdctl.inference.drawing import draw
     from ssdctl.inference.predict import open_picture
 

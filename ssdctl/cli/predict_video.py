@@ -15,7 +15,7 @@ from ssdctl.inference.sources import is_camera
 from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
-    from ssdctl.inference.drawing import Style
+    from ssdctl.inference.drawing import DrawingStyle
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection
     from ssdctl.inference.video import Frame
@@ -47,7 +47,7 @@ def check_video_options(call: Call, videos: list[str], out: Path | None) -> None
 
 
 def predict_videos(
-    call: Call, predictor: Predictor, videos: list[str], out: Path | None, style: Style
+    call: Call, predictor: Predictor, videos: list[str], out: Path | None, style: DrawingStyle
 ) -> None:
     """Print the detections of each frame as they come, and write annotated videos.
 
@@ -87,7 +87,7 @@ def _annotated(out: Path, name: str) -> Path:
 
 
 def _predict_video(
-    call: Call, predictor: Predictor, name: str, target: Path | None, add: Sink, style: Style
+    call: Call, predictor: Predictor, name: str, target: Path | None, add: Sink, style: DrawingStyle
 ) -> None:
     from ssdctl.inference.video import open_video, predict_frames
 
@@ -119,7 +119,7 @@ def _predict_video(
 
 
 @contextlib.contextmanager
-def _writer(target: Path | None, rate: float, style: Style) -> Iterator[Sink]:
+def _writer(target: Path | None, rate: float, style: DrawingStyle) -> Iterator[Sink]:
     """Write frames to an annotated video, published at the end; without a target, do nothing."""
     if target is None:
         yield lambda frame, found: None

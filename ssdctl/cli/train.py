@@ -13,6 +13,7 @@ from ssdctl.errors import DataError, Stopped
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime import signals
+from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
     "train",
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
+    short=(
+        "--data",
+        "--out",
+        "--init",
+        "--preset",
+        "--epochs",
+        "--bs",
+        "--lr",
+        "--device",
+        "--bf16",
+        "--fp16",
+        "--fp32",
+        "--resume",
+        "--eval-every",
+        "--dry-run",
+    ),
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
@@ -36,13 +53,14 @@ if TYPE_CHECKING:
 def train(
     call: Call,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan without training or writing files")
+        bool,
+        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
     ] = False,
 ) -> None:
-    """Train SSD300, or continue a run that was stopped.
+    """Train a detector, or resume a stopped run.
 
-    The same command resumes from the newest intact checkpoint in the run folder. On SIGTERM or
-    Ctrl-C the run is saved and exits with 75; a second Ctrl-C exits immediately.
+    Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
+    second Ctrl-C exits immediately.
     """
     if dry_run:
         _show_plan(call)
@@ -113,8 +131,11 @@ def _show_plan(call: Call) -> None:
     check_weight_sources(config)
     needs = "" if call.console.as_json else _disk_needed(config, classes)
     recipe = rule or f"preset {config.train.preset}"
-    table = _described(plan) + f"\n{'recipe':<20}{recipe}"
-    call.console.result({**plan.as_json(), "recipe": recipe}, table + needs)
+    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    threads = f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else "")
+    table = _described(plan) + f"\n{'recipe':<20}{recipe}\n{'decode threads':<20}{threads}"
+    result = {**plan.as_json(), "recipe": recipe, "workers": workers, "cpu_quota": quota}
+    call.console.result(result, table + needs)
 
 
 def _disk_needed(config: Config, classes: int) -> str:

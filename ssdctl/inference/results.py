@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.errors import SsdctlError, missing_package
-from ssdctl.inference.drawing import BoxLabel, Style, draw
+from ssdctl.inference.drawing import BoxLabel, DrawingStyle, draw
 from ssdctl.inference.sources import Source
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Result(list[Detection]):
         Raises:
             DataError: The file does not exist any more.
         """
-        style = Style(line_width, labels, scores)
+        style = DrawingStyle(line_width, labels, scores)
         return draw(self._open_picture(self.picture), [d.as_box_label() for d in self], style)
 
     def _repr_png_(self) -> bytes:

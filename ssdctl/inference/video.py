@@ -24,7 +24,7 @@ from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, UsageError, missing_package
-from ssdctl.inference.drawing import DEFAULT_STYLE, Style, draw
+from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle, draw
 from ssdctl.inference.predict import TILES_PER_PASS, Predictor, View, view_of
 from ssdctl.inference.results import Detection
 from ssdctl.inference.sources import is_camera
@@ -190,7 +190,7 @@ class VideoWriter:
         style: How the detections are drawn.
     """
 
-    def __init__(self, file: IO[bytes], rate: float, style: Style = DEFAULT_STYLE) -> None:
+    def __init__(self, file: IO[bytes], rate: float, style: DrawingStyle = DEFAULT_STYLE) -> None:
         self._av, self._style = _package(), style
         self._container = self._av.open(file, "w", format="mp4")
         self._rate = max(round(rate), 1)
