@@ -42,7 +42,7 @@ def test_a_slower_machine_is_promised_more_time() -> None:
 @pytest.mark.parametrize("steps", [demo.USEFUL_STEPS, 370, demo.FULL_STEPS])
 def test_a_demo_evaluates_often_enough_for_curves(steps: int) -> None:
     train = resolve(
-        overrides=[Override("train.eval_every", demo.recipe(steps).split()[-1], "--eval-every")],
+        overrides=[Override("train.eval_every", demo.recipe(steps).split()[-3], "--eval-every")],
         environment={},
         default_file=False,
     ).config.train
