@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ssdctl.errors import DiskError
+from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
 from ssdctl.runtime.printable import printable, printable_line, printable_message
 from ssdctl.runtime.progress import progress_bar
@@ -59,7 +59,7 @@ class Console:
     Args:
         as_json: Write one JSON object to stdout and nothing else.
         quiet: Write only warnings and errors to stderr.
-        verbose: Print the traceback of errors.
+        verbose: Print details, and tracebacks of errors.
     """
 
     def __init__(
@@ -120,8 +120,9 @@ class Console:
             self._write(f"{padded}  {printable_line(redact_urls(text))}", sys.stderr)
 
     def error(self, error: SsdctlError) -> None:
-        """Write the message and the hint of an expected failure to stderr."""
-        self._message(str(error), label="error", style="red")
+        """Write the message and the hint of an expected failure, or of a stop, to stderr."""
+        is_stop = isinstance(error, (Interrupted, Stopped))
+        self._message(str(error), label="" if is_stop else "error", style="red")
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
 

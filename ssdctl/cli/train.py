@@ -80,7 +80,7 @@ def train(
 
         root, _ = dataset_folders(call.config.data)
         call.console.info(f"dataset {root}, run folder {run}")
-        with TrainingDisplay(call.console) as display:
+        with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
                 with_absolute_data(call.resolved),
                 emit=display.show,
