@@ -137,14 +137,42 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
-def test_a_plan_without_a_dataset_assumes_coco(cli: Cli) -> None:
-    for options in (["--data", "none"], []):
-        result = cli("train", "--dry-run", "--json", "--bs", 32, *options)
-        assert result.code == 0, result.err
-        plan = json.loads(result.out)
-        assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
-        assert "117,266" in result.err
-        assert "no such dataset folder" in result.err
+def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
+    result = cli("train", "--dry-run", "--json", "--bs", 32)
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
+    assert "117,266" in result.err
+    wrong = cli("train", "--dry-run", "--data", "none")
+    assert (wrong.code, wrong.out) == (3, "")
+    assert "none" in wrong.err
+    assert cli("train", "--dry-run", "--fake-data", "--data", "none").code == 0
+
+
+def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
+    plan = cli("train", "--data", shapes, "--init", "x.pt", "--bs", 4, "--dry-run", "--lr", 1e-3)
+    assert plan.code == 2
+    plan = cli("train", "--data", shapes, "--bs", 4, "--dry-run", "--lr", 1e-3, "--device", "cpu")
+    for word in ("cpu", "ball", "ring", "resnet34", "0.001", "0.000125"):
+        assert word in plan.out
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (["--steps", 20], False),  # the small-data rule fits its schedule to it
+        (["--steps", 20, "--preset", "stable-r34"], True),
+        (["--steps", 20, "--lr-decay", "cosine", "--decay-epochs", "1,65"], True),
+        (["--preset", "stable-r34"], False),
+        (["--steps", 20, "--fake-data", "--preset", "stable-r34"], False),
+    ],
+)
+def test_a_plan_tells_what_steps_do_not_reach(
+    cli: Cli, shapes: Path, options: list[object], is_told: bool
+) -> None:
+    result = cli("train", "--data", shapes, "--dry-run", *options)
+    assert result.code == 0, result.err
+    assert ("--steps 20" in result.err) == is_told
 
 
 @pytest.mark.parametrize(
