@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
 MAX_MESSAGE = 20_000  # characters
-STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
+STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1", "dim": "2"}
 
 
 class MessageHandler(logging.Handler):
@@ -247,6 +247,11 @@ def _json(data: Any) -> str:
     if _encodable(text, sys.stdout) == text:
         return text
     return json.dumps(data, allow_nan=False)
+
+
+def is_encodable(text: str, stream: IO[str]) -> bool:
+    """Return whether the stream's encoding has all letters of the text."""
+    return _encodable(text, stream) == text
 
 
 def _encodable(text: str, stream: IO[str]) -> str:
