@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ssdctl.errors import DiskError
+from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
 from ssdctl.runtime.printable import printable, printable_line, printable_message
 from ssdctl.runtime.progress import progress_bar
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
 MAX_MESSAGE = 20_000  # characters
-STYLES = {"dim": "2", "red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
+STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1", "dim": "2"}
 
 
 class MessageHandler(logging.Handler):
@@ -61,7 +61,7 @@ class Console:
     Args:
         as_json: Write one JSON object to stdout and nothing else.
         quiet: Write only warnings and errors to stderr.
-        verbose: Print the traceback of errors.
+        verbose: Print details, and tracebacks of errors.
     """
 
     def __init__(
@@ -146,8 +146,10 @@ class Console:
         return f"{line[: len(line) - len(text)]}{start}{text}\033]8;;\033\\"
 
     def error(self, error: SsdctlError) -> None:
-        """Write the message and the hint of an expected failure to stderr."""
-        self._message(str(error), label="error", style="red")
+        """Write the message and the hint of an expected failure, or of a stop, to stderr."""
+        is_stop = isinstance(error, (Interrupted, Stopped))
+        label, style = ("", "") if is_stop else ("error", "red")
+        self._message(str(error), label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
 
@@ -263,6 +265,11 @@ def _json(data: Any) -> str:
     if _encodable(text, sys.stdout) == text:
         return text
     return json.dumps(data, allow_nan=False)
+
+
+def is_encodable(text: str, stream: IO[str]) -> bool:
+    """Return whether the stream's encoding has all letters of the text."""
+    return _encodable(text, stream) == text
 
 
 def _encodable(text: str, stream: IO[str]) -> str:
