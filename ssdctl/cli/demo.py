@@ -311,10 +311,12 @@ def _print_result(
         "commands": commands,
     }
     call.console.info("")
+    ap = call.console.painted(f"AP {best['AP']:.3f}  AP50 {best['AP50']:.3f}", "green")
     call.console.result(
         data,
-        f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on {VAL_IMAGES} held-out images after "
-        f"{steps} steps from random weights, in {duration(spent_s)}",
+        f"{ap}  on {VAL_IMAGES} held-out images, {steps} steps from random weights; "
+        f"this start took {duration(spent_s)}",
+        is_painted=True,
     )
     call.console.closing(
         [("detections", sheet), ("report", report), ("best", str(RunDir(run).best))],
