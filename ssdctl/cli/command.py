@@ -26,6 +26,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.resolve import Override, Resolved, parse_assignments, resolve
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, select
+from ssdctl.config.sources import of_call
 from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
 from ssdctl.runtime.printable import printable
 from ssdctl.runtime.redact import redact_urls
@@ -189,7 +190,7 @@ def _call(
                 continue
             if setting.is_flag and value is False:
                 flag = setting.flags[1]
-            overrides.append(Override(setting.path, constant or value, flag))
+            overrides.append(Override(setting.path, constant or value, of_call(flag)))
     resolved = resolve(
         file=file,
         overrides=[*parse_assignments(assignments), *overrides],

@@ -19,6 +19,7 @@ from ssdctl.config.resolve import (
     resolve,
 )
 from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.sources import of_call
 from ssdctl.errors import UsageError
 
 PRESETS = all_settings()["train.preset"].choices
@@ -27,7 +28,7 @@ PRESETS = all_settings()["train.preset"].choices
 def resolved(
     *overrides: tuple[str, object], file: Path | None = None, **environment: str
 ) -> Resolved:
-    given_here = [Override(path, value, f"--{path}") for path, value in overrides]
+    given_here = [Override(path, value, of_call(f"--{path}")) for path, value in overrides]
     return resolve(
         file=str(file) if file else None,
         overrides=given_here,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.config.resolve import Override, Resolved, resolve
+from ssdctl.config.sources import of_call
 from ssdctl.train.schedule import TrainSchedule, make_plan
 from ssdctl.train.small_data import adapt_to_data, may_shorten_warmup
 
@@ -23,7 +24,7 @@ RUN = "--backbone resnet18 --backbone-weights none --workers 1 --fp32 --device c
 
 
 def settings(**values: object) -> Resolved:
-    overrides = [Override(f"train.{key}", value, "--option") for key, value in values.items()]
+    overrides = [Override(f"train.{key}", value, of_call("--option")) for key, value in values.items()]
     return resolve(overrides=overrides, environment={}, default_file=False)
 
 
