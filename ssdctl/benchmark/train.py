@@ -27,6 +27,7 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
 from ssdctl.train.optimizer import build_optimizer
@@ -68,7 +69,7 @@ def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> 
     device = open_device(config.device, ranks.local_rank, config.execution)
     for notice in device.notices:
         log.info(notice)
-    with process_group(ranks, device):
+    with process_group(ranks, device), without_dynamo():
         model = resolved.config.model
         architecture = Architecture(model.backbone, model.extra_norm, COCO_OUTPUTS)
         run = finalize(

@@ -11,7 +11,7 @@ import typer
 
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
-from ssdctl.config import TrainConfig
+from ssdctl.config import Resolved
 from ssdctl.runs.layout import RunDir
 
 # Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
@@ -38,16 +38,15 @@ REPORT_S = 10.0
 )
 def demo(
     call: Call,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write to")] = "demo",
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder")] = "demo",
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Seed of the data and the training")
+        int, typer.Option("--seed", metavar="N", min=0, help="Seed of data and training")
     ] = 0,
 ) -> None:
-    """Run all steps in minutes, without network: dataset, training, evaluation, report.
+    """Run the full pipeline in minutes, offline.
 
-    A small detector is trained from random weights to find shapes, for as many steps as five
-    minutes allow on this machine. Each command is printed before it runs. An interrupted demo
-    continues when it is run again.
+    A small detector is trained from random weights to find shapes, for about five minutes. Each
+    command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()
     folder = Path(out)
@@ -69,7 +68,7 @@ def demo(
     run_step("prepare", "--data", str(data))
     steps = steps_of_run(run)
     if steps is None:
-        step_s = seconds_per_step(call.config.train)
+        step_s = seconds_per_step(call.resolved)
         steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
         call.console.info(f"\n{_training_length(steps, step_s)}")
     run_step("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
@@ -84,31 +83,33 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS)
 
 
-def seconds_per_step(config: TrainConfig) -> float:
+def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
+    from ssdctl.train.light_optimizer import without_dynamo
     from ssdctl.train.memory import random_batch
     from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.setup import choose_precision
+    from ssdctl.train.run import settle_precision
     from ssdctl.train.step import TrainStep
 
-    config = msgspec.structs.replace(config, optimizer="adamw", clip_grad=10.0)
+    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    precision = choose_precision(config.precision, device)
-    step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
+    precision = settle_precision(resolved, device)[0].config.train.precision
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        step([batch], 1e-6)
-        times.append(time.perf_counter() - start)
+    with without_dynamo():
+        step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
+        for _ in range(4):
+            start = time.perf_counter()
+            step([batch], 1e-6)
+            times.append(time.perf_counter() - start)
     return min(times[1:])  # the first one allocates; others may be disturbed by other processes
 
 

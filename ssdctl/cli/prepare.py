@@ -28,32 +28,30 @@ MAX_EXAMPLES = 5  # of each kind of finding, in the table
         "ssdctl prepare --data /data/coco",
         "ssdctl prepare --data /data/coco --no-pack   # only the index, images are not copied",
         "ssdctl prepare --data /readonly/coco --store /scratch/coco-store --shrink 480",
-        "ssdctl prepare --data /data/coco --store /nvme/coco --encoding raw --shrink 512",
-        "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the layout is detected",
+        "ssdctl prepare --data coco --store /nvme/coco --encoding raw --shrink 512",
+        "ssdctl prepare --data VOCdevkit/VOC2012 --preview boxes.png   # the format is detected",
         "ssdctl prepare --data export/data.yaml --split 0.9 --classes cat,dog",
     ],
 )
 def prepare(
     call: Call,
     force: Annotated[
-        bool, typer.Option("--force", help="Write the store again even if nothing changed")
+        bool, typer.Option("--force", help="Prepare again even if nothing changed")
     ] = False,
     preview: Annotated[
         Path | None,
         typer.Option(
             "--preview",
             metavar="FILE",
-            help="Draw some training images with their boxes, original and augmented, to FILE "
-            "(.png, .jpg)",
+            help="Draw training images with their boxes",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Check every annotation and every image's header, and write the store that training reads.
+    """Check images and annotations, and pack them for training.
 
-    The layout of the dataset is detected. Images and boxes that cannot be used are repaired or
-    dropped; the output counts them and report.json in the store lists them. An interrupted prepare
-    continues if the command is run again.
+    The format of the dataset is detected. Unusable images and boxes are repaired or dropped;
+    report.json lists them. Run the command again to continue an interrupted one.
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.open_dataset import prepare_dataset

@@ -17,7 +17,7 @@ from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
-    from ssdctl.config import Config
+    from ssdctl.train.run import Run
     from ssdctl.train.schedule import TrainSchedule
 
 
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     "train",
     panel="Train",
     settings=["data.*", "model.*", "train.*"],
+    short=(
+        "--data",
+        "--out",
+        "--init",
+        "--preset",
+        "--epochs",
+        "--bs",
+        "--lr",
+        "--device",
+        "--bf16",
+        "--fp16",
+        "--fp32",
+        "--resume",
+        "--eval-every",
+        "--dry-run",
+    ),
     examples=[
         "ssdctl train --data /data/coco --out runs/first",
         "ssdctl train --preset nvidia-r50 --bs 64 --bf16",
@@ -37,13 +53,14 @@ if TYPE_CHECKING:
 def train(
     call: Call,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan without training or writing files")
+        bool,
+        typer.Option("--dry-run", help="Print the plan without training", rich_help_panel="Run"),
     ] = False,
 ) -> None:
-    """Train SSD300, or continue a run that was stopped.
+    """Train a detector, or resume a stopped run.
 
-    The same command resumes from the newest intact checkpoint in the run folder. On SIGTERM or
-    Ctrl-C the run is saved and exits with 75; a second Ctrl-C exits immediately.
+    Ctrl-C and SIGTERM save the run and exit with 75; run the same command again to continue. A
+    second Ctrl-C exits immediately.
     """
     if dry_run:
         _show_plan(call)
@@ -89,10 +106,11 @@ def train(
 
 
 def _show_plan(call: Call) -> None:
+    from ssdctl.config.devices import DEVICE_TYPES
     from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES, WHAT_IS_DROPPED
     from ssdctl.data.open_dataset import count_trainable
     from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.train.small_data import adapted_plan
+    from ssdctl.train.run import finalize
     from ssdctl.train.weight_sources import check_weight_sources
 
     root, folder = dataset_folders(call.config.data)
@@ -107,32 +125,40 @@ def _show_plan(call: Call) -> None:
         images, classes = count_trainable(root, folder)
     if not images:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    limit = call.config.train.limit_train
-    images, world_size = min(images, limit or images), find_ranks().world_size
-    plan, (resolved, rule) = adapted_plan(call.resolved, images, world_size)
-    config = resolved.config
+    ranks = find_ranks()
+    network = None
+    if call.config.train.init is not None:
+        from ssdctl.train.setup import planned_network  # late: torch takes seconds
+
+        network = planned_network(call.resolved)
+    device = DEVICE_TYPES.get(call.config.train.device)
+    run = finalize(call.resolved, device, ranks, images, network=network)
+    for notice in run.notices:
+        call.console.warning(notice)
+    plan, config = run.plan, run.config
     check_weight_sources(config)
-    needs = "" if call.console.as_json else _disk_needed(config, classes)
-    recipe = rule or f"preset {config.train.preset}"
-    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    needs = "" if call.console.as_json else _disk_needed(run, classes)
+    recipe = run.rule or f"preset {config.train.preset}"
+    workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     threads = f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else "")
     table = _described(plan) + f"\n{'recipe':<20}{recipe}\n{'decode threads':<20}{threads}"
     result = {**plan.as_json(), "recipe": recipe, "workers": workers, "cpu_quota": quota}
     call.console.result(result, table + needs)
 
 
-def _disk_needed(config: Config, classes: int) -> str:
+def _disk_needed(run: Run, classes: int) -> str:
     """Return a line about the disk space that the checkpoints need and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes
 
+    config = run.config
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
     return (
         f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
         f"{kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_dir(config).path.absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB are free"
     )
 
 

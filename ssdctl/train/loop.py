@@ -38,6 +38,7 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints
 from ssdctl.train.nonfinite import NonFiniteGuard
@@ -84,6 +85,7 @@ def run_training(
         device = open_device(config.device, ranks.local_rank, config.execution)
     with (
         deterministic_kernels(config.deterministic),
+        without_dynamo(),
         process_group(ranks, device, config.rank_timeout),
     ):
         for notice in device.notices:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.config.render import snapshot
-from ssdctl.config.resolve import Resolved
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import write_text

@@ -88,7 +88,7 @@ def finalize(
     out = run_dir(resolved.config).path
     notices = []
     if device is not None:
-        resolved, notice = _with_precision(resolved, device)
+        resolved, notice = settle_precision(resolved, device)
         notices += [notice] if notice else []
     if network is not None:
         resolved = _with_network(resolved, network)
@@ -111,7 +111,7 @@ def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ..
     Raises:
         UsageError: See `finalize`.
     """
-    _, notice = _with_precision(resolved, device)
+    _, notice = settle_precision(resolved, device)
     if resolved.is_chosen("train.warmup"):
         check_warmup(resolved.config.train)
     return (notice,) if notice else ()
@@ -122,7 +122,7 @@ def trained_images(config: TrainConfig, images: int) -> int:
     return min(images, config.limit_train or images, config.overfit or images)
 
 
-def _with_precision(resolved: Resolved, device: DeviceFacts) -> tuple[Resolved, str | None]:
+def settle_precision(resolved: Resolved, device: DeviceFacts) -> tuple[Resolved, str | None]:
     """Settle the precision; a preset's that the device lacks becomes the device's best.
 
     Returns:

@@ -36,7 +36,8 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
-from ssdctl.errors import DataError, IntegrityError, UsageError
+from ssdctl.download.detectors import DetectorSource, cached_path
+from ssdctl.errors import DataError, IntegrityError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
@@ -194,7 +195,10 @@ def planned_network(resolved: Resolved) -> Network | None:
     if config.train.init is None or resolved.is_chosen("train.preset"):
         return None
     source = resolve_source(config.train.init)
-    if not isinstance(source, Path) and not run_dir(config).step_checkpoints():
+    is_here = isinstance(source, Path) or (
+        isinstance(source, DetectorSource) and cached_path(source) is not None
+    )
+    if not is_here and not run_dir(config).step_checkpoints():
         return None
     return _network_of(config, InitCheckpoint(config))
 

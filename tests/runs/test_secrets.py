@@ -11,8 +11,8 @@ from conftest import Result
 
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot
 from ssdctl.config.resolve import Override, read_toml, resolve
-from ssdctl.config.sources import of_call
 from ssdctl.config.settings import all_settings
+from ssdctl.config.sources import of_call
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment
 from ssdctl.runs.reader import read_run

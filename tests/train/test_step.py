@@ -8,9 +8,9 @@ from torch import nn
 
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.config.sources import of_call
 from ssdctl.errors import NonFiniteError
 from ssdctl.input.loader import Batch
 from ssdctl.model.backbone import freeze_stem
