@@ -7,6 +7,7 @@ file has only the weights and the classes.
 
 from __future__ import annotations
 
+import errno
 import re
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from ssdctl.checkpoint.validation import (
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
+from ssdctl.files import unreadable
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
@@ -186,7 +188,8 @@ def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Check
         raise IntegrityError(
             f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
-    names = payload.get("label_map", {})
+    names = payload.get("label_map")
+    names = {} if names is None else names
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")
@@ -281,6 +284,8 @@ def read_payload(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise unreadable(path, error) from None
         raise IntegrityError(
             f"{path}: not a checkpoint, or one with more than plain tensors: {_reason(error)}",
             hint="no code of it was run",

@@ -34,6 +34,7 @@ from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.config.sources import of_call
 from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
+from ssdctl.files import disk_error
 from ssdctl.runtime.printable import printable
 from ssdctl.runtime.redact import redact_urls
 
@@ -166,11 +167,11 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
         console.error(problem)
         raise SystemExit(problem.exit_code) from None
     except OSError as error:
-        if error.filename is None:  # not a file that the user or an input named
-            raise
+        if error.errno is None or isinstance(error, ConnectionError):
+            raise  # not of a file
         if console.verbose:
             _print_traceback()
-        console.error(DiskError(f"{error.filename}: {error.strerror}", hint="check the path"))
+        console.error(disk_error(error, error.filename or "a file", "reading or writing"))
         raise SystemExit(DiskError.exit_code) from None
     except KeyboardInterrupt:
         console.error(Interrupted("interrupted"))

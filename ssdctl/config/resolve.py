@@ -177,7 +177,7 @@ def read_toml(path: Path) -> list[Override]:
         UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
-        text = read_text(path, MAX_FILE_BYTES)
+        text = read_text(path, MAX_FILE_BYTES, may_be_pipe=True)
         tables = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None

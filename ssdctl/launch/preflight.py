@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.resolve import Resolved
-from ssdctl.data.open_dataset import count_trainable
+from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks
@@ -56,7 +56,7 @@ def _count_images(config: Config) -> int | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        images, _ = count_trainable(root, folder)
+        images = count_images(root, folder).trainable
     except DataError:  # the ranks report it
         return None
     return images

@@ -150,8 +150,6 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
     check_shares(run.plan.batch_size, device)
     for notice in run.notices:
         log.warning("%s", notice)
-    if run.rule is not None and ranks.is_main:
-        log.info("%s; --preset %s is the unchanged recipe", run.rule, config.train.preset)
     train = train._replace(trainable=train.trainable[: run.plan.images])
     val_rows = None
     if config.train.overfit is not None:  # train and evaluate on the same few images
@@ -194,12 +192,11 @@ def planned_network(resolved: Resolved) -> Network | None:
     config = resolved.config
     if config.train.init is None or resolved.is_chosen("train.preset"):
         return None
-    source = resolve_source(config.train.init)
-    is_here = isinstance(source, Path) or (
-        isinstance(source, DetectorSource) and cached_path(source) is not None
-    )
-    if not is_here and not run_dir(config).step_checkpoints():
-        return None
+    if not run_dir(config).step_checkpoints():
+        source = resolve_source(config.train.init)
+        is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
+        if not is_cached and not isinstance(source, Path):
+            return None
     return _network_of(config, InitCheckpoint(config))
 
 
@@ -301,7 +298,6 @@ def load_first_weights(setup: Setup) -> None:
         checkpoint = setup.init.take()
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
-        log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
             log.info(
@@ -324,7 +320,6 @@ def load_first_weights(setup: Setup) -> None:
         # It is in the cache now; on another node that node's first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
-    log.info("backbone weights: %s", path)
 
 
 def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:

@@ -53,11 +53,11 @@ ENVIRONMENT = {
     "empty variable": {"SSDCTL_TRAIN__OUT": "", "SSDCTL_TRAIN__DETERMINISTIC": "true"},
 }
 RUNS = {
-    "small data": "--steps 2",
+    "small data": "--epochs 1 --bs 8",
     "preset on a CPU": "--preset nvidia-r50 --steps 1 --keep 1",
-    "own values": "--lr 0.01 --warmup 1st --epochs 2 --steps 2 --eval-every 1st --bf16",
-    "overfit": "--overfit 3 --steps 2 --limit-train 20 --eval-every 3",
-    "accumulate": "--accumulate 3 --steps 2 --save-every 1st --optimizer adamw --warmup 1st",
+    "own values": "--lr 0.01 --warmup 1st --epochs 1 --eval-every 1st --bf16",
+    "overfit": "--overfit 3 --epochs 1 --limit-train 20 --eval-every 3",
+    "accumulate": "--accumulate 3 --epochs 1 --save-every 1st --optimizer adamw --warmup 1st",
 }
 COMMON = "--device cpu --backbone resnet18 --extra-norm none --backbone-weights none --workers 1"
 

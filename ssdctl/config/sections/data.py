@@ -110,6 +110,9 @@ class PrepareConfig(Section, frozen=True):
         setting("Store image files (jpeg) or decoded pixels (raw, much larger)"),
     ] = "jpeg"
     verify_images: Annotated[bool, setting("Decode every image completely")] = False
+    keep_damaged: Annotated[
+        bool, setting("Use partly decodable images that --verify-images finds")
+    ] = False
     allow_dropped: Annotated[
         bool,
         setting("Continue even if more than 5% of images or boxes are dropped"),
