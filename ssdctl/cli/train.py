@@ -85,7 +85,7 @@ def train(
         from ssdctl.data.store_folder import with_absolute_data
         from ssdctl.train.loop import run_training
 
-        with TrainingDisplay(call.console) as display:
+        with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
                 with_absolute_data(call.resolved),
                 emit=display.show,

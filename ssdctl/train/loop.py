@@ -276,8 +276,8 @@ class _Trainer:
         # mpirun ends the other ranks soon after the first exits: not during a save.
         collectives.barrier(self.setup.ranks)
         raise Stopped(
-            f"stopped by {signal_name or 'another rank'} after step {self.step}; "
-            f"everything is saved in {self.setup.out}",
+            f"stopped by {signal_name or 'another rank'} at step {self.step}/"
+            f"{self.plan.total_steps}; progress saved in {self.setup.out}",
             hint="run the same command again to continue",
         )
 
