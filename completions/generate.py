@@ -75,7 +75,7 @@ def _value(command: Any, parameter: Any) -> dict[str, Any]:
 
 
 def _first_line(text: str | None) -> str:
-    return (text or "").replace("\\[", "[").partition("\n")[0]
+    return (text or "").partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ Wheels install them to share/man/man1, in which `man` searches for every program
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from ssdctl._version import __version__
+from ssdctl.cli.help import EXAMPLES
 from ssdctl.cli.main import click_tree
 
 FOLDER = Path(__file__).with_name("man")
@@ -32,7 +32,7 @@ ENVIRONMENT = {
     "SSDCTL_SECTION__KEY": "any setting, for example SSDCTL_TRAIN__BATCH_SIZE=64; "
     "`ssdctl config show` lists all keys. It overrides config files; the command line overrides "
     "it.",
-    "NO_COLOR": "no colours on a terminal",
+    "NO_COLOR": "no colors on a terminal",
     "TORCH_HOME": "parent folder of the backbone weights",
 }
 FILES = {
@@ -55,7 +55,7 @@ def pages() -> dict[str, str]:
 
 def _page(path: str, command: Any) -> str:
     name = path.replace(" ", "-")
-    text, _, examples = _plain(command.help).partition("\n\nExamples\n")
+    text, _, examples = (command.help or "").partition(EXAMPLES)
     summary, _, more = text.partition("\n")
     lines = [
         f'.TH {name.upper()} 1 "" "ssdctl {__version__}" "ssdctl manual"',
@@ -70,9 +70,16 @@ def _page(path: str, command: Any) -> str:
     if children := getattr(command, "commands", None):
         lines.append(".SH COMMANDS")
         for child_name, child in children.items():
-            first = _plain(child.help).partition("\n")[0]
+            first = (child.help or "").partition("\n")[0]
             lines += [".TP", f".BR {_roff(f'{name}-{child_name}')} (1)", _roff(first)]
     lines += _options(command)
+    if explained_by := getattr(command, "takes_options_of", ""):
+        lines += [
+            ".PP",
+            "All options of",
+            f".BR {_roff(f'ssdctl-{explained_by}')} (1)",
+            "work, too.",
+        ]
     if examples:
         commands = [line.removeprefix("$ ") for line in examples.splitlines()]
         lines += [".SH EXAMPLES", ".nf", *map(_roff, commands), ".fi"]
@@ -94,6 +101,8 @@ def _usage(command: Any) -> str:
 def _options(command: Any) -> list[str]:
     by_panel: dict[str, list[Any]] = {}
     for parameter in command.params:
+        if parameter.hidden:
+            continue
         if parameter.param_type_name == "argument":
             by_panel.setdefault("Arguments", []).append(parameter)
         else:
@@ -102,7 +111,7 @@ def _options(command: Any) -> list[str]:
     for panel, parameters in by_panel.items():
         lines.append(f".SS {_roff(panel)}")
         for parameter in parameters:
-            lines += [".TP", _heading(parameter), _roff(_plain(parameter.help))]
+            lines += [".TP", _heading(parameter), _roff(parameter.help or "")]
     return lines
 
 
@@ -124,11 +133,6 @@ def _definitions(title: str, entries: dict[str, str]) -> list[str]:
 def _paragraphs(text: str) -> list[str]:
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     return [line for part in paragraphs if part for line in (".PP", _roff(part))][1:]
-
-
-def _plain(text: str | None) -> str:
-    """Return the text without rich's markup and its escapes."""
-    return re.sub(r"\[/?bold\]", "", text or "").replace("\\[", "[")
 
 
 def _roff(text: str) -> str:

@@ -8,10 +8,12 @@ commands exit silently on Ctrl-C.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -43,10 +45,31 @@ def open_missing_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "w" if number else "r", encoding="utf-8"))
 
 
+class _Messages(io.FileIO):
+    """The file of stderr, in which lost messages are no error: a closed terminal must not end a run
+    before it is saved."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(data) or len(data)
+        return len(data)
+
+
+def ignore_lost_messages() -> None:
+    """Let stderr, and what libraries print there, drop what cannot be written."""
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(_Messages(sys.stderr.fileno(), "w", closefd=False)),
+        encoding=sys.stderr.encoding,
+        errors=sys.stderr.errors,
+        line_buffering=True,
+    )
+
+
 @own_exit_code()
 def run() -> None:
     """Run the command line, or answer a completion request of a shell."""
     open_missing_streams()
+    ignore_lost_messages()
     is_training = "train" in sys.argv[1:2]
     if os.getpid() == 1 and not is_training:
         # The first process of a container ignores signals without a handler: it would hold its
@@ -62,9 +85,16 @@ def run() -> None:
         raise SystemExit(shell_completion.complete())
     if is_training:
         signals.install()
+    from ssdctl.errors import ExitCode
     from ssdctl.launch.exit_codes import recorded_exit
+    from ssdctl.runtime.process_settings import limit_threads
 
-    with recorded_exit():
+    if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers
+        limit_threads()
+
+    with recorded_exit() as exit_now:
+        if is_training:
+            signals.exit_during_imports(lambda: exit_now(ExitCode.STOPPED))
         from ssdctl.cli.main import main
 
         if can_be_interrupted and not is_training:

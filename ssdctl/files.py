@@ -18,9 +18,9 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -34,6 +34,17 @@ COPY_BYTES = 1024 * 1024
 # What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 LOCK_POLL_S = 0.1
+# Errors of a path or a file that is not what is needed.
+UNSUITABLE_PATH = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EFBIG, errno.ENXIO,
+)  # fmt: skip
+# Errors after which the same operation may succeed: of a network file system, of a busy disk.
+TRANSIENT = (
+    errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EBUSY, errno.EAGAIN, errno.EINTR,
+)  # fmt: skip
+RETRY_AFTER_S = (1.0, 5.0, 20.0)
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -45,27 +56,54 @@ def disk_errors(path: Path, doing: str) -> Iterator[None]:
         where = error.filename or path
         if str(where).endswith(TEMPORARY_SUFFIX):
             where = path  # the user never named the temporary file
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskError(
-                f"no space left while {doing} {where}", hint="free some space, then run it again"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise DiskError(
-                f"no permission while {doing} {where}: {error.strerror}",
-                hint="choose a folder you may write to, or change its owner",
-            ) from error
-        if error.errno in (
-            errno.ENOTDIR,
-            errno.ENOENT,
-            errno.EEXIST,
-            errno.EISDIR,
-            errno.EIO,
-            errno.ENAMETOOLONG,
-            errno.EFBIG,
-        ):
-            hint = None if error.errno == errno.EIO else "choose another name or folder"
-            raise DiskError(f"{error.strerror} while {doing} {where}", hint=hint) from error
-        raise
+        if error.errno is None or isinstance(error, BrokenPipeError):
+            raise  # not of the file system; the reader of an output has ended
+        raise disk_error(error, where, doing) from error
+
+
+def disk_error(error: OSError, where: object, doing: str) -> DiskError:
+    """Return the error of a file system's refusal, with the path, the operation and its text."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskError(
+            f"no space left while {doing} {where}", hint="free some space, then run it again"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DiskError(
+            f"no permission while {doing} {where}: {error.strerror}",
+            hint="choose a folder you may access, or change its owner",
+        )
+    hint = "check that the disk or the network file system works, then run it again"
+    if error.errno in UNSUITABLE_PATH:
+        hint = "choose another name or folder"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        hint = "raise the limit of open files (ulimit -n), then run it again"
+    return DiskError(f"{error.strerror} while {doing} {where}", hint=hint)
+
+
+def unreadable(path: str | Path, error: Exception) -> DataError | DiskError:
+    """Return the error for a data file that cannot be read: exit 6 if the file system refuses, 3
+    if the path or the content is wrong."""
+    if isinstance(error, OSError) and error.errno not in (None, *UNSUITABLE_PATH):
+        return disk_error(error, path, "reading")
+    return DataError(f"{path}: cannot be read: {reason_of(error)}")
+
+
+def retry_transient(work: Callable[[], T]) -> T:
+    """Call `work`, again after some seconds if the file system refuses only for now.
+
+    Args:
+        work: May be called several times. Its failed calls leave nothing that hinders the next.
+    """
+    for wait_s in RETRY_AFTER_S:
+        try:
+            return work()
+        except (DiskError, OSError) as error:
+            cause = error.__cause__ if isinstance(error, DiskError) else error
+            if not isinstance(cause, OSError) or cause.errno not in TRANSIENT:
+                raise
+            log.warning("%s; trying again in %.0f s", error, wait_s)
+        time.sleep(wait_s)
+    return work()
 
 
 def no_follow(path: str | Path, flags: int) -> int:
@@ -154,7 +192,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
             with open(temporary, "xb", opener=no_follow) as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -173,27 +211,45 @@ def write_text(path: Path, content: str) -> None:
     write_bytes(path, content.encode())
 
 
-def read_limited(path: Path, max_bytes: int) -> bytes:
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading without waiting for the writer of a pipe.
+
+    Raises:
+        OSError: It cannot be opened, or is a folder, pipe, socket or device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+    os.close(descriptor)
+    if is_folder:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.ENXIO, "not a regular file", str(path))
+
+
+def read_limited(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> bytes:
     """Return the content of a file, unless it is larger than files of its kind can be.
 
     Raises:
-        OSError: It cannot be read, or has more than `max_bytes`.
+        OSError: It cannot be read, has more than `max_bytes`, or is not a regular file.
     """
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            limit = f"{max_bytes >> 20} MB" if max_bytes >= 1 << 20 else f"{max_bytes} bytes"
-            raise OSError(errno.EFBIG, f"over {limit}, the limit of such a file", str(path))
-        return file.read()
+    with path.open("rb") if may_be_pipe else open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = b"" if size > max_bytes else file.read(max_bytes + 1)
+    if max(size, len(content)) > max_bytes:
+        limit = f"{max_bytes >> 20} MB" if max_bytes >= 1 << 20 else f"{max_bytes} bytes"
+        raise OSError(errno.EFBIG, f"over {limit}, the limit of such a file", str(path))
+    return content
 
 
-def read_text(path: Path, max_bytes: int) -> str:
+def read_text(path: Path, max_bytes: int, *, may_be_pipe: bool = False) -> str:
     """Return the content of a UTF-8 file, which may begin with a byte order mark.
 
     Raises:
-        OSError, UnicodeDecodeError: It cannot be read, has more than `max_bytes`, or is not UTF-8;
-            UTF-16 is named.
+        OSError, UnicodeDecodeError: It cannot be read, has more than `max_bytes`, is not a regular
+            file, or is not UTF-8; UTF-16 is named.
     """
-    content = read_limited(path, max_bytes)
+    content = read_limited(path, max_bytes, may_be_pipe=may_be_pipe)
     refuse_utf16(content)
     return "\n".join(content.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
 
@@ -205,11 +261,11 @@ def reason_of(error: Exception) -> str:
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert errors of reading a user's data file to a `DataError` (exit 3)."""
+    """Convert errors of reading a user's data file, see `unreadable`."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def refuse_utf16(content: bytes) -> None:
@@ -223,12 +279,18 @@ def sync_dir(path: Path) -> None:
     """Flush a folder to disk, so that a rename in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError as error:  # some network file systems refuse to sync a folder
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync(descriptor: int) -> None:
+    """Flush a file or folder to disk, if its file system can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network and FUSE file systems do not support it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -20,9 +22,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdctl import files
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
 from ssdctl.download.partial_file import Part, part_paths
-from ssdctl.errors import DiskError, IntegrityError, UsageError
+from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.files import (
     atomic_write,
     disk_errors,
@@ -172,6 +175,100 @@ def test_a_second_name_on_another_disk_is_a_copy(tmp_path: Path) -> None:
         link_or_copy(source, tmp_path / "last")
     assert (tmp_path / "last").read_text() == "content"
     assert list(tmp_path.iterdir()) == [tmp_path / "last"]
+
+
+REFUSALS = [
+    "ESTALE",
+    "ENOTCONN",
+    "ETIMEDOUT",
+    "EREMOTEIO",
+    "ENODEV",
+    "EBUSY",
+    "EMFILE",
+    "ENFILE",
+    "ENOLCK",
+    "EIO",
+    "EAGAIN",
+    "EINTR",
+    "ENXIO",
+    "EPERM",
+    "EACCES",
+    "EROFS",
+    "EFBIG",
+    "ENOSPC",
+    "EDQUOT",
+    "ENOMEM",
+    "ECONNRESET",
+    "EINVAL",
+    "ENOTSUP",
+    "EHOSTDOWN",
+]
+
+
+def refuse(number: int, *_: object, **__: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("operation", ["open", "write", "fsync", "replace"])
+def test_every_refusal_of_the_system_is_a_disk_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, operation: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    number = getattr(errno, name)
+    refusal = functools.partial(refuse, number)
+    with monkeypatch.context() as patch:
+        if operation == "open":
+            patch.setattr(files, "no_follow", refusal)
+        elif operation != "write":
+            patch.setattr(Path if operation == "replace" else os, operation, refusal)
+        is_ignored = operation == "fsync" and name in ("EINVAL", "ENOTSUP")
+        expected = contextlib.nullcontext() if is_ignored else pytest.raises(DiskError)
+        with expected as caught, atomic_write(path) as file:
+            file.write(b"new")
+            if operation == "write":
+                refuse(number)
+    if caught is not None:
+        assert str(path) in str(caught.value)
+        words = "no space" if name in ("ENOSPC", "EDQUOT") else os.strerror(number)
+        assert words in str(caught.value)
+    assert path.read_text() == ("new" if is_ignored else "old")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("ESTALE", 4), ("EIO", 4), ("ETIMEDOUT", 4), ("EBUSY", 4), ("ENOTCONN", 1), ("ENOSPC", 1)],
+)
+def test_a_transient_refusal_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, calls: int
+) -> None:
+    assert files.RETRY_AFTER_S == (1, 5, 20)
+    monkeypatch.setattr(files, "RETRY_AFTER_S", (0, 0, 0))
+    times = 0
+
+    def work(good_call: int) -> int:
+        nonlocal times
+        times += 1
+        with disk_errors(tmp_path, "writing"):
+            if times != good_call:
+                refuse(getattr(errno, name))
+        return times
+
+    with pytest.raises(DiskError):
+        files.retry_transient(lambda: work(0))
+    assert times == calls
+    if calls > 1:
+        times = 0
+        assert files.retry_transient(lambda: work(3)) == 3
+
+
+def test_pipes_devices_and_folders_are_no_data_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, tmp_path / "absent"):
+        with pytest.raises(DataError, match=re.escape(str(path))), files.read_errors(path):
+            files.read_limited(path, 1 << 20)
 
 
 def test_other_errors_pass_through(tmp_path: Path) -> None:

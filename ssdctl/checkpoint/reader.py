@@ -7,6 +7,7 @@ file has only the weights and the classes.
 
 from __future__ import annotations
 
+import errno
 import re
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ from ssdctl.checkpoint.validation import (
 from ssdctl.config.fields import BackboneName
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
+from ssdctl.files import unreadable
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
@@ -281,6 +283,8 @@ def read_payload(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise unreadable(path, error) from None
         raise IntegrityError(
             f"{path}: not a checkpoint, or one with more than plain tensors: {_reason(error)}",
             hint="no code of it was run",

@@ -6,6 +6,7 @@ any size. Here everything is bound to the bytes that the file really has.
 
 from __future__ import annotations
 
+import errno
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from ssdctl.checkpoint.format import MAX_COUNT, Payload
 from ssdctl.checkpoint.pickled_storages import check_storages
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.errors import IntegrityError
+from ssdctl.files import disk_error
 from ssdctl.runtime.printable import listed
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -83,6 +85,7 @@ def check_zip(path: Path) -> None:
 
     Raises:
         IntegrityError: It is not; or its entries are larger than the file.
+        DiskError: It cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -95,13 +98,21 @@ def check_zip(path: Path) -> None:
             damaged = archive.testzip()
             if damaged is None:
                 check_storages(archive)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # EINVAL: of a damaged directory
+            raise disk_error(error, path, "reading") from None
+        raise _not_a_checkpoint(path, error) from None
     except Exception as error:  # zipfile raises a dozen kinds on a broken directory
-        raise IntegrityError(
-            f"{path}: not a checkpoint, or a damaged one: {error}",
-            hint="an earlier one may be intact: look in the run's checkpoints/",
-        ) from None
+        raise _not_a_checkpoint(path, error) from None
     if damaged is not None:
         raise IntegrityError(f"{path}: damaged: the CRC of {damaged} is wrong")
+
+
+def _not_a_checkpoint(path: Path, error: Exception) -> IntegrityError:
+    return IntegrityError(
+        f"{path}: not a checkpoint, or a damaged one: {error}",
+        hint="an earlier one may be intact: look in the run's checkpoints/",
+    )
 
 
 Shape = tuple[int, ...]

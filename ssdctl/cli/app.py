@@ -9,15 +9,17 @@ from typing import Annotated
 
 import typer
 
-from ssdctl._version import __version__
-from ssdctl.cli.command import MARKUP, make_options
+from ssdctl.cli.command import make_options
+from ssdctl.cli.help import HelpGroup
 
 app = typer.Typer(
     name="ssdctl",
+    cls=HelpGroup,
     help="Train, evaluate and deploy SSD300 detectors, from a laptop to a Gaudi cluster.",
-    epilog="To start, run `ssdctl demo`: it shows every step in minutes, without network.",
+    epilog="New here? Run `ssdctl demo`. `ssdctl COMMAND -h` shows the most important options of a "
+    "command, `ssdctl help COMMAND` all of them.",
     no_args_is_help=True,
-    rich_markup_mode=MARKUP,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -25,8 +27,24 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
-        typer.echo(f"ssdctl {__version__}")
+        typer.echo(_versions())
         raise typer.Exit
+
+
+def _versions() -> str:
+    """Return the versions and the device that `--device auto` finds, without importing torch."""
+    import platform
+
+    from ssdctl._version import __version__
+    from ssdctl.doctor.hardware import device_names
+    from ssdctl.runtime.cores import usable_cores
+    from ssdctl.runtime.packages import package_version
+
+    torch = package_version("torch") or "not installed"
+    device = ", ".join(device_names()) or f"cpu, {usable_cores()} cores"
+    rows = {"Python": platform.python_version(), "torch": torch, "device": device}
+    lines = [f"{name:<8}{value}" for name, value in rows.items()]
+    return "\n".join([f"ssdctl {__version__}", *lines])
 
 
 @app.callback()
@@ -34,7 +52,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Show the version and exit"
+            "--version", callback=_print_version, is_eager=True, help="Show versions and the device"
         ),
     ] = False,
 ) -> None:

@@ -12,17 +12,21 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.help import HelpGroup
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.benchmark.common import Figures
     from ssdctl.data.store import Split
 
-group = typer.Typer(no_args_is_help=True, help="Measure this machine: input, training, evaluation.")
+group = typer.Typer(
+    cls=HelpGroup, no_args_is_help=True, help="Benchmark data loading, training, and evaluation."
+)
 app.add_typer(group, name="benchmark", rich_help_panel="This machine")
 
 Seconds = Annotated[
-    float, typer.Option("--seconds", help="Length of each measurement", metavar="S", min=0.1)
+    float,
+    typer.Option("--seconds", help="Seconds per measurement", metavar="S", min=0.1),
 ]
 
 
@@ -51,8 +55,7 @@ def data(
         float | None,
         typer.Option(
             "--gpu-rate",
-            help="Images per second that one GPU trains (ssdctl benchmark train --fake-data): "
-            "print how many cores it needs",
+            help="Training speed of one GPU (img/s), to compute the cores it needs",
             metavar="R",
             min=0.1,
             max=1e9,
@@ -60,14 +63,14 @@ def data(
         ),
     ] = None,
     gpus: Annotated[
-        int, typer.Option("--gpus", help="GPUs of this machine, for --gpu-rate", metavar="N", min=1)
+        int, typer.Option("--gpus", help="Number of GPUs, for --gpu-rate", metavar="N", min=1)
     ] = 1,
 ) -> None:
-    """Measure the input pipeline on the CPU, in images per second: host stage and full pipeline.
+    """Benchmark data loading on the CPU.
 
-    The host stage reads, crops, decodes and resizes images and their boxes; it is the CPU's whole
-    work in training. The full pipeline adds colours, normalisation and targets. The time of each
-    stage for one image in one thread is also printed.
+    The host stage reads, crops, decodes and resizes images: all that the CPU does in training. The
+    full pipeline adds colors, normalization and targets. The time of each step for one image in
+    one thread is also printed.
     """
     if call.config.train.pipeline != "dali":  # as in training
         tune_process()
@@ -120,9 +123,9 @@ def train(
         bool, typer.Option("--fake-data", help="Measure only the device, without images")
     ] = False,
 ) -> None:
-    """Measure training: images per second, step time, share of peak FLOPS, memory, hours of a run.
+    """Benchmark training: speed, memory, and hours of a run.
 
-    The rate is measured on real images and compared with that of fake ones.
+    The speed on real images is compared with that on random ones.
     """
     if call.config.train.pipeline != "dali":  # as in training
         tune_process()
@@ -157,7 +160,7 @@ def train(
     examples=["ssdctl benchmark evaluate", "ssdctl benchmark evaluate --data /data/coco"],
 )
 def evaluate(call: Call, seconds: Seconds = 5.0) -> None:
-    """Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
+    """Benchmark evaluation: network, detection, latency, and COCO scoring."""
     tune_process()
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.data.dataset import require_split

@@ -11,29 +11,33 @@ message and exit with their code.
 
 from __future__ import annotations
 
+import functools
 import inspect
-import shutil
 import sys
 import traceback
-import typing
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from ssdctl.cli.console import Console
+from ssdctl.cli.help import COMMON, EXAMPLES, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
-from ssdctl.config.resolve import Override, Resolved, parse_assignment, resolve
+from ssdctl.config.resolve import (
+    Override,
+    Resolved,
+    parse_assignments,
+    preset_overrides,
+    resolve,
+)
 from ssdctl.config.schema import Config
-from ssdctl.config.settings import Setting, select
+from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
+from ssdctl.files import disk_error
 from ssdctl.runtime.printable import printable
 from ssdctl.runtime.redact import redact_urls
 
-COMMON = "Common"
 LONGEST_METAVAR = 24
-NARROW = 72  # columns; in fewer, the tables would truncate the names of options
-MARKUP: Literal["rich"] | None = "rich" if shutil.get_terminal_size().columns >= NARROW else None
 
 
 class Call(NamedTuple):
@@ -56,8 +60,10 @@ def command(
     *,
     panel: str | None = None,
     settings: Sequence[str] = (),
+    short: Sequence[str] = (),
     examples: Sequence[str] = (),
     more_options: Sequence[inspect.Parameter] = (),
+    settings_of: tuple[str, Sequence[str]] = ("", ()),
     is_isolated: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a function as a command.
@@ -67,15 +73,20 @@ def command(
         name: The command's name.
         panel: The heading under which `ssdctl --help` lists it.
         settings: The settings that become its options (`train.*`, `data.root`).
+        short: The options that `-h` shows, in this order; none: all of them.
         examples: Command lines for `--help`.
         more_options: Options generated from a table; the function takes them as `**options`.
+        settings_of: Another command, and settings of it that become options too, but are shown
+            only in the help of that one.
         is_isolated: Ignore ./ssdctl.toml and SSDCTL_* variables: for commands that repair them.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         selected: list[Setting] = []
+        explained_by, patterns = settings_of
 
         def run(**values: Any) -> None:
+            values.pop("short_help")
             console = Console(
                 as_json=values.pop("as_json"),
                 quiet=values.pop("quiet"),
@@ -88,16 +99,23 @@ def command(
                 )
 
         def add_options() -> None:
-            selected.extend(select(*settings) if settings else [])
+            shown = select(*settings) if settings else []
+            hidden = [s for s in select(*patterns) if s not in shown] if patterns else []
+            selected.extend([*shown, *hidden])
             _, *own = inspect.signature(function, eval_str=True).parameters.values()
-            own = [*more_options, *(p for p in own if p.kind is not p.VAR_KEYWORD)]
-            for parameter in own:
-                _hide_metavar_of_flag(parameter)
-            parameters = [*own, *_setting_parameters(selected), *_common_parameters()]
+            parameters = [
+                *more_options,
+                *(p for p in own if p.kind is not p.VAR_KEYWORD),
+                *_setting_parameters(shown),
+                *_setting_parameters(hidden, is_hidden=True),
+                *_common_parameters(),
+            ]
             _set_signature(run, parameters)
 
         class Command(AliasCommand):
             settings = selected
+            short_options = short
+            takes_options_of = explained_by
 
         run.__name__ = function.__name__
         _set_signature(run, [])
@@ -105,9 +123,10 @@ def command(
         app.command(
             name,
             cls=Command,
-            help=_unwrapped(inspect.getdoc(function) or "") + _examples_section(examples),
+            help=_unwrapped(inspect.getdoc(function) or "")
+            + (EXAMPLES + "\n".join(f"$ {line}" for line in examples) if examples else ""),
             rich_help_panel=panel,
-            context_settings={"help_option_names": ["-h", "--help"]},
+            context_settings={"help_option_names": ["--help"]},  # -h is an option of its own
         )(run)
         return function
 
@@ -147,11 +166,11 @@ def with_exit_codes(console: Console, work: Callable[[], None]) -> None:
         console.error(problem)
         raise SystemExit(problem.exit_code) from None
     except OSError as error:
-        if error.filename is None:  # not a file that the user or an input named
-            raise
+        if error.errno is None or isinstance(error, ConnectionError):
+            raise  # not of a file
         if console.verbose:
             _print_traceback()
-        console.error(DiskError(f"{error.filename}: {error.strerror}", hint="check the path"))
+        console.error(disk_error(error, error.filename or "a file", "reading or writing"))
         raise SystemExit(DiskError.exit_code) from None
     except KeyboardInterrupt:
         console.error(Interrupted("interrupted"))
@@ -192,7 +211,7 @@ def _call(
             overrides.append(Override(setting.path, constant or value, flag))
     resolved = resolve(
         file=file,
-        overrides=[*map(parse_assignment, assignments), *overrides],
+        overrides=[*parse_assignments(assignments), *overrides],
         environment={} if is_isolated else None,
         default_file=not is_isolated,
     )
@@ -207,50 +226,54 @@ def _options(setting: Setting) -> list[tuple[str, str, str | None]]:
     return [(setting.flags[0], base, None)]
 
 
-def _setting_parameters(settings: Sequence[Setting]) -> list[inspect.Parameter]:
+def _setting_parameters(
+    settings: Sequence[Setting], *, is_hidden: bool = False
+) -> list[inspect.Parameter]:
     parameters = []
     for setting in settings:
         for flag, name, constant in _options(setting):
-            if constant:
-                text = f"{constant} arithmetic"
-                option = typer.Option(
-                    flag, help=text, metavar="", rich_help_panel=setting.panel, show_default=False
-                )
-                parameters.append(_parameter(name, bool, option, default=False))
-                continue
             flags = "/".join(setting.flags) if setting.is_flag else flag
             choices = setting.choices
             option = typer.Option(
                 flags,
-                help=_escaped(setting.help + _choices_note(setting) + _default_note(setting)),
+                help=setting.help + _choices_note(setting) + _default_note(setting),
                 metavar=_metavar(setting),
                 rich_help_panel=setting.panel,
                 show_default=False,
-                autocompletion=completer(choices) if choices else None,
+                hidden=is_hidden,
+                autocompletion=completer(choices) if choices and not constant else None,
             )
+            if constant:
+                parameters.append(_parameter(name, bool, option, default=False))
+                continue
             kind: Any = bool if setting.is_flag else list[str] if setting.is_list else str
             parameters.append(_parameter(name, kind | None, option, default=None))
     return parameters
 
 
 def _common_parameters() -> list[inspect.Parameter]:
-    def option(*flags: str, help: str, metavar: str = "") -> Any:
-        return typer.Option(
-            *flags, help=help, metavar=metavar, rich_help_panel=COMMON, show_default=False
-        )
+    def option(*flags: str, help: str, **more: Any) -> Any:
+        return typer.Option(*flags, help=help, rich_help_panel=COMMON, show_default=False, **more)
 
     config = option(
-        "--config", help="Config file (default: ./ssdctl.toml if it exists)", metavar="FILE"
+        "--config", help="Config file [default: ./ssdctl.toml if it exists]", metavar="FILE"
     )
-    assign = option("--set", help="Set any key of the config", metavar="KEY=VALUE")
-    quiet = option("-q", "--quiet", help="Print only warnings and errors")
-    verbose = option("-v", "--verbose", help="Print tracebacks of errors")
+    assign = option("--set", help="Set any setting by its key", metavar="KEY=VALUE")
+    quiet = option("-q", "--quiet", help="Print only the result, warnings and errors")
+    verbose = option("-v", "--verbose", help="Print details, and tracebacks of errors")
+    short = option(
+        "-h",
+        help="Show the most important options; --help shows all",
+        is_eager=True,
+        callback=show_short_help,
+    )
     return [
         _parameter("config_file", str | None, config, default=None),
         _parameter("assignments", list[str] | None, assign, default=None),
         _parameter("as_json", bool, option("--json", help="Print the result as JSON"), False),
         _parameter("quiet", bool, quiet, False),
         _parameter("verbose", bool, verbose, False),
+        _parameter("short_help", bool, short, False),
     ]
 
 
@@ -260,13 +283,6 @@ def _parameter(name: str, kind: Any, option: Any, default: Any) -> inspect.Param
     )
 
 
-def _hide_metavar_of_flag(parameter: inspect.Parameter) -> None:
-    """Show no placeholder of a value if the parameter is a flag."""
-    kind, *more = typing.get_args(parameter.annotation)
-    if kind is bool:
-        more[0].metavar = ""
-
-
 def _unwrapped(text: str) -> str:
     """Return the paragraphs of a docstring without line breaks; the terminal wraps them."""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
@@ -274,8 +290,6 @@ def _unwrapped(text: str) -> str:
 
 def _metavar(setting: Setting) -> str | None:
     """Return the placeholder of the value: the choices if they are short."""
-    if setting.is_flag:
-        return ""  # else typer prints <bool>, as if a value followed
     joined = "|".join(setting.choices)
     if len(joined) > LONGEST_METAVAR:
         return "NAME"
@@ -290,32 +304,35 @@ def _choices_note(setting: Setting) -> str:
 def _default_note(setting: Setting) -> str:
     if "[default" in setting.help:
         return ""
+    value, source = setting.default, "default"
     if setting.is_recipe:
-        return " [default: the preset's]"
-    if setting.default is None or setting.default is False:
+        value, source = preset_values()[setting.path], default_preset()
+    elif value is None or value is False or value == ():
         return ""
-    default = setting.default
-    if setting.is_flag:
-        default = setting.flags[0]
-    return f" [default: {default}]"
+    return f" [{source}: {_plain_value(value)}]"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[") if MARKUP else text
+def default_preset() -> str:
+    """Return the name of the preset that a run uses if none is chosen."""
+    return str(all_settings()["train.preset"].default)
+
+
+@functools.cache
+def preset_values() -> dict[str, Any]:
+    """Return the values that the default preset sets, by path."""
+    return {override.path: override.value for override in preset_overrides(default_preset())}
+
+
+def _plain_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(_plain_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [c for c in choices if c.startswith(incomplete)]
-
-
-def _examples_section(examples: Sequence[str]) -> str:
-    """Return the examples as the end of the description, above the options."""
-    if not examples:
-        return ""
-    lines = [_escaped(f"$ {line}") for line in examples]
-    if MARKUP is None:
-        return "\n\n\b\n" + "\n".join(["Examples:", *lines])  # \b: do not wrap
-    return "\n\n" + "\n".join(["[bold]Examples[/bold]", *lines])
 
 
 def exit_as_bug() -> None:

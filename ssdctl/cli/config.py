@@ -9,6 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.help import HelpGroup
 from ssdctl.config import render
 from ssdctl.config.resolve import (
     DEFAULT_FILE,
@@ -26,14 +27,16 @@ from ssdctl.files import write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-group = typer.Typer(no_args_is_help=True, help="Show settings; check and write config files.")
+group = typer.Typer(
+    cls=HelpGroup, no_args_is_help=True, help="Show settings, check and write config files."
+)
 app.add_typer(group, name="config", rich_help_panel="This machine")
 
 
 @command(
     group,
     "show",
-    settings=["data.*", "model.*", "train.*"],
+    settings_of=("train", ["data.*", "model.*", "train.*"]),
     examples=[
         "ssdctl config show --preset nvidia-r50",
         "ssdctl config show train.lr train.warmup   # only these, with their meaning",
@@ -46,8 +49,7 @@ def show(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Settings or tables to show, with their meaning; if none is given, show all "
-            "settings without it",
+            help="Settings or tables to show with their meaning [default: all]",
             metavar="KEY...",
             show_default=False,
         ),
@@ -92,7 +94,7 @@ def validate(
         str, typer.Argument(help="Config file", metavar="FILE", show_default=False)
     ] = DEFAULT_FILE,
 ) -> None:
-    """Check a config file: keys, types, bounds, and settings that contradict each other."""
+    """Check the keys and values of a config file."""
     resolve(file=file, environment={})  # only the file, without the environment
     keys = len(read_toml(Path(file)))
     call.console.result({"file": file, "valid": True, "keys": keys}, f"{file}: {keys} keys, valid")
@@ -100,7 +102,7 @@ def validate(
 
 @command(group, "schema", is_isolated=True, examples=["ssdctl config schema > ssdctl.schema.json"])
 def schema(call: Call) -> None:
-    """Print the JSON schema of config files, for editors."""
+    """Print the JSON schema of config files."""
     import json
 
     data = render.json_schema()
@@ -114,7 +116,7 @@ def schema(call: Call) -> None:
     examples=["ssdctl config presets", "ssdctl config presets --json"],
 )
 def presets(call: Call) -> None:
-    """Show all presets in one table."""
+    """Compare the presets."""
     names = all_settings()["train.preset"].choices
     recipes = {name: {o.path: o.value for o in preset_overrides(name)} for name in names}
     call.console.result(recipes, lambda: _preset_table(recipes))
@@ -151,9 +153,9 @@ def init(
     ] = DEFAULT_FILE,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file")] = False,
 ) -> None:
-    """Write a config file with every setting, its meaning and its value, as comments.
+    """Write a commented config file with every setting.
 
-    Uncomment a line to set it; the other settings follow the preset and the defaults.
+    Uncomment a line to change a setting.
     """
     path = Path(file)
     if path.exists() and not force:

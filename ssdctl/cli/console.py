@@ -6,7 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
@@ -68,6 +70,7 @@ class Console:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
+        self.is_nested = False  # inside another command, such as demo
         self.handler = MessageHandler(self)
 
     @contextlib.contextmanager
@@ -78,6 +81,7 @@ class Console:
         """
         logger = logging.getLogger("ssdctl")
         level, outer = logger.level, list(logger.handlers)
+        self.is_nested = any(isinstance(handler, MessageHandler) for handler in outer)
         logger.handlers = [h for h in outer if not isinstance(h, MessageHandler)] + [self.handler]
         logger.setLevel(logging.INFO)
         try:
@@ -103,7 +107,8 @@ class Console:
     def closing(self, facts: Sequence[tuple[str, str]], next_commands: Sequence[str] = ()) -> None:
         """Write the last block of a command to stderr: what it wrote, and what to run next.
 
-        Nothing is written with -q or --json, and on ranks that are quiet.
+        Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
+        another command, which has its own.
 
         Args:
             facts: Lines of a name and a text, such as ("best", "RUN/checkpoints/best.pt (AP 0.4)").
@@ -112,12 +117,18 @@ class Console:
         if self.quiet or self.as_json:
             return
         names = ["next", *[""] * len(next_commands)]
-        rows = [*facts, *zip(names, next_commands, strict=False)]
+        self.facts([*facts, *([] if self.is_nested else zip(names, next_commands, strict=False))])
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Write lines of a name and a text to stderr, aligned, unless quiet."""
+        if self.quiet:
+            return
         width = max((len(name) for name, _ in rows), default=0)
         for name, text in rows:
             style = "green" if name == "best" else "bold"
-            padded = self.painted(name.ljust(width), style, sys.stderr)
-            self._write(f"{padded}  {printable_line(redact_urls(text))}", sys.stderr)
+            line = aligned([(name, printable_line(redact_urls(text)))], sys.stderr, width)
+            painted = self.painted(name, style, sys.stderr)
+            self._write(painted + line.removeprefix(name), sys.stderr)
 
     def error(self, error: SsdctlError) -> None:
         """Write the message and the hint of an expected failure to stderr."""
@@ -182,6 +193,7 @@ class Console:
         text = redact_urls(text)
         # A leading newline is our own.
         text = printable(text) if text.startswith("\n") else printable_message(text)
+        text = "\n".join(wrapped(line, sys.stderr, 2) for line in text.split("\n"))
         self._write(label + text, sys.stderr)
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
@@ -191,6 +203,41 @@ class Console:
         except (DiskError, BrokenPipeError):
             if stream is sys.stdout:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
+
+
+def aligned(rows: Sequence[tuple[str, str]], stream: IO[str] | None = None, width: int = 0) -> str:
+    """Return lines of a name and a text; on a terminal the texts wrap between words.
+
+    Args:
+        rows: The names and texts.
+        stream: Where they are written; None: stdout.
+        width: Columns of the names; 0: of the longest.
+    """
+    width = width or max((len(name) for name, _ in rows), default=0)
+    return "\n".join(
+        wrapped(f"{name:<{width}}  {text}", stream or sys.stdout, width + 2) for name, text in rows
+    )
+
+
+def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
+    """Wrap a line between words if it is longer than the terminal's; elsewhere return it as it is.
+
+    Args:
+        text: One line.
+        stream: Where it is written.
+        indent: Columns before its later parts.
+    """
+    columns = shutil.get_terminal_size().columns
+    if not stream.isatty() or len(text) <= columns or columns < 2 * indent:
+        return text
+    return textwrap.fill(
+        text,
+        columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
 
 def _json(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""`ssdctl dataset`: write a prepared dataset in another layout."""
+"""`ssdctl dataset`: write a prepared dataset in another format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.help import HelpGroup
 from ssdctl.files import refuse_url
 
-group = typer.Typer(no_args_is_help=True, help="Write a dataset in another layout.")
+group = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Export a dataset in another format.")
 app.add_typer(group, name="dataset", rich_help_panel="Data")
 
 
 class Target(str, Enum):
-    """The layouts that `dataset export` writes."""
+    """The formats that `dataset export` writes."""
 
     coco = "coco"
     yolo = "yolo"
@@ -39,21 +40,20 @@ def export(
     call: Call,
     root: Annotated[
         str,
-        typer.Argument(
-            metavar="DIR", help="Dataset folder or file, as for --data", show_default=False
-        ),
+        typer.Argument(metavar="DIR", help="Dataset folder or file", show_default=False),
     ],
     to: Annotated[
-        Target, typer.Option("--to", help="Layout to write; hf is Hugging Face's (Parquet)")
+        Target,
+        typer.Option("--to", metavar="coco|yolo|voc|hf", help="Format (hf: Parquet)"),
     ],
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="New folder", show_default=False)
     ],
 ) -> None:
-    """Write the prepared images and their checked boxes to a new folder.
+    """Write a dataset in another format.
 
-    All splits are written. A dataset that was never prepared is checked first. Image files are
-    copied from the store: if it was prepared with --shrink, they are the smaller ones.
+    All splits are written, with the images and boxes that `prepare` checked. Images that it
+    downscaled stay smaller.
     """
     from ssdctl.cli.interrupts import stoppable
     from ssdctl.data.export_dataset import export_dataset

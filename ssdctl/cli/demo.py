@@ -38,16 +38,15 @@ REPORT_S = 10.0
 )
 def demo(
     call: Call,
-    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder to write to")] = "demo",
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="Output folder")] = "demo",
     seed: Annotated[
-        int, typer.Option("--seed", metavar="N", min=0, help="Seed of the data and the training")
+        int, typer.Option("--seed", metavar="N", min=0, help="Seed of data and training")
     ] = 0,
 ) -> None:
-    """Run all steps in minutes, without network: dataset, training, evaluation, report.
+    """Run the full pipeline in minutes, offline.
 
-    A small detector is trained from random weights to find shapes, for as many steps as five
-    minutes allow on this machine. Each command is printed before it runs. An interrupted demo
-    continues when it is run again.
+    A small detector is trained from random weights to find shapes, for about five minutes. Each
+    command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()
     folder = Path(out)

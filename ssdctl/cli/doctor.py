@@ -29,21 +29,20 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
 def doctor(
     call: Call,
     network: Annotated[
-        bool, typer.Option("--network", help="Also connect to the download hosts, through proxies")
+        bool, typer.Option("--network", help="Also connect to the download hosts")
     ] = False,
     self_test: Annotated[
         bool,
         typer.Option(
             "--self-test",
-            help="Also write 64 MB to the dataset's disk and read them, connect two ranks, and "
-            "train one step on the device that --device auto would choose",
+            help="Also test the disk, two ranks and a step",
         ),
     ] = False,
 ) -> None:
-    """Check this machine: hardware, software, disk and dataset, with a remedy for each problem.
+    """Check this machine and suggest fixes.
 
-    Exits with 2 if a check fails. Nothing is changed; --self-test writes an unnamed temporary file
-    for some seconds. The output has no passwords or user names and can be pasted into an issue.
+    Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
+    Output contains no secrets; safe to paste into an issue.
     """
     from ssdctl.doctor.check import FAIL
     from ssdctl.doctor.render import to_text

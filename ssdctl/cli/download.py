@@ -44,22 +44,22 @@ def download(
         typer.Option(
             "--dest",
             metavar="DIR",
-            help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]".replace("[", r"\["),
+            help=f"Dataset folder [default: {COCO_DIR} or {SHAPES_DIR}]",
             show_default=False,
         ),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Only check the files in DIR byte by byte, without network"),
+        typer.Option("--verify", help="Check the files in DIR, offline"),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the files to download, without downloading")
+        bool, typer.Option("--dry-run", help="List the files without downloading them")
     ] = False,
 ) -> None:
-    """Download or generate a dataset: COCO 2017, generated shapes, or the files of a manifest.
+    """Download COCO 2017, or generate a small dataset.
 
-    Each file is checked against its pinned SHA-256 and unpacked. An interrupted download resumes
-    if the command is run again.
+    Files are checked against their SHA-256 and unpacked. Run the command again to resume an
+    interrupted download.
     """
     config = call.config.download
     if dest is not None:

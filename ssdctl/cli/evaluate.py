@@ -43,8 +43,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="A checkpoint, an ONNX file of ssdctl export, a run folder, a detector's name, "
-            "hf://org/name[@revision], or a COCO results file",
+            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results",
             show_default=False,
         ),
     ],
@@ -57,15 +56,14 @@ def evaluate(
         typer.Option(
             "--report",
             metavar="DIR",
-            help="Write report.html and evaluation.json to DIR: PR curves, errors, samples",
+            help="Write an HTML report to DIR",
         ),
     ] = None,
 ) -> None:
-    """Score a checkpoint, every checkpoint of a run, or a file of detections by COCO AP.
+    """Compute COCO AP for a checkpoint, a run, or a file of detections.
 
-    A checkpoint contains the path of its dataset, so --data is not required. All images of the
-    split are scored, in fp32 unless --bf16 is given. The output includes the errors by type, with
-    the AP50 that each type costs.
+    Checkpoints remember their dataset, so you can omit --data. The result lists the classes, and
+    how much AP50 each type of error costs.
     """
     from ssdctl.evaluate.sources import files_to_score, locate_source
 

@@ -28,7 +28,7 @@ from ssdctl.export.request import (
     settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
     examples=[
         "ssdctl export best.pt --format onnx --out ssd.onnx",
-        "ssdctl export best.pt --format onnx --nms efficientnms --batch 8 --out trt.onnx",
+        "ssdctl export best.pt --format onnx --nms efficientnms --out trt.onnx",
         "ssdctl export best.pt --format onnx --int8 --calibrate 200 --out small.onnx",
         "ssdctl export best.pt --format openvino --fp16 --out ssd.xml",
         "ssdctl export best.pt --format pt2 --out ssd.pt2",
@@ -42,7 +42,7 @@ def export(
         str,
         typer.Argument(
             metavar="CKPT",
-            help="Checkpoint, run folder, detector name or hf://org/name[@revision]",
+            help="Checkpoint, run folder, detector, or hf://org/name",
             show_default=False,
         ),
     ],
@@ -51,7 +51,7 @@ def export(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="onnx, openvino, pt2, safetensors, or a third-party format: mlperf, nvidia",
+            help="onnx, openvino, pt2, safetensors, mlperf, nvidia",
             autocompletion=completer(FORMATS),
             show_default=False,
         ),
@@ -64,22 +64,21 @@ def export(
         typer.Option(
             "--nms",
             metavar="NMS",
-            help="onnx: detections; efficientnms: TensorRT's plugin; none: all boxes and scores "
-            "(default: onnx; of pt2: none)",
+            help="onnx, efficientnms (TensorRT), or none [default: onnx, pt2: none]",
             autocompletion=completer(NMS),
         ),
     ] = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="The raw heads, without decoding and NMS")
+        bool, typer.Option("--raw", help="Export raw outputs, without decoding and NMS")
     ] = False,
     batch: Annotated[
-        str, typer.Option("--batch", metavar="N|dynamic", help="Pictures of a call")
+        str, typer.Option("--batch", metavar="N|dynamic", help="Batch size of the exported model")
     ] = "dynamic",
     fp16: Annotated[
-        bool, typer.Option("--fp16", help="Weights in half precision; the arithmetic is fp32")
+        bool, typer.Option("--fp16", help="Store weights in fp16, compute in fp32")
     ] = False,
     int8: Annotated[
-        bool, typer.Option("--int8", help="ONNX: quantize; AP, size and latency are printed")
+        bool, typer.Option("--int8", help="ONNX: quantize, and print AP, size and latency")
     ] = False,
     calibrate: Annotated[
         int | None,
@@ -87,7 +86,7 @@ def export(
             "--calibrate",
             metavar="N",
             min=1,
-            help=f"Pictures for the ranges of int8 (default: {CALIBRATION_PICTURES})",
+            help=f"Calibration images for int8 [default: {CALIBRATION_PICTURES}]",
         ),
     ] = None,
     max_ap_loss: Annotated[
@@ -97,15 +96,14 @@ def export(
             metavar="X",
             min=0,
             max=1,
-            help=f"Write no int8 file that loses more AP (default: {MAX_AP_LOSS})",
+            help=f"Fail if int8 loses more AP [default: {MAX_AP_LOSS}]",
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint for another runtime or program: ONNX, OpenVINO, torch.export, MLPerf, ...
+    """Export to ONNX, OpenVINO, torch.export and other formats.
 
-    Before a file for another runtime is written, its output on images of the dataset is compared
-    with PyTorch's; an int8 file is scored on the dataset. --nms, --raw, --batch and --fp16 apply to
-    onnx, openvino and pt2.
+    The exported model is compared with PyTorch before the file is written; an int8 model is
+    evaluated on the dataset. --nms, --raw, --batch and --fp16 are for onnx, openvino and pt2.
     """
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
@@ -115,7 +113,7 @@ def export(
 
 
 def _batch_size(text: str) -> int | None:
-    """Return the pictures of a call; None: any number."""
+    """Return the batch size; None: any."""
     if text == "dynamic":
         return None
     if not text.isdecimal():

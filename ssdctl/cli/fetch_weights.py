@@ -46,7 +46,7 @@ def fetch_weights(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help=r"Weights to download \[default: those of the config's preset]",
+            help="Weights to download [default: those of the preset]",
             autocompletion=_complete,
             show_default=False,
         ),
@@ -56,17 +56,15 @@ def fetch_weights(
         typer.Option(
             "--dest",
             metavar="DIR",
-            help=r"Folder \[default: torch.hub's cache, ~/.cache/torch/hub/checkpoints]",
+            help="Folder [default: ~/.cache/torch/hub/checkpoints]",
             show_default=False,
         ),
     ] = None,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List all names, and the files that are present")
-    ] = False,
+    list_all: Annotated[bool, typer.Option("--list", help="List all names")] = False,
 ) -> None:
-    """Download weights to the folder from which they are loaded, and verify them.
+    """Download pretrained weights into the cache.
 
-    NAME is a backbone's weights or one of the detectors that `ssdctl models` lists.
+    NAME is a backbone's weights (--list) or a detector (`ssdctl models`).
     """
     if list_all:
         if name is not None:

@@ -34,7 +34,7 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
         device.count_option,
         min=1,
         metavar="N",
-        help=f"Run on N {device.description} ({device.launcher}), in total over all nodes",
+        help=f"Number of {device.description} over all nodes ({device.launcher})",
         rich_help_panel="Launch",
         show_default=False,
     )
@@ -50,13 +50,15 @@ def _count_parameter(device: DeviceType) -> inspect.Parameter:
     app,
     "launch",
     panel="Train",
-    settings=["launch.*", "data.*", "model.*", "train.*"],
+    settings=["launch.*"],
+    settings_of=("train", ["data.*", "model.*", "train.*"]),
+    short=("--hpus", "--gpus", "--tpus", "--cpus", "--nodes", "--launcher", "--dry-run"),
     more_options=[_count_parameter(device) for device in DEVICE_TYPES.values()],
     examples=[
         "ssdctl launch --hpus 8 --bs 128 --bf16",
         "ssdctl launch --gpus 4 --data data/coco --dry-run",
         "ssdctl launch --hpus 16 --nodes 2 --hostfile hosts --write train.sh",
-        "ssdctl launch --gpus 16 --nodes 2 --launcher slurm --set slurm.time=12:00:00 --wait",
+        "ssdctl launch --gpus 16 --nodes 2 --launcher slurm --set slurm.time=12:00:00",
         "ssdctl launch --hpus 8 --cluster voyager --dry-run   # see docs/clusters.md",
         "ssdctl launch --cpus 2 -- evaluate ckpt.pt",
     ],
@@ -67,7 +69,7 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the command, script or manifest without running it",
+            help="Print the command without running it",
             rich_help_panel="Launch",
         ),
     ] = False,
@@ -76,8 +78,7 @@ def launch(
         typer.Option(
             "--write",
             metavar="FILE",
-            help="Write the command as a bash script, or the script or manifest of the batch "
-            "engine, to FILE instead of running it",
+            help="Write the script or manifest instead of running it",
             rich_help_panel="Launch",
         ),
     ] = None,
@@ -85,22 +86,22 @@ def launch(
         bool,
         typer.Option(
             "--wait",
-            help="Follow the job of a batch engine until it ends",
+            help="Follow the submitted job until it ends",
             rich_help_panel="Launch",
         ),
     ] = False,
     rest: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[-- COMMAND ...]", help="Another ssdctl command to launch instead of train"
+            metavar="[-- COMMAND ...]", help="ssdctl command to launch [default: train]"
         ),
     ] = None,
     **counts: int | None,
 ) -> None:
-    """Train on several devices: build the command of the launcher and run it.
+    """Train on several devices or nodes.
 
-    All options of `ssdctl train` are accepted and passed on. With Slurm and Kubernetes the job is
-    submitted and its id printed; the tables `slurm` and `kubernetes` of the config set its details.
+    The command of the launcher is generated and run. Slurm and Kubernetes jobs are submitted; the
+    tables `slurm` and `kubernetes` of the config describe them.
     """
     devices = [(device, count) for device, count in counts.items() if count is not None]
     if len(devices) != 1:

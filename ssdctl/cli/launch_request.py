@@ -12,7 +12,7 @@ from pathlib import Path
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import Call
 from ssdctl.cli.option_aliases import AliasCommand
-from ssdctl.config.render import values
+from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
 from ssdctl.distributed.addresses import address_for_peers, own_names
@@ -108,7 +108,8 @@ def exported_settings(call: Call) -> dict[str, str]:
 
 def _as_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return ",".join(map(str, value))
+        parts = [str(part) for part in value]
+        return toml_value(parts) if any("," in part for part in parts) else ",".join(parts)
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 
@@ -29,7 +30,8 @@ from ssdctl.cli import (
 from ssdctl.cli.app import app, click_root
 from ssdctl.cli.command import exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
-from ssdctl.errors import DiskError, ExitCode, Interrupted
+from ssdctl.cli.help import usage
+from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
 
 # In the order of `ssdctl --help`. Importing a module registers its command with `app`.
 MODULES = (
@@ -67,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
     cannot be written, without a message.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _plain_spelling(list(sys.argv[1:] if argv is None else argv))
     try:
-        click_root(_module_of(arguments)).main(args=arguments, prog_name="ssdctl")
+        root = click_root(_module_of(arguments))
+        code = root.main(args=arguments, prog_name="ssdctl", standalone_mode=False)
+        raise SystemExit(code or 0)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # typer's exit code for it is 1
             raise SystemExit(ExitCode.DISK) from None
@@ -79,11 +83,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception as error:
         if _is_interrupt(error):
             raise SystemExit(Interrupted.exit_code) from None
+        if type(error).__name__ == "NoArgsIsHelpError":
+            typer.echo(error, err=True)  # the help of a group
+            raise SystemExit(ExitCode.USAGE) from None
+        if (problem := _as_usage_error(error)) is not None:
+            Console().error(problem)
+            raise SystemExit(problem.exit_code) from None
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             # typer itself writes --help and --version
             Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
             raise SystemExit(DiskError.exit_code) from None
         exit_as_bug()
+
+
+def _plain_spelling(arguments: list[str]) -> list[str]:
+    """Return the arguments with `help COMMAND` and `version` as the options that they stand for."""
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"]
+    return ["--version"] if arguments == ["version"] else arguments
+
+
+def _as_usage_error(error: Any) -> UsageError | None:
+    """Return our error for one of typer, or None if it is of another kind."""
+    if isinstance(error, UsageError):  # of the aliases of options
+        return error
+    if not hasattr(error, "format_message"):
+        return None
+    context: Any = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "ssdctl COMMAND")
+    text = error.format_message().rstrip(".")
+    hint = f"`{path} --help` lists all options"
+    if near := getattr(error, "possibilities", None):
+        text, hint = error.message, f"did you mean {near[0]}?"
+    elif "Did you mean" in text:
+        text, _, near = text.partition(". Did you mean ")
+        hint = f"did you mean {near}"
+    elif text.startswith("No such command"):
+        hint = f"`{path} --help` lists the commands"
+    elif text.startswith("Missing argument"):
+        hint = f"usage: {usage(context.command, context)}"
+    return UsageError(text[0].lower() + text[1:], hint=hint)
 
 
 def _is_interrupt(error: BaseException | None) -> bool:

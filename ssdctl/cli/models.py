@@ -25,7 +25,7 @@ TRUST = {
     examples=["ssdctl models", "ssdctl predict ssd300-vgg16-coco street.jpg"],
 )
 def models(call: Call) -> None:
-    """List the COCO detectors that can be used by name instead of a checkpoint."""
+    """List detectors that can be used by name."""
     from ssdctl.download.detectors import DETECTORS, cached_path
 
     rows: list[dict[str, Any]] = []

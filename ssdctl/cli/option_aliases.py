@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import typer
-
+from ssdctl.cli.help import HelpCommand
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.errors import UsageError
@@ -86,7 +85,7 @@ NOT_NEEDED = {
 }
 
 
-class AliasCommand(typer.core.TyperCommand):
+class AliasCommand(HelpCommand):
     """A command that also accepts the aliases of its settings."""
 
     settings: Sequence[Setting] = ()
@@ -95,14 +94,9 @@ class AliasCommand(typer.core.TyperCommand):
         """Rewrite aliases to the command's own options, then parse.
 
         Raises:
-            SystemExit: An option of the replaced systems that was removed; the code is 2.
+            UsageError: An option of the replaced systems that was removed.
         """
-        try:
-            args = self.without_aliases(args)
-        except UsageError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise SystemExit(error.exit_code) from None
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, self.without_aliases(args))
 
     def without_aliases(self, args: Sequence[str]) -> list[str]:
         """Return the command line with every alias replaced by the option that it stands for.

@@ -44,7 +44,7 @@ def predict(
         str,
         typer.Argument(
             metavar="CKPT|RUN",
-            help="Checkpoint, ONNX file, run folder, detector name or hf://org/name[@revision]",
+            help="Checkpoint, ONNX file, run folder, detector, or hf://org/name",
             show_default=False,
         ),
     ],
@@ -52,8 +52,8 @@ def predict(
         list[str],
         typer.Argument(
             metavar="IMAGE...",
-            help="Picture files, folders, patterns (** for all folders below), http(s) URLs, or - "
-            "for a list of files and URLs on standard input; or videos, or a camera (/dev/video0)",
+            help="Images, folders, glob patterns (** matches subfolders), URLs, - for a list on "
+            "stdin; or videos, or a camera (/dev/video0)",
             show_default=False,
         ),
     ],
@@ -62,15 +62,14 @@ def predict(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Folder for the files of --save; without it, for the drawn pictures and "
-            "detections.json, or the annotated videos and detections.jsonl",
+            help="Output folder: annotated images (or the --save format) and detections.json",
         ),
     ] = None,
 ) -> None:
-    """Detect objects on pictures and videos: as a list, as JSON, drawn, or for labelling tools.
+    """Detect objects in images and videos.
 
-    A picture that cannot be read gives a warning, and exit code 3 after the others are done; one
-    that cannot be fetched exit code 4.
+    Results are listed, drawn (--out), or saved for labeling tools (--save). An unreadable image is
+    skipped with a warning and exit code 3, one that cannot be fetched with 4.
     """
     from ssdctl.inference.sources import UrlSource, find_sources, split_videos
 

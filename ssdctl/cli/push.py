@@ -44,7 +44,7 @@ def push(
     ],
     license_id: Annotated[
         str,
-        typer.Option("--license", metavar="ID", help="Licence of the weights, as apache-2.0"),
+        typer.Option("--license", metavar="ID", help="License of the weights, e.g. apache-2.0"),
     ] = "other",
     data_license: Annotated[
         str | None,
@@ -59,12 +59,10 @@ def push(
             min=0,
             max=50,
             metavar="N",
-            help="Publish N pictures of the validation split with detections",
+            help="Number of sample images with detections",
         ),
     ] = 4,
-    private: Annotated[
-        bool, typer.Option("--private", help="Create the repository as a private one")
-    ] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create a private repository")] = False,
     message: Annotated[
         str, typer.Option("--message", metavar="TEXT", help="Commit message")
     ] = "Upload an SSD300 trained with ssdctl",
@@ -73,14 +71,15 @@ def push(
         typer.Option(
             "--out",
             metavar="DIR",
-            help="Write the files to DIR and upload nothing",
+            help="Write the files to DIR without uploading",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Publish a model on the Hugging Face Hub: weights, description, model card, sample pictures.
+    """Publish a model on the Hugging Face Hub.
 
-    The token is that of HF_TOKEN or of `hf auth login`; HF_ENDPOINT selects another server.
+    The weights, a model card and sample images are uploaded. Log in with HF_TOKEN or
+    `hf auth login`; HF_ENDPOINT selects another server.
     """
     from ssdctl.download.hub import hub_package, is_reference, parse_reference
 

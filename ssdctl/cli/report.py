@@ -27,11 +27,11 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE.html",
-            help="File to write (default: report.html in the first run folder)",
+            help="File to write [default: RUN/report.html]",
         ),
     ] = None,
 ) -> None:
-    """Write a self-contained HTML page: curves, AP, sample detections, config, environment."""
+    """Write an HTML report of one or more runs."""
     from ssdctl.report.page import write_report
     from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs

@@ -149,7 +149,7 @@ def read_toml(path: Path) -> list[Override]:
         UsageError: The file does not exist, cannot be read or is not valid TOML.
     """
     try:
-        text = read_text(path, MAX_FILE_BYTES)
+        text = read_text(path, MAX_FILE_BYTES, may_be_pipe=True)
         tables = tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
@@ -212,6 +212,27 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     return overrides
 
 
+def parse_assignments(texts: Iterable[str]) -> list[Override]:
+    """Return the overrides of every `--set KEY=VALUE`; lists of one key are joined.
+
+    Raises:
+        UsageError: One has no value, or two give a setting different values.
+    """
+    overrides: dict[str, Override] = {}
+    for text in texts:
+        override = parse_assignment(text)
+        path = setting_path(override.path) or override.path
+        if (first := overrides.get(path)) is not None and first.value != override.value:
+            if path not in all_settings() or not all_settings()[path].is_list:
+                raise UsageError(
+                    f"--set {path} is given twice: {first.value} and {override.value}",
+                    hint="give it once",
+                )
+            override = first._replace(value=[*_as_list(first.value), *_as_list(override.value)])
+        overrides[path] = override
+    return list(overrides.values())
+
+
 def parse_assignment(text: str) -> Override:
     """Return the override of `--set KEY=VALUE`."""
     path, equals, value = text.partition("=")
@@ -231,7 +252,9 @@ def _converted(override: Override, setting: Setting) -> Any:
     target = plain_type(setting.type)
     if isinstance(value, str):
         if setting.is_list:
-            value = [part.strip() for part in value.split(",") if part.strip()]
+            value = _as_list(value)
+        elif value[:1] == value[-1:] == '"' and target is not bool:
+            value = _toml(value)
         elif value == "" and setting.default is None:
             value = None
     elif target is str and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -248,6 +271,24 @@ def _converted(override: Override, setting: Setting) -> Any:
             else f" {setting.path}:"
         )
         raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
+
+
+def _as_list(value: Any) -> Any:
+    """Return the values of a list: `a,b`, or as in a file, `["a", "b"]`."""
+    if not isinstance(value, str):
+        return value
+    listed = _toml(value) if value.startswith("[") else value
+    if isinstance(listed, list):
+        return listed
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _toml(value: str) -> Any:
+    """Return a value as a config file has it; the text itself if it is not TOML."""
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return value
 
 
 def _check_magnitude(value: Any) -> None:

@@ -30,15 +30,18 @@ from ssdctl.data.image_decode import (
     as_image_error,
     decode,
     encode_png,
+    has_damaged_jpeg_data,
     open_image,
     read_header,
 )
 from ssdctl.errors import DataError
+from ssdctl.files import unreadable
 
 # Formats that are packed as they are, and the bytes that a complete file ends with.
 JPEG_FORMATS = ("JPEG", "MPO")
 END_MARKERS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 # Part of the note on an image whose annotated size fits stored and upright pixels.
+DAMAGED = "damaged, decoded partly"
 AMBIGUOUS = "its annotated size fits stored and upright pixels"
 Encoding = Literal["jpeg", "raw"]
 SKETCH_BYTES = 4096
@@ -54,8 +57,9 @@ class PackOptions(NamedTuple):
 
     pack: bool  # return its bytes
     shrink: int | None = None  # re-encode it if its shorter side is longer, in pixels
-    verify: bool = False  # decode all of it
+    verify: bool = False  # decode all of it, strictly
     encoding: Encoding = "jpeg"  # raw: return decoded pixels
+    keep_damaged: bool = False  # use what can be decoded of a file that `verify` finds damaged
 
 
 class FileFingerprint(msgspec.Struct, frozen=True):
@@ -91,12 +95,13 @@ def check_image(path: Path, size: tuple[int, int], options: PackOptions) -> Chec
     """Check an image with its annotated width and height; problems are returned, not raised.
 
     Raises:
-        DataError: The file does not exist, or cannot be read.
+        DataError: The file does not exist.
+        DiskError: It cannot be read.
     """
     try:
         return _check(path, size, options)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def _check(path: Path, size: tuple[int, int], options: PackOptions) -> CheckedImage:
@@ -149,6 +154,10 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
             header = read_header(picture)
             header.orientation_for(size)
             note = _note(header, size)
+            if options.verify and _is_decoded_partly(header, content, size):
+                if not options.keep_damaged:
+                    return _Inspection(problem=DAMAGED)
+                note = "; ".join(filter(None, (note, DAMAGED)))
             is_raw = options.pack and options.encoding == "raw"
             if shorter is not None and min(size) > shorter:
                 small = _shrunk(picture, content, size, shorter)
@@ -158,7 +167,7 @@ def _inspect(content: bytes, size: tuple[int, int], options: PackOptions) -> _In
                 return _Inspection(note=note, content=decode(content, size).tobytes())
             if options.pack and not _is_packed_unchanged(header):
                 return _Inspection(note=note, content=encode_png(decode(content, size)))
-            if options.verify or not content.endswith(END_MARKERS.get(header.format, b"-")):
+            if not content.endswith(END_MARKERS.get(header.format, b"-")):
                 _decode_all(picture, content, size)
             return _Inspection(note=note)
     except Exception as error:  # Pillow raises errors of many types on broken files
@@ -184,6 +193,21 @@ def _note(header: Header, size: tuple[int, int]) -> str | None:
     elif header.orientation != 1:
         notes.append(f"its EXIF orientation ({header.orientation}) is ignored, by its size")
     return "; ".join(notes) or None
+
+
+def _is_decoded_partly(header: Header, content: bytes, size: tuple[int, int]) -> bool:
+    """Decode all of a file; return whether it is a damaged JPEG, which training decodes in part.
+
+    Raises:
+        ImageError: It cannot be decoded at all.
+    """
+    if header.format in JPEG_FORMATS:
+        if not has_damaged_jpeg_data(content, is_cmyk=header.mode == "CMYK"):
+            return False
+        decode(content, size)
+        return True
+    decode(content, size)
+    return False
 
 
 def _decode_all(picture: Image.Image, content: bytes, size: tuple[int, int]) -> None:

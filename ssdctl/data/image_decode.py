@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from ssdctl.errors import DataError, UsageError
+from ssdctl.files import unreadable
 
 try:
     import simplejpeg
@@ -232,8 +233,7 @@ def _read_content(picture: Picture) -> tuple[str, bytes]:
             with Path(name).open("rb") as file:
                 content = file.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise DataError(f"{name}: cannot be read: {reason}") from None
+            raise unreadable(name, error) from None
     elif hasattr(picture, "read"):
         name = str(getattr(picture, "name", "image"))
         try:
@@ -412,6 +412,24 @@ def _decode_plain(content: Any, frame: _Frame, rows: int | None) -> Pixels:
         content, buffer=thread_buffer("decoded", needed), strict=False
     )
     return pixels
+
+
+def has_damaged_jpeg_data(content: bytes, *, is_cmyk: bool) -> bool:
+    """Return whether a JPEG's coded data is broken although decoders may tolerate it.
+
+    Every byte is read, at an eighth of the size. Wrong bits that are valid codes are not found, and
+    nothing is without simplejpeg.
+    """
+    if simplejpeg is None:
+        return False
+    colorspace = "CMYK" if is_cmyk else "GRAY"
+    try:
+        simplejpeg.decode_jpeg(
+            content, colorspace, min_height=1, min_width=1, min_factor=8, strict=True
+        )
+    except ValueError:
+        return True
+    return False
 
 
 def thread_buffer(name: str, size: int) -> Pixels:

@@ -59,8 +59,8 @@ from ssdctl.runtime.printable import listed
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-NO_BOXES = "image without boxes, not trained on"
-NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
+NO_BOXES = "no boxes (skipped in training)"
+NO_BOXES_NOT_TRAINED = "no boxes"  # of a split that is not trained on
 MAX_REPORT_BYTES = 1 << 28
 
 
@@ -109,6 +109,7 @@ def prepare(
     shrink: int | None = None,
     encoding: Encoding = "jpeg",
     verify_images: bool = False,
+    keep_damaged: bool = False,
     jobs: int = 0,
     force: bool = False,
     allow_dropped: bool = False,
@@ -122,7 +123,8 @@ def prepare(
         pack: Copy the images into the store; else only the index is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
         encoding: Pack image files (`jpeg`; shrunk ones become JPEGs), or decoded pixels (`raw`).
-        verify_images: Decode every image, not only those that look truncated.
+        verify_images: Decode every image strictly, not only those that look truncated.
+        keep_damaged: Use images that `verify_images` finds damaged but partly decodable.
         jobs: Threads; 0 = one per core.
         force: Write it again even if nothing changed.
         allow_dropped: Accept a split that loses over 5% of its images or boxes, or all to train on.
@@ -139,7 +141,7 @@ def prepare(
         if pack:
             log.info("only the index is written there: --store DIR packs the images as well")
             pack = False
-    options = PackOptions(pack, shrink, verify_images, encoding)
+    options = PackOptions(pack, shrink, verify_images, encoding, keep_damaged)
     if not pack:
         options = options._replace(shrink=None, encoding="jpeg")
     run = _RunOptions(jobs, force, allow_dropped, progress)
@@ -157,6 +159,12 @@ def prepare(
         write_bytes(folder / "report.json", msgspec.json.format(msgspec.json.encode(outcome)))
         remove_unused(folder, splits)
     return outcome
+
+
+def _verified(options: PackOptions) -> store.Verified:
+    if not options.verify:
+        return "no"
+    return "damaged kept" if options.keep_damaged else "damaged dropped"
 
 
 def _make_store_dir(folder: Path) -> None:
@@ -188,7 +196,7 @@ def _unchanged_outcome(
         packed = (metadata.packed, metadata.shrink, metadata.encoding)
         if packed != (options.pack, options.shrink, options.encoding):
             return None
-        if options.verify and not metadata.verified:
+        if options.verify and metadata.verified != _verified(options):
             return None
         if not store.is_same(metadata.fingerprint, files.annotations):
             return None
@@ -231,7 +239,7 @@ def _prepare_split(
         store.FORMAT,
         fingerprint.sha256,
         options.shrink,
-        options.verify,
+        _verified(options),
         time.time_ns() * run.force,
         *([options.encoding] if options.encoding != "jpeg" else []),
     ]
@@ -264,8 +272,8 @@ def _prepare_split(
         options.pack,
         shards,
         options.shrink,
-        options.verify,
         options.encoding,
+        _verified(options),
     )
     write_index(index, images, boxes, report, metadata)
     return SplitReport(

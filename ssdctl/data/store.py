@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,10 +36,11 @@ from ssdctl.data.store_check import (
     map_table,
 )
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, is_plain_name
+from ssdctl.files import DECODE_ERRORS, is_plain_name, retry_transient
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
+Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -67,8 +68,8 @@ class Metadata(msgspec.Struct, frozen=True):
     packed: bool  # else the images are read from the dataset folder
     shards: list[Shard]
     shrink: int | None = None
-    verified: bool = False  # whether each image was decoded
     encoding: Encoding = "jpeg"  # of packed images; raw: decoded pixels
+    verified: Verified = msgspec.field(default="no", name="strictly_verified")
 
 
 class Split(NamedTuple):
@@ -129,7 +130,7 @@ class ImageFiles(NamedTuple):
     def read(self, row: int) -> bytes:
         path = self.path(row)
         try:
-            return path.read_bytes()
+            return retry_transient(path.read_bytes)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 

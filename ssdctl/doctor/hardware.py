@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +35,19 @@ def find_hardware() -> Hardware:
             vendors.append(vendor)
     has_rdma = any((SYS / "class/infiniband").glob("*"))
     return Hardware(vendors.count(HABANA), vendors.count(NVIDIA), has_rdma)
+
+
+def device_names() -> list[str]:
+    """Return each type of card with its number, such as `2 x NVIDIA H200`; not the CPU."""
+    hardware = find_hardware()
+    information = (PROC / "driver/nvidia/gpus").glob("*/information")  # of NVIDIA's driver
+    models = [re.search(r"Model:\s*(.+)", read(path)) for path in information]
+    names = Counter(model[1] if model else "NVIDIA GPU" for model in models)
+    if not names and hardware.num_nvidia:
+        names["NVIDIA GPU (no driver)"] = hardware.num_nvidia
+    if hardware.num_gaudi:
+        names["Gaudi"] = hardware.num_gaudi
+    return [f"{number} x {name}" for name, number in names.items()]
 
 
 def read(path: Path) -> str:

@@ -9,28 +9,23 @@ The report page is drawn from this file, so a network need not run again for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ssdctl.evaluate.coco_ap import IOU_THRESHOLDS, Detections, Scoring
-from ssdctl.evaluate.ground_truth import GroundTruth
+from ssdctl.evaluate.samples import choose_samples
 from ssdctl.inference.drawing import one_line
 from ssdctl.runs.evaluation import (
     SAMPLE_SCORE,
     SHOWN_SCORE,
-    Box,
     CalibrationBin,
     ClassAnalysis,
     Confusion,
-    DetectedBox,
     ErrorKind,
     Evaluation,
     EvaluationInfo,
-    GroundTruthBox,
-    SampleImage,
 )
 
 log = logging.getLogger(__name__)
@@ -38,7 +33,6 @@ log = logging.getLogger(__name__)
 CURVE_IOUS = (0.5, 0.75, 0.9)
 NUM_SAMPLES = 12
 NUM_CONFUSIONS = 12
-MAX_SAMPLE_BOXES = 100  # of one image
 MAX_MATRIX = 100  # classes of a confusion matrix
 ERROR_MEANINGS = {  # TIDE's kinds (Bolya et al. 2020), in their order
     "Cls": "right place, wrong class",
@@ -94,7 +88,8 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
                 int(confusion[k].sum()),
                 *entry[2:],
                 *_best_f1(precision[0, :, k, 0, 2], cut[0, :, k, 0, 2]),
-                _curve(precision[0, :, [k], 0, 2]),
+                curve := _curve(precision[0, :, [k], 0, 2]),
+                cut[0, :, k, 0, 2].round(4).tolist() if curve else [],
             )
             for k, entry in enumerate(scoring.scores.per_class)
         ],
@@ -111,7 +106,7 @@ def analyse(scoring: Scoring, detections: Detections, about: EvaluationInfo) -> 
         ],
         calibration_error=calibration["ece"],
         confusions=_confusions(shown_confusion),
-        samples=_samples(scoring, detections),
+        samples=choose_samples(scoring.truth, scoring.image_ids, detections),
         sample_score=SAMPLE_SCORE,
         confusion=_matrix(shown_confusion),
     )
@@ -146,6 +141,30 @@ def diagnosis(evaluation: Evaluation) -> str:
     return sentence + "."
 
 
+def f1_curve(entry: ClassAnalysis) -> list[float]:
+    """Return a class's F1 at IoU 0.5 for the score thresholds 0, 0.01 ... 1; empty if unknown."""
+    if not entry.scores:
+        return []
+    precision, cut = np.array(entry.precision), np.array(entry.scores)
+    recall = np.linspace(0, 1, len(precision))
+    f1 = np.where(cut > 0, 2 * precision * recall / np.maximum(precision + recall, 1e-12), 0)
+    # Scores fall with recall: a threshold reaches the recalls whose scores are not below it.
+    reached = np.searchsorted(-cut, -np.linspace(0, 1, 101), side="right")
+    reached = np.minimum(reached, (cut > 0).sum())
+    curve: list[float] = np.where(reached > 0, f1[reached - 1], 0).round(4).tolist()
+    return curve
+
+
+def best_threshold(evaluation: Evaluation) -> tuple[float, float] | None:
+    """Return the score threshold with the best F1, as the mean of the classes, and that F1."""
+    curves = [curve for entry in evaluation.per_class if (curve := f1_curve(entry))]
+    if not curves:
+        return None
+    mean = np.mean(curves, axis=0)
+    best = np.flatnonzero(mean == mean.max())  # the middle one: it tolerates other images best
+    return float(best[len(best) // 2]) / 100, round(float(mean.max()), 4)
+
+
 def _curve(precision: NDArray[np.float64]) -> list[float]:
     """Return the mean of (K, 101) precisions, without classes that have no objects (-1)."""
     measured = precision[(precision > -1).all(axis=1)]
@@ -175,39 +194,3 @@ def _confusions(table: dict[str, Any]) -> list[Confusion]:
     order = np.argsort(-counts, axis=None, kind="stable")[:NUM_CONFUSIONS]
     pairs = zip(*np.unravel_index(order, counts.shape), strict=True)
     return [Confusion(names[t], names[f], int(counts[t, f])) for t, f in pairs if counts[t, f]]
-
-
-def _samples(scoring: Scoring, detections: Detections) -> list[SampleImage]:
-    """Choose images spread evenly over those that were scored, preferably with objects."""
-    truth, scored = scoring.truth, scoring.image_ids
-    if not len(scored):
-        return []
-    with_objects = scored[np.isin(scored, truth.annotated_image_ids)]
-    pool = with_objects if len(with_objects) >= NUM_SAMPLES else scored
-    chosen = np.unique(np.linspace(0, len(pool) - 1, NUM_SAMPLES).astype(int))
-    return [_sample(truth, detections, int(image_id)) for image_id in pool[chosen]]
-
-
-def _sample(truth: GroundTruth, detections: Detections, image_id: int) -> SampleImage:
-    is_shown = (detections.image_ids == image_id) & (detections.scores >= SAMPLE_SCORE)
-    detected = [
-        DetectedBox(c, _box(b), round(s, 4))
-        for c, b, s in zip(
-            detections.category_ids[is_shown].tolist(),
-            detections.boxes[is_shown].tolist(),
-            detections.scores[is_shown].tolist(),
-            strict=True,
-        )
-    ]
-    row = int(np.flatnonzero(truth.image_ids == image_id)[0])
-    objects = [
-        GroundTruthBox(int(truth.boxes.category_ids[m]), _box(truth.boxes.bbox[m]))
-        for m in np.flatnonzero(truth.boxes.image_ids == image_id)
-    ]
-    detected.sort(key=lambda f: -f.score)
-    return SampleImage(image_id, truth.file_names[row], objects, detected[:MAX_SAMPLE_BOXES])
-
-
-def _box(values: Sequence[float] | NDArray[np.float64]) -> Box:
-    left, top, width, height = (round(float(v), 2) for v in values)
-    return left, top, width, height

@@ -26,6 +26,7 @@ from ssdctl.evaluate.coco_ap import Detections, run_scoring
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.background import run_in_daemon_thread
+from ssdctl.runtime.signals import STOP_SIGNALS
 
 
 class BackgroundScoring:
@@ -99,7 +100,7 @@ def _packed(
 
 def main() -> None:
     """Run one job."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
         detections = Detections(*(arrays[f"d_{name}"] for name in Detections._fields))

@@ -16,7 +16,7 @@ from ssdctl.device.base import Device
 from ssdctl.inference.detector import Output
 from ssdctl.input.loader import Batch
 from ssdctl.model.constants import constants_of_model
-from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.loss import Losses, Targets, multibox_loss
 
 
 class ValidationLoss:
@@ -28,11 +28,11 @@ class ValidationLoss:
     """
 
     def __init__(self, model: nn.Module, device: Device) -> None:
-        loss = MultiboxLoss(constants=constants_of_model(model))
-        self._loss = loss.to(device.torch_device)
+        constants = constants_of_model(model)
+        self._targets = Targets(constants=constants).to(device.torch_device)
+        self._divisor = constants.loss_divisor
         self._device = device
-        self._sums = torch.zeros(len(Losses._fields), device=device.torch_device)
-        self._count = 0
+        self._sums = torch.zeros(len(Losses._fields) + 1, device=device.torch_device)
 
     def add(self, output: Output, batch: Batch) -> None:
         """Add the losses of a batch; pictures without boxes do not count, as in training.
@@ -44,19 +44,30 @@ class ValidationLoss:
         size, count = len(output.offsets), len(batch.rows)
         boxes = F.pad(batch.boxes[:count], (0, 0, 0, 0, 0, size - count))
         labels = F.pad(batch.labels[:count], (0, 0, 0, size - count))
-        with torch.no_grad():
-            place = self._device.torch_device
-            losses = self._loss(*output, boxes.to(place), labels.to(place))
-            self._sums += size * torch.stack(list(losses)).to(self._sums.dtype)
-        self._count += int((labels > 0).any(dim=1).sum())
+        place = self._device.torch_device
+        with torch.no_grad(), torch.autocast(place.type, enabled=False):
+            target_B4N, label_BN = self._targets(boxes.to(place), labels.to(place))
+            offsets, logits = (part.to(target_B4N.dtype) for part in output)
+            losses = multibox_loss(offsets, logits, target_B4N, label_BN, divisor=self._divisor)
+            if self._divisor == "image":
+                weight = (labels > 0).any(dim=1).sum().to(place)
+                sums = [size * loss for loss in losses]
+            else:
+                weight = (label_BN > 0).sum()
+                sums = [weight * loss for loss in losses]
+            self._sums += torch.stack([*sums, weight])
 
     def sums(self) -> list[float]:
-        """Return the sums of the three losses, and the number of pictures with boxes."""
-        return [*self._sums.tolist(), float(self._count)]
+        """Return the sums of the three losses, and what they are divided by.
+
+        That is the number of pictures with boxes, or of default boxes with an object, as the
+        network's loss is divided.
+        """
+        return [float(value) for value in self._sums.tolist()]
 
 
 def mean_losses(sums: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the means over the pictures of all ranks; -1 if no picture has a box."""
+    """Return the means over all ranks; -1 if no picture has a box."""
     total, box, classification, count = (sum(column) for column in zip(*sums, strict=True))
     if not count:
         return {"loss": -1.0, "loss_box": -1.0, "loss_class": -1.0}

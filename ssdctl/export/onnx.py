@@ -29,6 +29,7 @@ from ssdctl.export.deployed import (
 from ssdctl.inference.onnx_detector import DECODED
 from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
+from ssdctl.runtime.cores import quota_cores
 
 OPSET = 18
 
@@ -225,6 +226,7 @@ def runner(model: Any) -> Runner:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )

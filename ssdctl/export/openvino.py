@@ -23,6 +23,7 @@ from ssdctl.export.deployed import (
 )
 from ssdctl.files import write_bytes
 from ssdctl.inference.onnx_detector import DETECTIONS
+from ssdctl.runtime.cores import quota_cores
 
 METADATA = "ssdctl"  # key of the runtime information in the file
 
@@ -81,7 +82,8 @@ def _converted(
 
 def _runner(openvino: Any, file: Path, names: tuple[str, ...]) -> Runner:
     """Return a function that runs the IR on the CPU in fp32."""
-    compiled = openvino.Core().compile_model(file, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": quota_cores() or 0}
+    compiled = openvino.Core().compile_model(file, "CPU", hints)
 
     def run(pictures: Pictures) -> list[Any]:
         results = compiled(pictures)

@@ -1,32 +1,84 @@
-"""Draw boxes on a picture. Torch-free."""
+"""Draw boxes with labels on an image. Torch-free.
+
+All boxes are drawn before the labels. A label takes the first free place around or in its box, in
+the order of the boxes: the best detections keep the usual place. Colors have a dark outline, so
+that they are visible on any background.
+"""
 
 from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-# Okabe and Ito's palette, also for colour-blind readers.
-PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+# Okabe and Ito's palette, also for color-blind readers, then the colors farthest from all before
+# them, in CIELAB and as color-blind readers see them.
+PALETTE = (
+    *("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"),
+    *("#6611FF", "#00FF88", "#8877FF", "#FF0055", "#00FFFF", "#775522", "#AA0088", "#99DD55"),
+    *("#AAEEBB", "#9911CC", "#EE6677", "#FF77DD", "#FF00FF", "#EE9966", "#229911", "#994455"),
+    "#11CC11",
+)
+OUTLINE = "#1A1A1A"
 BRIGHT = 0.45  # luma of a background above which text is black, else white
+# Of the geometric mean of width and height: 2 and 14 pixels of an image of 640 x 480.
+LINE_WIDTH, TEXT_SIZE = 0.0036, 0.025
+MIN_TEXT_SIZE = 10  # pixels; smaller letters are not readable
 NOT_PRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
-MAX_LABEL = 40  # characters of a name in a picture or plot
+MAX_LABEL = 40  # characters of a name in an image or plot
+
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
 class BoxLabel(NamedTuple):
     """One box to draw."""
 
-    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels
-    text: str
-    number: int  # of the class; selects the colour
+    box: Rectangle
+    name: str
+    label: int  # of the class, 1 and up; selects the color
+    score: float | None = None
+
+
+class Style(NamedTuple):
+    """What is drawn, and how.
+
+    Attributes:
+        line_width: Of the boxes in pixels; the size of the text follows. None: from the size of the
+            image.
+        labels: Write the names of the classes.
+        scores: Write the scores.
+    """
+
+    line_width: int | None = None
+    labels: bool = True
+    scores: bool = True
+
+
+DEFAULT_STYLE = Style()
+
+
+def class_color(label: int) -> str:
+    """Return the color of a class, `#RRGGBB`.
+
+    Args:
+        label: 1 and up.
+    """
+    return PALETTE[(label - 1) % len(PALETTE)]
+
+
+def ink_on(color: str) -> str:
+    """Return the color of text on a background: black or white."""
+    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > BRIGHT else "white"
 
 
 def one_line(name: str, limit: int = MAX_LABEL) -> str:
-    """Return a name that fits one line of a picture or plot.
+    """Return a name that fits one line of an image or plot.
 
     Control characters, line breaks, direction overrides and surrogates become a replacement
     character; a longer name is cut.
@@ -52,25 +104,129 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
         return ImageFont.load_default(size)
 
 
-def draw(picture: Image.Image, boxes: Sequence[BoxLabel]) -> Image.Image:
-    """Return a copy of the picture with its boxes; the first one is drawn on top."""
-    result = picture.convert("RGB")
+def draw(
+    image: Image.Image, boxes: Sequence[BoxLabel], style: Style = DEFAULT_STYLE
+) -> Image.Image:
+    """Return a copy of the image in RGB with its boxes.
+
+    Args:
+        image: In any mode.
+        boxes: The most important first: it is drawn on top, and its label is placed first.
+        style: What is drawn.
+    """
+    result = image.convert("RGB")
     pen = ImageDraw.Draw(result)
-    size = max(12, min(picture.size) // 30)
-    font = label_font(size)
-    for label in reversed(boxes):
-        colour = PALETTE[label.number % len(PALETTE)]
-        pen.rectangle(label.box, outline=colour, width=max(2, size // 6))
-        text = one_line(label.text, MAX_LABEL + 8)  # with a score
-        width = pen.textlength(text, font=font)
-        left = max(min(label.box[0], picture.width - width - 6), 0)
-        top = max(label.box[1] - size - 4, 0)
-        pen.rectangle((left, top, left + width + 6, top + size + 4), fill=colour)
-        ink = "black" if _luma(colour) > BRIGHT else "white"
-        pen.text((left + 3, top + 1), text, fill=ink, font=font)
+    scale = (image.width * image.height) ** 0.5
+    line = style.line_width or max(round(LINE_WIDTH * scale), 2)
+    automatic = TEXT_SIZE * scale if style.line_width is None else line * TEXT_SIZE / LINE_WIDTH
+    font = label_font(max(round(automatic), MIN_TEXT_SIZE))
+    for entry in reversed(boxes):
+        _draw_box(pen, entry.box, line, class_color(entry.label))
+    texts = [_text(entry, style) for entry in boxes]
+    sizes = [_text_size(font, text, line) if text else (0, 0) for text in texts]
+    outer = line // 2 + _halo(line)
+    drawn = [
+        (left - outer, top - outer, right + outer, bottom + outer)
+        for left, top, right, bottom in (entry.box for entry in boxes)
+    ]
+    places = _free_places(drawn, sizes, image.size)
+    for entry, text, place in reversed(list(zip(boxes, texts, places, strict=True))):
+        if text:
+            color = class_color(entry.label)
+            pen.rectangle(place, fill=color, outline=OUTLINE, width=_halo(line))
+            middle = (place[1] + place[3]) / 2
+            left = place[0] + _padding(line)
+            pen.text((left, middle), text, fill=ink_on(color), font=font, anchor="lm")
     return result
 
 
-def _luma(colour: str) -> float:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.299 * red + 0.587 * green + 0.114 * blue
+def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -> None:
+    """Draw a line around a box, with a dark outline on both sides."""
+    halo = _halo(line)
+    outer = line // 2 + halo
+    left, top, right, bottom = box
+
+    def ring(distance: int, width: int, fill: str) -> None:
+        corners = (left - distance, top - distance, right + distance, bottom + distance)
+        pen.rectangle(corners, outline=fill, width=width)
+
+    ring(outer, line + 2 * halo, OUTLINE)
+    ring(outer - halo, line, color)
+
+
+def _halo(line: int) -> int:
+    """Return the width of the dark outline of a line."""
+    return max(line // 3, 1)
+
+
+def _text(entry: BoxLabel, style: Style) -> str:
+    """Return the text beside a box; empty: none."""
+    name = one_line(entry.name) if style.labels else ""
+    score = "" if entry.score is None or not style.scores else f"{entry.score:.2f}"
+    return f"{name} {score}".strip()
+
+
+def _padding(line: int) -> int:
+    return line + 1
+
+
+def _text_size(
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont, text: str, line: int
+) -> tuple[float, float]:
+    """Return width and height of the rectangle of a label; all have the same height."""
+    bottom = font.getbbox("Ag|")[3] if isinstance(font, ImageFont.FreeTypeFont) else 11
+    return font.getlength(text) + 2 * _padding(line), bottom + line
+
+
+def _free_places(
+    boxes: Sequence[Rectangle], sizes: Sequence[tuple[float, float]], image: tuple[int, int]
+) -> list[Rectangle]:
+    """Return the rectangle of each label: the first candidate that overlaps no label before it.
+
+    If there is none, the one that hides the least of other labels. All are inside the image.
+    """
+    taken = np.zeros((len(boxes), 4))
+    places: list[Rectangle] = []
+    for number, (box, size) in enumerate(zip(boxes, sizes, strict=True)):
+        best, least = box, np.inf
+        for candidate in _candidates(box, size, image) if size[0] else ():
+            left, top, right, bottom = candidate
+            earlier = taken[:number]
+            width = np.minimum(earlier[:, 2], right) - np.maximum(earlier[:, 0], left)
+            height = np.minimum(earlier[:, 3], bottom) - np.maximum(earlier[:, 1], top)
+            hidden = float((width.clip(0) * height.clip(0)).sum())
+            if hidden < least:
+                best, least = candidate, hidden
+            if not hidden:
+                break
+        if size[0]:
+            taken[number] = best
+        places.append(best)
+    return places
+
+
+def _candidates(
+    box: Rectangle, size: tuple[float, float], image: tuple[int, int]
+) -> Iterator[Rectangle]:
+    """Yield the places of a label, the preferred ones first."""
+    (left, top, right, bottom), (width, height) = box, size
+    corners = [
+        (left, top - height),  # above
+        (right - width, top - height),
+        (left, bottom),  # below
+        (right - width, bottom),
+        (left, top),  # inside
+        (right - width, top),
+        (left, bottom - height),
+        (right - width, bottom - height),
+        (right, top),  # beside
+        (left - width, top),
+        (right, bottom - height),
+        (left - width, bottom - height),
+    ]
+    rows = int(min(max((bottom - top) // max(height, 1), 0), 12))
+    corners += [(left, top + row * height) for row in range(1, rows)]  # further down
+    for x, y in corners:
+        x = max(min(x, image[0] - 1 - width), 0)
+        y = max(min(y, image[1] - 1 - height), 0)
+        yield (x, y, x + width, y + height)

@@ -22,6 +22,7 @@ from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
 from ssdctl.model.constants import constants_of
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
+from ssdctl.runtime.cores import quota_cores
 
 # Names of the outputs: detections, decoded boxes, raw heads.
 DETECTIONS = ("boxes", "scores", "labels", "count")
@@ -197,6 +198,7 @@ def _session(checkpoint: Checkpoint, device: Device) -> Any:
         )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = quota_cores() or 0  # 0: all cores
     try:
         return onnxruntime.InferenceSession(checkpoint.graph, options, providers=providers)
     except Exception as error:  # onnxruntime's have no common class

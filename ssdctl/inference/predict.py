@@ -7,12 +7,14 @@ for found in predictor.predict("street.jpg"):
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, NamedTuple, TypeAlias, overload
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
@@ -36,6 +38,7 @@ from ssdctl.model import postprocess
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.map_ahead import map_ahead
 
+T = TypeVar("T")
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
 TILES_PER_PASS = 8
@@ -65,7 +68,7 @@ class _OpenedPicture(NamedTuple):
 
     source: Picture
     size: tuple[int, int]
-    content: Any  # see Predictor.prepared
+    prepared: Any  # see Predictor.prepared
 
 
 class Predictor:
@@ -161,32 +164,67 @@ class Predictor:
             )
         if batch_size < 1:
             raise UsageError(f"batch_size {batch_size}: expected 1 or more")
-        # With tiles whole pictures are in memory.
-        threads, ahead = (1, 1) if self.options.tile else (usable_cores(), 2 * batch_size)
-        with ThreadPoolExecutor(threads, thread_name_prefix="open") as pool:
-            opened = map_ahead(pool, self._try_to_open, pictures, ahead)
-            while batch := list(itertools.islice(opened, batch_size)):
-                errors = [n for n, item in enumerate(batch) if isinstance(item, SsdctlError)]
-                num_good = errors[0] if errors else len(batch)
-                yield from self._results(batch[:num_good])
-                if errors:
-                    raise batch[num_good]
 
-    def _try_to_open(self, picture: Picture) -> Any:
+        def opened(picture: Picture, cancelled: threading.Event) -> _OpenedPicture | SsdctlError:
+            try:
+                return self._open(picture, cancelled)
+            except SsdctlError as error:  # raised when its turn comes
+                return error
+
+        with contextlib.closing(
+            self.detect_ahead(pictures, opened, batch_size=batch_size, threads=usable_cores())
+        ) as found:
+            for item, detections in found:
+                if isinstance(item, SsdctlError):
+                    raise item
+                yield Result(detections, item.size, item.source, open_picture)
+
+    def detect_ahead(
+        self,
+        items: Iterable[T],
+        opened: Callable[[T, threading.Event], Any],
+        *,
+        batch_size: int,
+        threads: int,
+    ) -> Generator[tuple[Any, list[Detection]], None, None]:
+        """Yield what `opened` returns for each item, and the objects on it, in the items' order.
+
+        Threads open the pictures of the next batches and keep only what the network gets. With
+        tiles, one whole picture is opened in advance. Closing the iterator ends downloads.
+
+        Args:
+            items: Pictures of any kind; the iterable may be endless.
+            opened: Opens an item in a thread; the event is set when the iterator is closed. Returns
+                an object whose `prepared` goes through the network, or an object without one, which
+                has no detections.
+            batch_size: Pictures that go through the network together.
+            threads: That open pictures.
+        """
+        at_once, ahead = batch_size, 2 * batch_size
+        if self.options.tile is not None:
+            threads = at_once = ahead = 1
+        cancelled = threading.Event()
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
         try:
-            return self._open(picture)
-        except SsdctlError as error:  # raised when its turn comes
-            return error
+            ready = map_ahead(pool, lambda item: opened(item, cancelled), items, ahead)
+            while batch := list(itertools.islice(ready, at_once)):
+                good = [item.prepared for item in batch if hasattr(item, "prepared")]
+                detections = iter(self.predict_prepared(good, batch_size))
+                for item in batch:
+                    yield item, next(detections) if hasattr(item, "prepared") else []
+        finally:  # also after Ctrl-C
+            cancelled.set()
+            pool.shutdown(cancel_futures=True)
 
-    def _open(self, picture: Picture) -> _OpenedPicture:
-        image = open_picture(picture)
+    def _open(self, picture: Picture, cancelled: threading.Event | None = None) -> _OpenedPicture:
+        image = open_picture(picture, cancelled)
         is_url = isinstance(picture, str) and isinstance(source_of(picture), UrlSource)
         # A file object and a URL are read only once; anything else is opened again to plot it.
         source = image if is_url or hasattr(picture, "read") else picture
         return _OpenedPicture(source, image.size, self.prepared(image))
 
     def _results(self, opened: Sequence[_OpenedPicture]) -> list[Result]:
-        found = self.predict_prepared([item.content for item in opened], TILES_PER_PASS)
+        found = self.predict_prepared([item.prepared for item in opened], TILES_PER_PASS)
         return [
             Result(detections, item.size, item.source, open_picture)
             for item, detections in zip(opened, found, strict=True)
@@ -311,8 +349,8 @@ def class_names(checkpoint: Checkpoint) -> list[ClassName]:
     ]
 
 
-def open_picture(picture: Picture) -> Image.Image:
-    """Open a user's picture of any kind, upright, in RGB.
+def open_picture(picture: Picture, cancelled: threading.Event | None = None) -> Image.Image:
+    """Open a user's picture of any kind, upright, in RGB. The event ends a download.
 
     Raises:
         DataError: It cannot be read as a picture, or is too large.
@@ -320,7 +358,7 @@ def open_picture(picture: Picture) -> Image.Image:
         UsageError: It is not a picture, pixels of an unsupported shape or type, or another URL.
     """
     if isinstance(picture, str):
-        picture = source_of(picture).open()
+        picture = source_of(picture).open(cancelled)
     return Image.fromarray(read_rgb(picture))
 
 

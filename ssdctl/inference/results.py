@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.errors import SsdctlError, missing_package
-from ssdctl.inference.drawing import BoxLabel, draw, one_line
+from ssdctl.inference.drawing import BoxLabel, Style, draw
 from ssdctl.inference.sources import Source
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Detection(NamedTuple):
 
     def as_box_label(self) -> BoxLabel:
         """Return it as `ssdctl.inference.drawing.draw` takes it."""
-        return BoxLabel(self.box, f"{one_line(self.name)} {self.score:.2f}", self.label)
+        return BoxLabel(self.box, self.name, self.label, self.score)
 
 
 class Result(list[Detection]):
@@ -89,13 +89,21 @@ class Result(list[Detection]):
         """The N class names."""
         return [d.name for d in self]
 
-    def plot(self) -> Image.Image:
-        """Return the picture with its boxes; a path is opened again.
+    def plot(
+        self, *, line_width: int | None = None, labels: bool = True, scores: bool = True
+    ) -> Image.Image:
+        """Return the image with its boxes; a path is opened again.
+
+        Args:
+            line_width: Of the boxes in pixels; the text follows. None: from the size of the image.
+            labels: Write the names of the classes.
+            scores: Write the scores.
 
         Raises:
             DataError: The file does not exist any more.
         """
-        return draw(self._open_picture(self.picture), [d.as_box_label() for d in self])
+        style = Style(line_width, labels, scores)
+        return draw(self._open_picture(self.picture), [d.as_box_label() for d in self], style)
 
     def _repr_png_(self) -> bytes:
         """Return what a notebook shows: the plot, reduced if it is large."""

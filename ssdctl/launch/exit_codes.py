@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ssdctl.distributed.ranks import RANK_NUMBERS
@@ -29,12 +29,20 @@ TERMINATED = 15
 
 
 @contextlib.contextmanager
-def recorded_exit() -> Iterator[None]:
-    """Record this process's exit code for `ssdctl launch`, if that started it."""
+def recorded_exit() -> Iterator[Callable[[int], None]]:
+    """Record this process's exit code for `ssdctl launch`, if that started it.
+
+    Yields:
+        A function that records a code and ends the process at once, without cleaning up.
+    """
     # Removed from the environment, so that subprocesses do not record their exits.
     folder = os.environ.pop(EXITS_VARIABLE, None)
+
+    def exit_now(code: int) -> None:
+        os._exit(0 if _record(folder, code) else code)
+
     try:
-        yield
+        yield exit_now
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if _record(folder, code) and code == ExitCode.STOPPED:

@@ -124,7 +124,7 @@ def _first_rank(request: LaunchRequest) -> str:
 def _placement(request: LaunchRequest, node: Node) -> list[str]:
     """Return the options that give each rank PE adjacent cores of its node."""
     config, ranks = request.config, request.ranks_per_node
-    cores = config.cores_per_node or node.cores
+    cores = config.cores_per_node or node.local_cores
     share = cores // (config.devices_per_node or ranks)
     if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
         # A rank's cores are in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from ssdctl.runtime.cores import SYSFS, physical_cores, quota_cores
 from ssdctl.runtime.system import usable_cpus
 
-SYSFS = Path("/sys/devices/system/cpu")
 PCI = Path("/sys/bus/pci/devices")
 TPU_V2_OR_V3 = ("0x1ae0", "0x0027")  # PCI vendor and device: chips of two cores
 
@@ -23,6 +23,12 @@ class Node:
     has_topology: bool = True
     has_numactl: bool = False  # the program that torchrun binds ranks with
     two_core_tpus: int = 0  # chips of TPU v2 or v3
+    quota: int | None = None  # cores' time that the cgroups of this process grant, rounded up
+
+    @property
+    def local_cores(self) -> int:
+        """Return the cores whose time the ranks on this machine can use."""
+        return min(self.cores, self.quota or self.cores)
 
 
 def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None, pci: Path = PCI) -> Node:
@@ -30,25 +36,16 @@ def read_node(sysfs: Path = SYSFS, allowed: Collection[int] | None = None, pci: 
 
     Args:
         sysfs: The folder with `cpu0/topology/` and its siblings.
-        allowed: Logical CPUs to count; None is this process's affinity, which mpirun and the
-            limits of containers follow.
+        allowed: Logical CPUs to count; None is this process's affinity.
         pci: The folder of PCI devices.
     """
-    if allowed is None:
-        allowed = usable_cpus()
-    cores, has_topology = set(), True
-    for cpu in allowed:
-        topology = sysfs / f"cpu{cpu}" / "topology"
-        try:
-            socket = int((topology / "physical_package_id").read_text())
-            cores.add((socket, int((topology / "core_id").read_text())))
-        except (OSError, ValueError):  # a VM without topology: each CPU is a core of one socket
-            cores.add((0, cpu))
-            has_topology = False
+    cores, has_topology = physical_cores(usable_cpus() if allowed is None else allowed, sysfs)
     sockets = len({socket for socket, _ in cores})
     has_numactl = shutil.which("numactl") is not None
     two_core_tpus = sum(_pci_id(device) == TPU_V2_OR_V3 for device in pci.glob("*"))
-    return Node(max(1, len(cores)), max(1, sockets), has_topology, has_numactl, two_core_tpus)
+    return Node(
+        max(1, len(cores)), max(1, sockets), has_topology, has_numactl, two_core_tpus, quota_cores()
+    )
 
 
 def _pci_id(device: Path) -> tuple[str, str]:

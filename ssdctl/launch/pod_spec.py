@@ -29,11 +29,17 @@ FORMS = {
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 
 
-def checked(name: str, value: str) -> str:
-    """Return the value if Kubernetes accepts its form; raise UsageError otherwise."""
+def checked(name: str, value: str, *, key: str | None = None) -> str:
+    """Return the value if Kubernetes accepts its form; raise UsageError otherwise.
+
+    Args:
+        name: Of the form.
+        value: The value.
+        key: The setting that has it, if it is not `name`.
+    """
     if not re.fullmatch(FORMS[name], value, re.ASCII | re.DOTALL) or len(value) > 4000:
         raise UsageError(
-            f"kubernetes.{name}: {value!r} is not a value that Kubernetes accepts there"
+            f"kubernetes.{key or name}: {value!r} is not a value that Kubernetes accepts there"
         )
     return value
 
@@ -111,7 +117,7 @@ def volumes(config: KubernetesConfig) -> tuple[list[dict[str, Any]], list[dict[s
         if source.startswith("/"):
             volume: dict[str, Any] = {"hostPath": {"path": source, "type": "Directory"}}
         else:
-            claim = checked("claim", source)
+            claim = checked("claim", source, key="volumes")
             volume = {"persistentVolumeClaim": {"claimName": claim}}
         volumes.append({"name": name, **volume})
         mount: dict[str, Any] = {"name": name, "mountPath": path}

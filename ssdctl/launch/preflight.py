@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Sequence
 
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES, DeviceType
 from ssdctl.config.resolve import Resolved
-from ssdctl.data.open_dataset import count_trainable
+from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store import is_prepared
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import pod_spec
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.train.schedule import check_warmup
 from ssdctl.train.small_data import adapted_plan, may_shorten_warmup
+
+FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
 
 
 def check_train(request: LaunchRequest, resolved: Resolved) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ def _count_images(config: Config) -> int | None:
     try:
         if not root.exists() or not is_prepared(root, folder):
             return None
-        images, _ = count_trainable(root, folder)
+        images = count_images(root, folder).trainable
     except DataError:  # the ranks report it
         return None
     return min(images, config.train.limit_train or images)
@@ -88,27 +91,48 @@ def _check_precision(device: DeviceType, precision: str, source: str) -> tuple[s
 
 
 def check_volumes(request: LaunchRequest, config: Config) -> None:
-    """Check that the dataset and the weights are on volumes of the pods.
+    """Check that the files that training reads and writes are on volumes of the pods.
 
     Raises:
-        UsageError: A path is not on any volume.
+        UsageError: A path is not on any volume, or a file to write is on a read-only one.
     """
-    if request.command[0] != "train" or request.kubernetes.install == "image":
-        return  # an image that has ssdctl may have the data too
+    if request.command[0] != "train":
+        return
     mounts, _ = pod_spec.volumes(request.kubernetes)
     places = [str(mount["mountPath"]) for mount in mounts]
-    paths = {}
+    writable = [str(mount["mountPath"]) for mount in mounts if not mount.get("readOnly")]
+    _require_volume("--mllog", config.train.mllog, writable)
+    if request.kubernetes.install == "image":
+        return  # an image that has ssdctl may have the data too
     if not config.train.fake_data:
-        paths["--data"] = config.data.root or "(its default)"
-    weights = config.model.weights
-    if weights is not None and re.search(r"/|\.pth?$", weights):
-        paths["--backbone-weights"] = weights
-    for option, path in paths.items():
-        clean = posixpath.normpath(path)
-        if not any(clean == place or clean.startswith(f"{place}/") for place in places):
-            example = places[0] if places else "/data"
-            raise UsageError(
-                f"{option} {path}: the pods have no volume there",
-                hint=f"mount it by kubernetes.volumes=SOURCE:{example}, and give its path in the "
-                f"pods: {option} {example}/...",
-            )
+        _require_volume("--data", config.data.root or str(DEFAULT_ROOTS[-1]), places)
+        _require_volume("--store", config.data.store, places)
+    if config.train.resume not in ("auto", "never"):
+        _require_volume("--resume", config.train.resume, places)
+    files = {
+        "--init": config.train.init,
+        "--backbone-weights": config.model.weights,
+        "kubernetes.install": request.kubernetes.install,
+    }
+    for option, path in files.items():  # or a name, or a requirement of pip
+        if path is not None and "://" not in path and FILE.search(path):
+            _require_volume(option, path, places)
+
+
+def _require_volume(option: str, path: str | None, places: Sequence[str]) -> None:
+    if path is None:
+        return
+    clean = posixpath.normpath(path)
+    if any(clean == place or clean.startswith(f"{place}/") for place in places):
+        return
+    is_file = option not in ("--data", "--store")
+    mount = (posixpath.dirname(clean) if is_file else clean) if clean.startswith("/") else ""
+    equals = "=" if option.startswith("kubernetes.") else " "
+    hints = [f"mount it by kubernetes.volumes=SOURCE:{mount}"] if mount.strip("/") else []
+    if places:
+        hints.append(f"give its path in the pods: {option}{equals}{places[0]}/...")
+    kind = "writable volume" if option == "--mllog" else "volume"
+    raise UsageError(
+        f"{option}{equals}{path}: the pods have no {kind} there",
+        hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
+    )

@@ -43,7 +43,7 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
             rendezvous.append(f"--local-addr={request.local_address}")
     if request.device == "cuda" and _binds_to_numa_nodes(request, node):
         rendezvous.append("--numa-binding=node")
-    cores = config.cores_per_node or node.cores
+    cores = config.cores_per_node or node.local_cores
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),

@@ -32,7 +32,7 @@ class SSD300(nn.Module):
     """The network.
 
     Args:
-        backbone: A name of `ssdctl.model.backbone.BUILDERS`.
+        backbone: A name of `ssdctl.model.resnet.BUILDERS`, or `vgg16`.
         num_classes: Classes with background; 81 on COCO.
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
     """

@@ -23,7 +23,7 @@ from ssdctl.data.dataset import WHAT_IS_DROPPED
 from ssdctl.data.store import Split
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
-from ssdctl.inference.drawing import PALETTE, label_font, one_line
+from ssdctl.inference.drawing import BoxLabel, draw, label_font
 from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import single_process_config
@@ -69,7 +69,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
     sheet = Image.new("RGB", size, "white")
     pen = ImageDraw.Draw(sheet)
     font = label_font(14)
-    headings = ["as annotated", *(f"to the network, epoch {n + 1}" for n in range(EPOCHS))]
+    headings = ["as annotated", *(f"augmented, epoch {n + 1}" for n in range(EPOCHS))]
     for column, text in enumerate(headings):
         pen.text((GAP + column * step, GAP // 2), text, fill="black", font=font)
     for line, (row, pictures) in enumerate(tiles.items()):
@@ -90,8 +90,7 @@ def _annotated(split: Split, row: int) -> Image.Image:
     picture = Image.fromarray(split.decode(row))
     picture.thumbnail((IMAGE_SIZE, IMAGE_SIZE))
     bounds = slice(split.starts[row], split.starts[row + 1])
-    _draw(picture, split.boxes[bounds], split.labels[bounds], _names(split))
-    return picture
+    return _draw(picture, split.boxes[bounds], split.labels[bounds], _names(split))
 
 
 def _augmented(
@@ -108,8 +107,8 @@ def _augmented(
             picture = Image.fromarray(images[place])
             is_real = batch.labels[place] > 0
             boxes, labels = batch.boxes[place][is_real], batch.labels[place][is_real]
-            _draw(picture, boxes.numpy(), labels.numpy(), _names(split))
-            tiles.append((int(row), picture))
+            drawn = _draw(picture, boxes.numpy(), labels.numpy(), _names(split))
+            tiles.append((int(row), drawn))
     return tiles
 
 
@@ -117,24 +116,11 @@ def _names(split: Split) -> list[str]:
     return [entry.name for entry in split.classes]
 
 
-def _draw(picture: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> None:
-    """Draw boxes with the names of their classes, with a dark edge for bright pictures."""
-    pen = ImageDraw.Draw(picture)
-    font = label_font(10)
-    scale = np.array([picture.width - 1, picture.height - 1] * 2)
-    for box, label in zip(boxes, labels, strict=True):
-        left, top, right, bottom = (float(v) for v in box * scale)
-        colour = PALETTE[int(label) % len(PALETTE)]
-        pen.rectangle((left - 1, top - 1, right + 1, bottom + 1), outline="black")
-        pen.rectangle((left, top, max(right, left), max(bottom, top)), outline=colour, width=2)
-    for box, label in zip(boxes, labels, strict=True):  # names on top of all boxes
-        left, top = float(box[0] * scale[0]), float(box[1] * scale[1])
-        text = one_line(names[int(label) - 1])
-        width = pen.textlength(text, font=font) + 4
-        left = max(min(left, picture.width - width), 0)
-        above = top - 14 if top >= 14 else top
-        colour = PALETTE[int(label) % len(PALETTE)]
-        pen.rectangle((left, above, left + width, above + 14), fill=colour)
-        # Blue is the only dark colour of the palette.
-        ink = "white" if colour == "#0072B2" else "black"
-        pen.text((left + 2, above + 1), text, fill=ink, font=font)
+def _draw(image: Image.Image, boxes: Boxes, labels: NDArray[Any], names: list[str]) -> Image.Image:
+    """Return the image with its annotated boxes, which are fractions of it."""
+    scaled = (boxes * np.array([image.width - 1, image.height - 1] * 2)).tolist()
+    entries = [
+        BoxLabel((left, top, max(left, right), max(top, bottom)), names[label - 1], label)
+        for (left, top, right, bottom), label in zip(scaled, labels.tolist(), strict=True)
+    ]
+    return draw(image, entries)

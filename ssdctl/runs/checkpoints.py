@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
 from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.errors import IntegrityError
-from ssdctl.files import link_or_copy, remove_stale_temporaries
+from ssdctl.files import disk_errors, link_or_copy, remove_stale_temporaries, retry_transient
 from ssdctl.runs.layout import RunDir, step_of
 
 
@@ -50,19 +52,19 @@ class CheckpointDir:
         target = self._run.step_checkpoint(payload["step"])
         later = self._later()
         if target in later:
-            link_or_copy(target, _retired(target))
+            retry_transient(partial(link_or_copy, target, _retired(target)))
             later.remove(target)
-        write_checkpoint(target, payload)
+        retry_transient(partial(write_checkpoint, target, payload))
         for path in later:
-            path.replace(_retired(path))
+            retry_transient(partial(_retire, path))
         self._continued_from = None
-        link_or_copy(target, self._run.last)
+        retry_transient(partial(link_or_copy, target, self._run.last))
         for old in self.steps()[: -self._keep]:
-            old.unlink()
+            retry_transient(partial(_delete, old))
 
     def mark_best(self, step: int) -> None:
         """Publish the checkpoint of a step as the best."""
-        link_or_copy(self._run.step_checkpoint(step), self._run.best)
+        retry_transient(partial(link_or_copy, self._run.step_checkpoint(step), self._run.best))
 
     def clean(self) -> None:
         """Remove temporary files of a save that was killed."""
@@ -93,6 +95,16 @@ class CheckpointDir:
         """Return the checkpoints that the next one replaces."""
         start = self._continued_from
         return [] if start is None else [path for path in self.steps() if step_of(path) > start]
+
+
+def _retire(path: Path) -> None:
+    with disk_errors(path, "renaming"), contextlib.suppress(FileNotFoundError):
+        path.replace(_retired(path))
+
+
+def _delete(path: Path) -> None:
+    with disk_errors(path, "deleting"):
+        path.unlink(missing_ok=True)
 
 
 def _retired(path: Path) -> Path:

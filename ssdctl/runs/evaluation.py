@@ -17,6 +17,7 @@ from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
 MAX_BYTES = 1 << 28
 SHOWN_SCORE = 0.3  # lowest score of detections in pictures and confusions, unless chosen
 SAMPLE_SCORE = 0.05  # lowest score of detections in samples
+CURVES = ("precision", "scores")  # fields of a class that a terminal does not show
 Box = tuple[float, float, float, float]  # left, top, width, height in pixels
 
 
@@ -56,6 +57,7 @@ class ClassAnalysis(msgspec.Struct, frozen=True):
     best_f1: float  # at IoU 0.5, over all score thresholds
     best_score: float  # the threshold that gives it
     precision: list[float]  # at IoU 0.5, for the recalls 0, 0.01 ... 1; empty without objects
+    scores: list[float] = []  # the threshold at which each of these recalls is reached; else 0
 
 
 class CalibrationBin(msgspec.Struct, frozen=True):
@@ -85,6 +87,7 @@ class DetectedBox(msgspec.Struct, frozen=True):
 class GroundTruthBox(msgspec.Struct, frozen=True):
     category_id: int
     box: Box
+    is_crowd: bool = False  # a region of many objects; detections in it do not count
 
 
 class SampleImage(msgspec.Struct, frozen=True):
@@ -94,6 +97,7 @@ class SampleImage(msgspec.Struct, frozen=True):
     file_name: str
     truth: list[GroundTruthBox]
     found: list[DetectedBox]
+    is_worst: bool = False  # chosen for its errors, else at random
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -125,7 +129,7 @@ class Evaluation(msgspec.Struct, frozen=True):
             **self.figures,
             "images": self.about.images,
             "detections": self.about.detections,
-            "per_class": [{k: v for k, v in c.items() if k != "precision"} for c in classes],
+            "per_class": [{k: v for k, v in c.items() if k not in CURVES} for c in classes],
             "errors": msgspec.to_builtins(self.errors),
             "calibration_error": self.calibration_error,
         }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -15,7 +17,14 @@ from typing import IO, Any
 import msgspec
 
 from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, disk_errors, no_follow, write_text
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_errors,
+    no_follow,
+    retry_transient,
+    unreadable,
+    write_text,
+)
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.redact import redact_arguments
 
@@ -60,12 +69,24 @@ class MetricsFile:
     def write(self, record: Record) -> Record:
         """Append one line and return what it contains. A power cut may lose the last lines."""
         record = {k: _figure(v) for k, v in record.items()}
+        retry_transient(lambda: self._append(_line(record)))
+        return record
+
+    def _append(self, line: str) -> None:
+        """Append a line, or nothing: a part of it would make the next one unreadable."""
         with (
             disk_errors(self.path, "writing"),
-            open(self.path, "a", encoding="utf-8", opener=no_follow) as file,
+            open(self.path, "ab", buffering=0, opener=no_follow) as file,
         ):
-            file.write(_line(record))
-        return record
+            size = os.fstat(file.fileno()).st_size
+            try:
+                rest = line.encode()
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    file.truncate(size)
+                raise
 
 
 def read_metrics(path: Path) -> tuple[list[Record], int]:
@@ -88,7 +109,7 @@ def read_metrics(path: Path) -> tuple[list[Record], int]:
         with path.open("rb") as file:
             read = [_record(line) for line in _lines(file)]
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
     records = [record for record in read if record is not None]
     return records, len(read) - len(records)
 

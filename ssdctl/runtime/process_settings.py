@@ -7,6 +7,9 @@ memory, so it is kept; the peak grows by some percent (benchmarks/RESULTS.md).
 Switch threads sooner. By default a thread that needs the interpreter waits up to 5 ms for another
 one, in which a decode thread could have decoded an image.
 
+Before torch is loaded, limit its threads to the CPU quota of the container: threads beyond it are
+throttled together, often while one of them holds a lock.
+
 Only the command line makes these settings: `ssdctl.load` changes nothing in the user's program.
 """
 
@@ -15,7 +18,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+
+from ssdctl.runtime.cores import quota_cores
 
 # malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
@@ -25,6 +30,18 @@ STEP_BYTES = 64 << 20  # step of heap growth
 USER_SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "LD_PRELOAD")
 
 SWITCH_INTERVAL_S = 5e-5
+# If the user sets one of these, the number of torch's threads is not changed.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def limit_threads(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Limit torch's threads to the CPU quota; call it before torch is loaded.
+
+    Without a quota torch takes a thread for each core of the affinity mask.
+    """
+    quota = quota_cores()
+    if quota is not None and not any(name in environment for name in THREADS):
+        environment["OMP_NUM_THREADS"] = str(quota)
 
 
 def tune_process() -> None:

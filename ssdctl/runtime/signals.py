@@ -3,41 +3,59 @@
     signals.install()        # first thing, before torch is imported
     signals.stop_requested()
 
-SIGTERM, SIGINT and SIGUSR1 (Slurm's warning) request a save and a stop with exit 75. A second
-SIGINT interrupts at once: exit 130. Before the first step there is nothing to save, so the run ends
-immediately.
+SIGTERM, SIGINT, SIGUSR1 (Slurm's warning) and SIGHUP (a lost terminal) request a save and a stop
+with exit 75; under nohup SIGHUP stays ignored. A second SIGINT interrupts at once: exit 130. Before
+the first step there is nothing to save, so the run ends immediately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
 from ssdctl.errors import Stopped
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 T = TypeVar("T")
 
 _received: list[int] = []
 _ends_at_once = False  # whether a signal ends the run immediately
+_exit_early: Callable[[], object] | None = None  # ends the process during the imports
+
+
+def exit_during_imports(exit_early: Callable[[], object]) -> None:
+    """Call a function at the first signal, until `ending_at_once` is entered.
+
+    Args:
+        exit_early: Ends the process. An exception would not: imported packages may catch it.
+    """
+    global _exit_early
+    _exit_early = exit_early
+    if _received:
+        _write_and_exit(exit_early)
 
 
 def install() -> None:
     """Install the handlers (main thread only); signals received earlier are kept."""
     for number in STOP_SIGNALS:
-        signal.signal(number, _handle)
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _handle)
 
 
 def restore() -> None:
     """Restore the default handlers."""
+    global _exit_early
     _received.clear()
+    _exit_early = None
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_DFL)
+    for number in STOP_SIGNALS:
+        if number != signal.SIGINT and signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
@@ -72,7 +90,8 @@ def ending_at_once() -> Iterator[None]:
     Raises:
         Stopped: A signal came, before or within.
     """
-    global _ends_at_once
+    global _ends_at_once, _exit_early
+    _exit_early = None
     _ends_at_once = True
     try:
         if _received:
@@ -94,8 +113,16 @@ def _handle(number: int, frame: FrameType | None) -> None:
     _received.append(number)
     if _received.count(signal.SIGINT) > 1:
         raise KeyboardInterrupt
+    if _exit_early is not None:
+        _write_and_exit(_exit_early)
     if _ends_at_once and len(_received) == 1:
         raise _stopped_before_the_first_step()
+
+
+def _write_and_exit(exit_early: Callable[[], object]) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {_stopped_before_the_first_step()}\n".encode())
+    exit_early()
 
 
 def _stopped_before_the_first_step() -> Stopped:

@@ -1,9 +1,9 @@
 """The training loop.
 
-    summary = run_training(resolved, emit=show, progress=tqdm_like)
+    summary = run_training(resolved, emit=show, progress=progress_bar)
 
-`emit` is called with every record of metrics.jsonl after it is written. Messages go to the logger
-`ssdctl.train`.
+`emit` is called with every record of metrics.jsonl after it is written, and with the records for
+the display that ssdctl/runs/progress.py lists. Messages go to the logger `ssdctl.train`.
 """
 
 from __future__ import annotations
@@ -200,6 +200,7 @@ class _Trainer:
             result = train_step(batches, lr)
         self.step += 1
         self.throughput.step_done()
+        self.progress_log.position(self.step)
         self.guard.watch(self.step, result.is_bad, self._image_ids(batches))
         if self.ema is not None:
             self.ema.update()
@@ -260,7 +261,8 @@ class _Trainer:
         self._collect_evaluation(wait=True)
         self._save()
         self.checkpoint_writer.wait()
-        self.progress_log.event("stopped", self.step, signal=signal_name)
+        total_s = round(self.throughput.total_s, 1)
+        self.progress_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
         self.progress_log.close(self.step, is_success=False)
         # mpirun ends the other ranks soon after the first exits: not during a save.
         collectives.barrier(self.setup.ranks)
@@ -343,6 +345,7 @@ class _Trainer:
         else:
             with self.ema.in_place():
                 detections = self.validator.detect()
+        self.progress_log.position(self.step)
         if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._between_steps(wait=True)
@@ -400,8 +403,6 @@ class _Trainer:
     def _finish(self, *, ended_early: bool) -> Summary:
         was_finished = self.throughput.images == 0 and self.evaluated_step == self.step
         self.progress_log.training_ended()
-        if self.setup.val is None:
-            log.info("no validation split: nothing to evaluate")
         if reason := self.early_stopping.reason_to_end():
             log.info("%s", reason)
         if not ended_early:

@@ -9,11 +9,14 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from ssdctl.config.render import snapshot
 from ssdctl.config.resolve import Resolved
+from ssdctl.data.dataset import warning_without_validation
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import write_text
@@ -23,6 +26,15 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment
 from ssdctl.runs.writer import open_run, tracker_id
 from ssdctl.train.bad_images import BadImages
+from ssdctl.train.description import (
+    data_line,
+    details_line,
+    evaluations_after,
+    length_line,
+    network_line,
+    recipe_line,
+    warning_of_cut,
+)
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
 from ssdctl.train.setup import Setup
@@ -42,7 +54,7 @@ class ProgressLog:
         setup: The run.
         resolved: Its config, with the source of every value.
         start_step: The step from which it continues.
-        emit: Called with every record.
+        emit: Called with every record, and with what is only shown (ssdctl/runs/progress.py).
         throughput: Measures the rate of the steps.
     """
 
@@ -67,9 +79,13 @@ class ProgressLog:
         self._mllog: MLLog | None = None
         if setup.ranks.is_main:
             self._open(resolved, start_step)
+            self._describe(resolved, start_step)
         self.event(
             "started",
             start_step,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            train_images=setup.plan.images,
+            val_images=0 if setup.val is None else len(setup.val.image_ids),
             total_steps=setup.plan.total_steps,
             global_batch_size=setup.plan.global_batch_size,
             world_size=setup.ranks.world_size,
@@ -108,6 +124,50 @@ class ProgressLog:
                 world_size=setup.ranks.world_size,
                 val_images=0 if setup.val is None else len(setup.val.image_ids),
             )
+
+    def _describe(self, resolved: Resolved, start_step: int) -> None:
+        """Emit what the run is about to do, and warn of what it will lack."""
+        setup, config = self._setup, self._setup.config
+        root, _ = dataset_folders(config.data)
+        val_images = 0
+        if setup.val is not None:
+            val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
+        evaluations = evaluations_after(resolved, setup.plan, start_step) if val_images else []
+        devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
+        threads = f", {setup.threads} decode thread{'s' * (setup.threads > 1)}"
+        names = [c.name for c in setup.train.classes]
+        facts = [
+            ("data", data_line(root, setup.plan.images, val_images, names)),
+            ("network", network_line(config, step=start_step)),
+            ("device", f"{devices}{setup.device.label}, {setup.precision}{threads}"),
+            ("length", length_line(setup.plan, len(evaluations))),
+            ("recipe", recipe_line(resolved, setup.plan)),
+            ("run", str(setup.out)),
+        ]
+        past = [ap for r in self.past_evaluations() if (ap := float(r["AP"])) >= 0]
+        self._emit(
+            {
+                "kind": "start",
+                "step": start_step,
+                "facts": facts,
+                "details": details_line(resolved),
+                "images": setup.plan.images,
+                "total_steps": setup.plan.total_steps,
+                "global_batch_size": setup.plan.global_batch_size,
+                "evaluations": evaluations,
+                "evaluation_images": val_images,
+                "best_ap": max(past, default=None),
+            }
+        )
+        if setup.val is None and not config.train.fake_data:
+            log.warning("%s", warning_without_validation(root))
+        if warning := warning_of_cut(resolved, setup.plan):
+            log.warning("%s", warning)
+
+    def position(self, step: int, *, is_evaluating: bool = False) -> None:
+        """Tell the display, and only it, how far the run is. Costs no time on the device."""
+        if self._setup.ranks.is_main:
+            self._emit({"kind": "position", "step": step, "is_evaluating": is_evaluating})
 
     def past_evaluations(self) -> list[Record]:
         """Return the recorded evaluations; none on ranks other than the first."""
@@ -204,7 +264,8 @@ class ProgressLog:
         )
 
     def evaluation_started(self, step: int) -> None:
-        """Record the start of an evaluation, in MLPerf's log only."""
+        """Show the start of an evaluation, and record it in MLPerf's log."""
+        self.position(step, is_evaluating=True)
         if self._mllog is not None:
             self._mllog.block_ended()
             self._mllog.start("eval", epoch_num=self._epoch_number(step))

@@ -126,11 +126,9 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
     if config.train.overfit is not None:  # train and evaluate on the same few images
         train = train._replace(trainable=train.trainable[: config.train.overfit])
         val, val_rows = train, train.trainable
-    resolved, rule = adapt_to_data(
+    resolved, _ = adapt_to_data(
         _with_network_of_init(resolved, ranks), len(train.trainable), ranks.world_size
     )
-    if rule is not None and ranks.is_main:
-        log.info("%s; --preset %s is the unchanged recipe", rule, resolved.config.train.preset)
     config = resolved.config
     architecture = Architecture(
         config.model.backbone, config.model.extra_norm, len(train.classes) + 1
@@ -266,7 +264,6 @@ def load_first_weights(setup: Setup) -> None:
         )
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
-        log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
             log.info(
@@ -289,7 +286,6 @@ def load_first_weights(setup: Setup) -> None:
         # It is in the cache now; on another node that node's first process fetches it.
         path = fetch_weights(name, mirror=config.download.mirror)
     load_backbone(model, path)
-    log.info("backbone weights: %s", path)
 
 
 def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:

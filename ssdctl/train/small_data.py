@@ -2,7 +2,7 @@
 
 The default preset is a recipe for COCO: on 9 pictures it takes 18 steps. Below `FEW_IMAGES`
 pictures the rules here replace those of its values that the user did not set. A preset that the
-user names is used as it is. docs/custom-dataset.md describes the rules.
+user names is used as it is. docs/recipes.md describes the rules.
 """
 
 from __future__ import annotations
@@ -117,13 +117,15 @@ def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dic
             "weight_decay": 0.01,
             "lr": float(f"{peak * 32 / global_batch:.3g}"),
         }
-    steps = max(int(epochs * images / global_batch), 1)
+    steps, end = max(int(epochs * images / global_batch), 1), float(epochs)
+    run_steps = min(steps, config.steps or steps)
+    if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
+        end = math.ceil(1e4 * run_steps * global_batch / images) / 1e4
     if is_default(resolved, "warmup"):
-        values["warmup"] = f"{max(steps // 20, 1)}st"
+        values["warmup"] = f"{max(run_steps // 20, 1)}st"
     if is_default(resolved, "lr_decay", "decay_epochs"):
-        values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * epochs, 3), float(epochs))}
+        values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
     if is_default(resolved, "eval_every", "eval_at"):
-        run_steps = min(steps, config.steps or steps)
         interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
         if interval < run_steps:
             values["eval_every"] = f"{interval}st"

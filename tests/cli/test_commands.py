@@ -15,55 +15,12 @@ from pathlib import Path
 import pytest
 from conftest import Result
 
-from ssdctl._version import __version__
-
 Cli = Callable[..., Result]
-COMMANDS = (
-    "demo", "download", "prepare", "fetch-weights", "train", "evaluate", "launch", "predict",
-    "export", "report", "doctor", "config show", "config validate", "config schema",
-    "config presets", "config init", "benchmark data", "benchmark train", "benchmark evaluate",
-)  # fmt: skip
 
 
 def process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ssdctl", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.process
-def test_help_has_a_purpose_and_examples(cli: Cli, command: str) -> None:
-    result = cli(*command.split(), "--help")
-    assert result.code == 0
-    assert "Examples" in result.out
-    assert f"$ ssdctl {command}" in result.out
-    for option in ("--config", "--set", "--json", "--quiet", "--verbose"):
-        assert option in result.out
-
-
-def test_help_on_a_narrow_terminal_shows_complete_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "45")
-    help_text = process("train", "--help").stdout
-    assert all(f"{flag} " in help_text for flag in ("--backbone-weights", "--resume-changed"))
-    assert "$ ssdctl train --data /data/coco --out runs/first" in help_text
-    assert "[bold]" not in help_text
-    assert "\\[" not in help_text
-
-
-def test_help_names_its_examples_before_its_options(cli: Cli) -> None:
-    help_text = cli("train", "--help").out
-    assert help_text.index("Examples") < help_text.index("--preset  ")
-    assert "<bool>  Print" not in help_text
-
-
-def test_root_help_lists_every_command(cli: Cli) -> None:
-    result = cli("--help")
-    for command in COMMANDS:
-        assert f" {command.split()[0]} " in result.out
-
-
-def test_version(cli: Cli) -> None:
-    assert cli("--version") == Result(0, f"ssdctl {__version__}\n", "")
 
 
 def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> None:
@@ -72,6 +29,8 @@ def test_light_commands_do_not_import_torch(shapes: Path, tmp_path: Path) -> Non
     commands = [
         (["--help"], 0),
         (["train", "--help"], 0),
+        (["train", "-h"], 0),
+        (["--version"], 0),
         (["train", "--data", str(shapes), "--dry-run"], 0),
         (["config", "show"], 0),
         (["evaluate", str(results), "--data", str(shapes)], 0),
@@ -171,21 +130,49 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     plan = json.loads(result.out)
     assert set(plan) == {
         "images", "global_batch_size", "steps_per_epoch", "total_steps", "warmup_steps", "peak_lr",
-        "decay_steps", "recipe",
+        "decay_steps", "recipe", "workers", "cpu_quota",
     }  # fmt: skip
     assert plan["global_batch_size"] == 4
     assert plan["total_steps"] == 10 * plan["images"] // 4
     assert not Path("runs").exists()
 
 
-def test_a_plan_without_a_dataset_assumes_coco(cli: Cli) -> None:
-    for options in (["--data", "none"], []):
-        result = cli("train", "--dry-run", "--json", "--bs", 32, *options)
-        assert result.code == 0, result.err
-        plan = json.loads(result.out)
-        assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
-        assert "117,266" in result.err
-        assert "no such dataset folder" in result.err
+def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
+    result = cli("train", "--dry-run", "--json", "--bs", 32)
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
+    assert "117,266" in result.err
+    wrong = cli("train", "--dry-run", "--data", "none")
+    assert (wrong.code, wrong.out) == (3, "")
+    assert "none" in wrong.err
+    assert cli("train", "--dry-run", "--fake-data", "--data", "none").code == 0
+
+
+def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
+    plan = cli("train", "--data", shapes, "--init", "x.pt", "--bs", 4, "--dry-run", "--lr", 1e-3)
+    assert plan.code == 2
+    plan = cli("train", "--data", shapes, "--bs", 4, "--dry-run", "--lr", 1e-3, "--device", "cpu")
+    for word in ("cpu", "ball", "ring", "resnet34", "0.001", "0.000125"):
+        assert word in plan.out
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (["--steps", 20], False),  # the small-data rule fits its schedule to it
+        (["--steps", 20, "--preset", "stable-r34"], True),
+        (["--steps", 20, "--lr-decay", "cosine", "--decay-epochs", "1,65"], True),
+        (["--preset", "stable-r34"], False),
+        (["--steps", 20, "--fake-data", "--preset", "stable-r34"], False),
+    ],
+)
+def test_a_plan_tells_what_steps_do_not_reach(
+    cli: Cli, shapes: Path, options: list[object], is_told: bool
+) -> None:
+    result = cli("train", "--data", shapes, "--dry-run", *options)
+    assert result.code == 0, result.err
+    assert ("--steps 20" in result.err) == is_told
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.config.render import json_schema, to_snapshot_toml, to_template_toml, values
-from ssdctl.config.resolve import Override, Resolved, preset_overrides, resolve
+from ssdctl.config.resolve import (
+    Override,
+    Resolved,
+    parse_assignments,
+    preset_overrides,
+    resolve,
+)
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.errors import UsageError
 
@@ -39,6 +45,37 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     top = resolved(("train.lr", "3e-3"), file=file, SSDCTL_TRAIN__LR="2e-3")
     assert top.config.train.lr == 3e-3
     assert top.config.model.backbone == "resnet50"  # of the preset that the file names
+
+
+LISTS = ['["/a:/b", "/c:/d"]', "/a:/b, /c:/d", "['/a:/b', '/c:/d']"]
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_list_has_the_same_spellings_everywhere(tmp_path: Path, text: str) -> None:
+    expected = ("/a:/b", "/c:/d")
+    file = tmp_path / "my.toml"
+    value = text if text.startswith("[") else f'"{text}"'
+    file.write_text(f"[kubernetes]\nvolumes = {value}\n")
+    assert resolved(file=file).config.kubernetes.volumes == expected
+    (override,) = parse_assignments([f"kubernetes.volumes={text}"])
+    assert resolved(override[:2]).config.kubernetes.volumes == expected
+    variable = {"SSDCTL_KUBERNETES__VOLUMES": text}
+    assert resolved(file=None, **variable).config.kubernetes.volumes == expected
+    assert resolved(("train.eval_at", "[1, 2.5]")).config.train.eval_at == (1.0, 2.5)
+
+
+def test_text_may_be_quoted_as_in_a_file() -> None:
+    assert resolved(("train.preset", '"nvidia-r50"')).config.model.backbone == "resnet50"
+    assert resolved(("train.warmup", '"3ep"')).config.train.warmup == "3ep"
+
+
+def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
+    joined = parse_assignments(["train.tracker=a", "train.lr=1", 'train.tracker=["b", "c"]'])
+    config = resolve(overrides=joined, environment={}).config.train
+    assert (config.tracker, config.lr) == (("a", "b", "c"), 1.0)
+    assert len(parse_assignments(["train.lr=1", "train.lr=1"])) == 1
+    with pytest.raises(UsageError, match=r"train\.batch_size is given twice"):
+        parse_assignments(["train.bs=1", "train.batch_size=2"])
 
 
 def test_scores_are_comparable_by_default() -> None:

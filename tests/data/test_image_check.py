@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from ssdctl.data.image_check import (
     AMBIGUOUS,
+    DAMAGED,
     CheckedImage,
     FingerprintColumns,
     PackOptions,
@@ -91,6 +92,30 @@ def test_damage_inside_is_found_by_decoding(tmp_path: Path) -> None:
     complete[len(complete) // 2] ^= 255
     assert checked(tmp_path, bytes(complete)).problem is None
     assert "not a readable" in (checked(tmp_path, bytes(complete), VERIFIED).problem or "")
+
+
+@pytest.mark.parametrize("more", [{}, {"progressive": True}, {"keep_rgb": True}, {"mode": "CMYK"}])
+@pytest.mark.parametrize("change", ["deleted", "zeroed"])
+def test_a_damaged_jpeg_is_found_by_strict_decoding(
+    tmp_path: Path, change: str, more: dict[str, object]
+) -> None:
+    complete = encoded(RGB.convert(more.pop("mode", "RGB")), **more)  # type: ignore[arg-type]
+    middle = len(complete) // 2
+    end = middle + 300
+    damaged = complete[:middle] + bytes(300 * (change == "zeroed")) + complete[end:]
+    assert checked(tmp_path, complete, VERIFIED).problem is None
+    for options in (
+        VERIFIED,
+        PACKED._replace(verify=True),
+        PACKED._replace(verify=True, shrink=30),
+    ):
+        assert checked(tmp_path, damaged, options).problem == DAMAGED
+        kept = checked(tmp_path, damaged, options._replace(keep_damaged=True))
+        assert kept.problem is None
+        assert DAMAGED in (kept.note or "")
+        assert bool(kept.content) == options.pack
+    assert checked(tmp_path, damaged, PLAIN).problem is None
+    assert decode(damaged, (80, 60)).shape == (60, 80, 3)  # training decodes what it can
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"\0" * 5000, encoded(RGB, "EPS")])

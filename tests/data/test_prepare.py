@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from conftest import Result
 from PIL import Image
 
 from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.image_check import DAMAGED
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import NO_BOXES, prepare
 from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
@@ -63,7 +65,8 @@ def test_store_contains_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -
     assert report.boxes == len(document["annotations"])
     assert report.trainable == len(split.trainable)
     for place in (store, tmp_path / "none"):  # prepared or not
-        assert count_trainable(dataset, place) == (len(split.trainable), len(split.classes))
+        size = count_images(dataset, place)
+        assert size == (len(split.trainable), 9, [c.name for c in split.classes])
 
 
 def test_any_arrow_reader_opens_the_index(dataset: Path, tmp_path: Path) -> None:
@@ -331,7 +334,27 @@ class TestChanges:
         store = tmp_path / "store"
         prepare(dataset, store, pack=False)
         assert not prepare(dataset, store, pack=False, verify_images=True).unchanged
+        assert prepare(dataset, store, pack=False, verify_images=True).unchanged
         assert prepare(dataset, store, pack=False).unchanged
+
+    def test_images_that_are_decoded_partly_are_dropped_unless_they_are_kept(
+        self, dataset: Path, tmp_path: Path, cli: Callable[..., Result]
+    ) -> None:
+        damaged = sorted((dataset / "train2017").iterdir())[3]
+        content = damaged.read_bytes()
+        middle = len(content) // 2
+        damaged.write_bytes(content[:middle] + content[middle + 500 :])
+        command = ["prepare", "--data", dataset, "--store", tmp_path / "store", "--json"]
+        command += ["--verify-images"]
+        usable = []
+        for more in ([], ["--keep-damaged"], []):
+            result = cli(*command, *more)
+            assert result.code == 0, result.err
+            train = json.loads(result.out)["splits"][0]
+            (finding,) = [f for f in train["findings"] if damaged.name in f["detail"]]
+            assert DAMAGED in finding["detail"]
+            usable.append(int(opened(dataset, tmp_path / "store").usable.sum()))
+        assert usable == [23, 24, 23]
 
     def test_a_store_that_may_only_be_read(self, dataset: Path, tmp_path: Path) -> None:
         """Checked without a lock: its time is unchanged (root could write anywhere)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -297,3 +298,38 @@ def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None
     assert result.code == 0, result.err
     assert calls.count("mark_step") > 1
     assert "Intel Gaudi" in (tmp_path / "run/environment.json").read_text()
+
+
+AUTOLOAD = """
+import subprocess
+import sys
+{imports}
+print("habana_frameworks.torch.core" in sys.modules)
+from ssdctl.device import hpu, open_device
+from ssdctl.errors import UsageError
+
+hpu.TORCH_DEVICE = "cpu"
+try:
+    print(open_device("hpu", execution="compile").execution)
+except UsageError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "loaded", "opened"),
+    [("import ssdctl, torch", "False", "compile"), ("import torch", "True", "refused")],
+)
+def test_the_bridge_is_not_loaded_before_its_mode_is_set(
+    tmp_path: Path, imports: str, loaded: str, opened: str
+) -> None:
+    variables = {k: v for k, v in os.environ.items() if k not in (hpu.MODE, "PT_HPU_AUTOLOAD")}
+    path = os.pathsep.join([str(STANDIN), os.environ["PYTHONPATH"], *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", AUTOLOAD.format(imports=imports)],
+        env={**variables, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [lines[0], lines[1].split()[0]] == [loaded, opened], done.stderr

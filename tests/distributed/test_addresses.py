@@ -37,9 +37,14 @@ def test_between_machines_only_a_name_that_resolves_to_loopback_is_replaced(
 
 def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(48)))
+    quota: list[float | None] = [None]
+    monkeypatch.setattr("ssdctl.runtime.cores.cpu_quota", lambda: quota[0])
     assert usable_cores(1) == 48
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert usable_cores(16) == 6
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")  # which this site does not bind tasks to
     assert usable_cores(16) == 4
     assert usable_cores(1) == 48
+    quota[0] = 19.5
+    assert usable_cores(1) == 20
+    assert usable_cores(16) == 2

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssdctl.errors import DataError
-from ssdctl.evaluate.analysis import ERROR_REMEDIES, analyse, diagnosis
+from ssdctl.evaluate.analysis import ERROR_REMEDIES, analyse, best_threshold, diagnosis, f1_curve
 from ssdctl.evaluate.coco_ap import Detections, run_scoring
 from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
@@ -126,6 +126,41 @@ def test_confusions_and_samples(tmp_path: Path) -> None:
     assert [f.score for f in second.found] == [0.2]  # the report's threshold can be lowered to 0.05
     cat, dog, background = result.confusion  # of detections with a score of 0.3 or more
     assert (cat, dog, background) == ([2, 1, 1], [0, 0, 0], [0, 0, 0])
+
+
+def test_the_worst_images_come_first(tmp_path: Path) -> None:
+    far = [200.0, 200.0, 50.0, 50.0]
+    rows = [
+        (0, 2, BOX, 0.9),
+        (2, 2, BOX, 0.9),
+        (2, 2, far, 0.8),
+        (3, 2, BOX, 0.9),
+        (3, 2, far, 0.1),
+    ]
+    samples = evaluation(tmp_path, rows).samples
+    assert [(s.image_id, s.is_worst) for s in samples] == [
+        (1, True),  # missed
+        (2, True),  # one wrong
+        (0, False),
+        (3, False),  # wrong, but below the score that is shown
+    ]
+
+
+def test_f1_over_the_threshold(tmp_path: Path) -> None:
+    """Two of four objects are found with 0.8, then one false detection and the others follow."""
+    far = [200.0, 200.0, 50.0, 50.0]
+    scores = (0.8, 0.8, 0.4, 0.4)
+    rows = [(n, 2, BOX, s) for n, s in enumerate(scores)] + [(0, 2, far, 0.6), (1, 2, far, 0.5)]
+    result = evaluation(tmp_path, rows)
+    cat, dog = result.per_class
+    curve = f1_curve(cat)
+    assert f1_curve(dog) == []
+    assert len(curve) == 101
+    assert [curve[n] for n in (81, 100)] == [0, 0]
+    assert curve[80] == curve[41] == pytest.approx(2 * 0.5 / 1.5, abs=1e-4)
+    assert curve[40] == curve[0] == pytest.approx(2 * 4 / 6 / (1 + 4 / 6), abs=1e-4)
+    assert best_threshold(result) == (0.2, curve[0])
+    assert best_threshold(evaluation(tmp_path, RIGHT)) == (0.45, 1.0)
 
 
 @pytest.mark.parametrize("rows", [[], RIGHT])

@@ -151,6 +151,18 @@ def test_closing_ends_downloads(predictor: Predictor, picture: Path, server: Ser
     assert server.body_bytes < 400
 
 
+def test_leaving_a_stream_ends_downloads(
+    predictor: Predictor, picture: Path, server: Server
+) -> None:
+    slow = Reply(body=bytes(10_000), pause_s=0.05, slice_bytes=1)
+    urls = [server.route(f"/{n}.jpg", lambda _: slow) for n in range(4)]
+    for _ in predictor.predict_iter([picture, *urls], batch_size=1):
+        while not server.body_bytes:
+            time.sleep(0.01)
+        break
+    assert server.body_bytes < 400
+
+
 @pytest.mark.slow  # importing it takes seconds
 def test_results_for_supervision(predictor: Predictor, picture: Path) -> None:
     pytest.importorskip("supervision")

@@ -401,6 +401,57 @@ def _shape(value: Any) -> Any:
     return [_shape(v) for v in value] if isinstance(value, list) else type(value)
 
 
+def in_pods(cli: Cli, *options: object, install: str = "ssdctl==0.1.0") -> Result:
+    """Plan a training in pods that install ssdctl, with volumes at /runs and /data/coco."""
+    return cli(
+        *("launch", "--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first", "--dry-run"),
+        *("--set", "kubernetes.image=a", "--set", f"kubernetes.install={install}"),
+        *("--set", 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'),
+        *options,
+    )
+
+
+def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
+    result = in_pods(cli)
+    assert result.code == 0, result.err
+    mounts = yaml.safe_load(result.out)["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
+    assert [m["mountPath"] for m in mounts][:2] == ["/runs", "/data/coco"]
+    assert in_pods(cli, "--init", "nvidia-ssd300-coco", "--store", "/runs/store").code == 0
+    assert in_pods(cli, "--init", "hf://org/name", "--mllog", "/runs/log").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "/elsewhere/parts"], ["--data /elsewhere/parts", "SOURCE:/elsewhere/parts"]),
+        (["--init", "/weights/a.pt"], ["--init /weights/a.pt", "SOURCE:/weights"]),
+        (["--init", "a.pt"], ["--init a.pt", "--init /runs/"]),
+        (["--resume", "a.pt"], ["--resume a.pt"]),
+        (["--store", "/fast"], ["--store /fast"]),
+        (["--mllog", "/data/coco/log"], ["--mllog /data/coco/log"]),
+        (["--backbone-weights", "/w/r.pth"], ["--backbone-weights /w/r.pth"]),
+        ([], ["kubernetes.install=/w/a.whl"]),
+    ],
+)
+def test_paths_that_the_pods_lack(cli: Cli, options: list[str], words: list[str]) -> None:
+    install = "/w/a.whl" if "kubernetes.install" in words[0] else "ssdctl==0.1.0"
+    result = in_pods(cli, *options, install=install)
+    assert result.code == 2
+    for word in words:
+        assert word in " ".join(result.err.split())
+
+
+def test_a_list_of_volumes_as_config_show_prints_it(cli: Cli) -> None:
+    shown = json.loads(
+        cli("config", "show", "--json", "--set", "kubernetes.volumes=/a:/b,/c:/d").out
+    )["kubernetes.volumes"]["value"]
+    again = cli("config", "show", "--json", "--set", f"kubernetes.volumes={json.dumps(shown)}")
+    assert json.loads(again.out)["kubernetes.volumes"]["value"] == ["/a:/b", "/c:/d"]
+    result = in_pods(cli, "--set", "kubernetes.volumes=CLAIM:/x")
+    assert result.code == 2
+    assert "kubernetes.volumes" in result.err
+
+
 def test_a_name_that_is_not_utf8(cli: Cli) -> None:
     """As a shell passes it: by surrogates, which YAML does not have."""
     result = cli("launch", *IN_A_POD, "--data", "/runs/a\udcff", "--dry-run")

@@ -53,7 +53,8 @@ from ssdctl.doctor.limits import _locked_memory, _open_files
 from ssdctl.launch.node import read_node
 from ssdctl.runtime import system
 from ssdctl.runtime.cores import usable_cores
-assert usable_cores() == os.cpu_count() and read_node().cores >= 1
+assert len(system.usable_cpus()) == os.cpu_count()
+assert usable_cores() >= 1 and read_node().cores >= 1
 assert own_addresses() == {}
 assert system.peak_memory_bytes() == 0 and system.resource_limit("AS") is None
 assert _open_files() is None and _locked_memory(None) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_RUN, Result
+from forked import ForkedProcess
 from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
+from ssdctl.cli.main import main
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.train import setup
 
@@ -138,15 +141,18 @@ def test_damaged_newest_checkpoint_costs_one_interval(
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_signal_saves_and_exits_75(
+    shapes: Path, tmp_path: Path, cli: Cli, number: signal.Signals
+) -> None:
     run = tmp_path / "run"
     options = ["train", "--data", shapes, "--out", run, *OPTIONS]
     process = start(*options, "--steps", 1000)
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 75, words
-    assert "SIGTERM" in words
+    assert number.name in words
     assert "run the same command again" in words
     assert "Traceback" not in words
     stopped = last(run).step
@@ -154,6 +160,50 @@ def test_sigterm_saves_and_exits_75(shapes: Path, tmp_path: Path, cli: Cli) -> N
     result = cli(*options, "--steps", stopped + 1)
     assert result.code == 0, result.err
     assert [r["step"] for r in records(run, "train")] == list(range(1, stopped + 2))
+
+
+def has_steps(run: Path) -> bool:
+    return (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1
+
+
+def test_nohup_ignores_a_lost_terminal(shapes: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000]
+
+    def under_nohup() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        main(list(map(str, options)))
+
+    process = ForkedProcess(under_nohup)
+    wait_for(lambda: has_steps(run), process)
+    process.send_signal(signal.SIGHUP)
+    steps = len(records(run, "train"))
+    wait_for(lambda: len(records(run, "train")) > steps + 1, process)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 75, words
+    assert "SIGTERM" in words
+
+
+def test_a_run_whose_terminal_closes_is_saved(shapes: Path, tmp_path: Path) -> None:
+    """The kernel sends SIGHUP, and all output fails from then on."""
+    run = tmp_path / "run"
+    options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 1000]
+    controlled = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY); "
+    controlled += "os.execv(sys.executable, [sys.executable, '-m', 'ssdctl', *sys.argv[1:]])"
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", controlled, *map(str, options)],
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    while not has_steps(run):
+        assert process.poll() is None
+        if select.select([ours], [], [], 0.05)[0]:
+            os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(60) == 75
+    assert last(run).step == records(run, "train")[-1]["step"]
 
 
 SLOW_STEP = """
@@ -187,7 +237,9 @@ def test_a_second_interrupt_ends_in_mid_step(shapes: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow(in_ci=True)
 @pytest.mark.parametrize("module", ["torch.version", "typer"])
-def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, module: str) -> None:
+def test_a_signal_during_the_imports_ends_it_there(
+    shapes: Path, tmp_path: Path, module: str
+) -> None:
     """Python reports each import at its end: a package's own comes after its modules."""
     options = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 9]
     command = [sys.executable, "-X", "importtime", "-m", "ssdctl", *map(str, options)]
@@ -200,6 +252,7 @@ def test_a_signal_during_the_imports_is_kept(shapes: Path, tmp_path: Path, modul
     _, rest = process.communicate(timeout=120)
     assert process.returncode == 75, rest[-2000:]
     assert "before the first step" in rest
+    assert rest.count("import time:") < 100  # of some thousand
     assert not (tmp_path / "run").exists()
 
 

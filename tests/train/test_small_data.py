@@ -100,7 +100,15 @@ def test_more_steps_than_the_rule_takes_extend_the_run() -> None:
     plan = plan_of(settings(steps=3000), 100)
     assert plan.total_steps == 3000
     assert plan.decay_steps[-1] == 3000
-    assert plan_of(settings(steps=20), 100).total_steps == 20
+
+
+@pytest.mark.parametrize("steps", [1, 20, 61, 998])
+@pytest.mark.parametrize("images", [7, 100, 333])
+def test_fewer_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images: int) -> None:
+    plan, full = plan_of(settings(steps=steps), images), plan_of(settings(), images)
+    assert plan.total_steps == plan.decay_steps[-1] == steps
+    assert plan.warmup_steps == max(steps // 20, 1)
+    assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
 
 
 def test_the_global_batch_counts_ranks() -> None:

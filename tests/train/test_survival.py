@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -19,9 +20,11 @@ from conftest import TINY_RUN, Result
 from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
+from ssdctl import files
 from ssdctl.errors import DiskError
 from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
+from ssdctl.runs import metrics
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.train import validate
 from ssdctl.train.step import TrainStep
@@ -97,6 +100,45 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     assert last(tmp_path / "run").step == 2  # not a step further
     assert cli(*command, "--out", tmp_path / "run").code == 0
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
+
+
+@pytest.mark.parametrize("lasts", [2, 99])
+@pytest.mark.parametrize("where", ["checkpoint", "metrics"])
+def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
+    shapes: Path,
+    tmp_path: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    lasts: int,
+) -> None:
+    """As of a network file system whose server restarts."""
+    run = tmp_path / "run"
+    command = ["train", "--data", shapes, *OPTIONS, "--steps", 3, "--save-every", "1st"]
+    opened, left = files.no_follow, lasts
+
+    def stale(path: str | Path, flags: int) -> int:
+        nonlocal left
+        name = "step-00000002" if where == "checkpoint" else "metrics.jsonl"
+        if name in str(path) and left:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return opened(path, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "RETRY_AFTER_S", (0, 0, 0))
+        patch.setattr(files, "no_follow", stale)
+        patch.setattr(metrics, "no_follow", stale)
+        result = cli(*command, "--out", run)
+    if lasts == 2:
+        assert result.code == 0, result.err
+    else:
+        assert result.code == 6
+        assert os.strerror(errno.ESTALE) in result.err
+        assert ("step-00000002.pt" if where == "checkpoint" else "metrics.jsonl") in result.err
+        assert cli(*command, "--out", run).code == 0
+    assert [r["step"] for r in records(run, "train")] == [1, 2, 3]
+    assert last(run).step == 3
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ class DataConfig(Section, frozen=True):
     root: Annotated[
         str | None,
         setting(
-            "Dataset folder or file; the layout is detected: COCO, YOLO, VOC, CVAT, Open Images "
-            "[default: data/coco if it exists, else /data/coco]",
+            "Dataset folder or file, in any supported format [default: data/coco or /data/coco]",
             flag="--data",
             metavar="DIR",
             panel="Data",
@@ -24,7 +23,7 @@ class DataConfig(Section, frozen=True):
     store: Annotated[
         str | None,
         setting(
-            "Folder of the prepared store [default: prepared/ in the dataset folder]",
+            "Folder of the prepared data [default: DATA/prepared]",
             flag="--store",
             metavar="DIR",
             panel="Data",
@@ -37,34 +36,34 @@ class DownloadConfig(Section, frozen=True):
 
     dataset: Annotated[
         Literal["coco2017", "shapes"],
-        setting("Dataset to get; shapes is generated on this machine, without network"),
+        setting("Dataset to download (shapes: generated locally)"),
     ] = "coco2017"
     part: Annotated[
         Literal["train", "val", "annotations"] | None,
-        setting("Fetch only this part of COCO [default: all]"),
+        setting("Download only this part of COCO [default: all]"),
     ] = None
     manifest: Annotated[
         str | None,
-        setting("Fetch the files that this TOML manifest lists instead", metavar="FILE"),
+        setting("Download the files in this TOML manifest", metavar="FILE"),
     ] = None
     mirror: Annotated[
         str | None,
-        setting("Fetch from this base URL instead of the official hosts", metavar="URL"),
+        setting("Base URL to use instead of the official hosts", metavar="URL"),
     ] = None
     connections: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=64)], setting("Connections per file", metavar="N")
     ] = 8
     timeout: Annotated[
         Annotated[float, msgspec.Meta(ge=1)],
-        setting("Fail after this many seconds at less than 1 KB/s", metavar="S"),
+        setting("Give up after S seconds below 1 KB/s", metavar="S"),
     ] = 30.0
     keep_archives: Annotated[bool, setting("Keep the zip files after unpacking")] = False
     images: Annotated[
-        Count, setting("Training images to generate", metavar="N", panel="Shapes dataset")
+        Count, setting("Number of training images", metavar="N", panel="Shapes dataset")
     ] = 800
     val_images: Annotated[
         NonNegativeInt,
-        setting("Validation images to generate", metavar="N", panel="Shapes dataset"),
+        setting("Number of validation images", metavar="N", panel="Shapes dataset"),
     ] = 100
     seed: Annotated[
         NonNegativeInt, setting("Seed of the generated images", metavar="N", panel="Shapes dataset")
@@ -77,7 +76,7 @@ class PrepareConfig(Section, frozen=True):
     source: Annotated[
         str,
         setting(
-            "Layout of the dataset; auto detects it, and other packages may add more",
+            "Dataset format, auto-detected by default; plugins can add formats",
             flag="--from",
             panel="Conversion",
             choices=("auto", "coco", "voc", "yolo", "openimages", "cvat-xml"),
@@ -86,7 +85,7 @@ class PrepareConfig(Section, frozen=True):
     split: Annotated[
         Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
         setting(
-            "Train on this fraction of the images, validate on the others",
+            "Fraction of images for training; the rest is for validation",
             metavar="SHARE",
             panel="Conversion",
         ),
@@ -97,32 +96,27 @@ class PrepareConfig(Section, frozen=True):
     ] = ()
     pack: Annotated[
         bool,
-        setting("Pack the images into the store; --no-pack writes only the index"),
+        setting("Copy the images for fast training, or only index them"),
     ] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,
         setting(
-            "Re-encode images whose shorter side is above this, in pixels",
+            "Downscale images whose shorter side exceeds PX",
             metavar="PX",
         ),
     ] = None
     encoding: Annotated[
         Literal["jpeg", "raw"],
-        setting(
-            "Pack image files (jpeg), or decoded pixels (raw): several times the space, and no "
-            "decoding in training"
-        ),
+        setting("Store image files (jpeg) or decoded pixels (raw, much larger)"),
     ] = "jpeg"
-    verify_images: Annotated[
-        bool, setting("Decode every image, not only those that look truncated")
+    verify_images: Annotated[bool, setting("Decode every image completely")] = False
+    keep_damaged: Annotated[
+        bool, setting("Use partly decodable images that --verify-images finds")
     ] = False
     allow_dropped: Annotated[
         bool,
-        setting(
-            "Continue although more than 5% of the images or boxes are dropped, or no training "
-            "image is left"
-        ),
+        setting("Continue even if more than 5% of images or boxes are dropped"),
     ] = False
     jobs: Annotated[
-        NonNegativeInt, setting("Threads that check images; 0 = one per core", metavar="N")
+        NonNegativeInt, setting("Threads that check images (0 = one per core)", metavar="N")
     ] = 0

@@ -14,32 +14,30 @@ IOU_ALIASES = ("--iou", "--iou-thres")
 class EvaluateConfig(Section, frozen=True):
     """The evaluation of a checkpoint."""
 
-    split: Annotated[Literal["train", "val", "test"], setting("Split to score")] = "val"
+    split: Annotated[Literal["train", "val", "test"], setting("Split to evaluate")] = "val"
     batch_size: Annotated[
         Count,
         setting(
-            "Images per batch",
+            "Batch size",
             flag="--bs",
             metavar="N",
             aliases=("--val-batch-size", "--eval-batch-size", "--ebs"),
         ),
     ] = 16
-    precision: Annotated[
-        Literal["bf16", "fp32"], setting("Arithmetic of the network", choice_flags=True)
-    ] = "fp32"
+    precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
     workers: Annotated[
         NonNegativeInt,
-        setting("Decode threads; 0 = all cores", metavar="N", aliases=("--num-workers",)),
+        setting("Decoder threads (0 = all cores)", metavar="N", aliases=("--num-workers",)),
     ] = 0
     limit: Annotated[
         Count | None,
-        setting("Score only the first N images", metavar="N", aliases=("--eval-samples",)),
+        setting("Evaluate only the first N images", metavar="N", aliases=("--eval-samples",)),
     ] = None
     score_threshold: Annotated[
         Fraction | None,
         setting(
-            "Drop detections below this score [default: the network's own, 0.05; vgg16 0.01]",
+            "Drop detections below this score [default: 0.05, VGG16 0.01]",
             metavar="X",
             aliases=("--nms-valid-thresh", "--score", *SCORE_ALIASES),
         ),
@@ -47,18 +45,15 @@ class EvaluateConfig(Section, frozen=True):
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box if its IoU with a better one is above this "
-            "[default: the network's own, 0.5; vgg16 0.45]",
+            "NMS IoU threshold [default: 0.5, VGG16 0.45]",
             metavar="X",
             aliases=IOU_ALIASES,
         ),
     ] = None
     annotated_only: Annotated[
-        bool, setting("Score only images with annotations, as the replaced systems do")
+        bool, setting("Skip images without objects, as NVIDIA's and MLPerf's scripts do")
     ] = False
-    verify: Annotated[
-        bool, setting("Also score with pycocotools; fail on a difference above 1e-12")
-    ] = False
+    verify: Annotated[bool, setting("Check the result against pycocotools")] = False
 
 
 SaveFormat = Literal["json", "coco", "yolo", "labelstudio"]
@@ -70,47 +65,44 @@ class PredictConfig(Section, frozen=True):
     score: Annotated[
         Fraction,
         setting(
-            "Keep boxes with at least this score",
+            "Keep boxes with a score above this",
             metavar="X",
             aliases=("--score-threshold", *SCORE_ALIASES),
         ),
     ] = 0.3
     classes: Annotated[
         tuple[str, ...],
-        setting("Keep only these classes, by name [default: all]", metavar="A,B"),
+        setting("Keep only these classes [default: all]", metavar="A,B"),
     ] = ()
     nms_iou: Annotated[
         Fraction | None,
         setting(
-            "Suppress a box that overlaps a better one by more "
-            "[default: evaluate.nms_iou, else the network's own]",
+            "NMS IoU threshold [default: 0.5, VGG16 0.45]",
             metavar="X",
             aliases=IOU_ALIASES,
         ),
     ] = None
     max_detections: Annotated[
         Count | None,
-        setting("Keep only the N best boxes of a picture", metavar="N", aliases=("--max-det",)),
+        setting("Keep at most N boxes per image", metavar="N", aliases=("--max-det",)),
     ] = None
     tile: Annotated[
         Annotated[int, msgspec.Meta(ge=32)] | None,
-        setting("Detect on tiles of N pixels and on the whole picture, and merge", metavar="N"),
+        setting("Also detect on tiles of N pixels", metavar="N"),
     ] = None
     tile_overlap: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=0.9)],
-        setting("Overlap of neighbouring tiles, as a fraction of a tile", metavar="X"),
+        setting("Overlap of neighboring tiles, as a fraction", metavar="X"),
     ] = 0.2
-    every: Annotated[
-        Count, setting("Videos and cameras: detect on every Nth frame", metavar="N")
-    ] = 1
+    every: Annotated[Count, setting("Videos: detect on every Nth frame", metavar="N")] = 1
     max_frames: Annotated[
         Count | None,
-        setting("Videos and cameras: stop after N frames [default: at the end]", metavar="N"),
+        setting("Videos: stop after N frames [default: all]", metavar="N"),
     ] = None
-    recursive: Annotated[bool, setting("Search folders below the given ones, too")] = False
+    recursive: Annotated[bool, setting("Also search subfolders")] = False
     save: Annotated[
         SaveFormat | None,
-        setting("Write detections in this format into --out, for labelling tools"),
+        setting("Write boxes to --out in this format"),
     ] = None
-    batch_size: Annotated[Count, setting("Images per batch", flag="--bs", metavar="N")] = 8
+    batch_size: Annotated[Count, setting("Batch size", flag="--bs", metavar="N")] = 8
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"

@@ -11,19 +11,18 @@ class LaunchConfig(Section, frozen=True):
     launcher: Annotated[
         Literal["auto", "torchrun", "mpirun", "slurm", "kubernetes"],
         setting(
-            "Program that starts the ranks; auto = mpirun for HPUs, torchrun for GPUs, TPUs and "
-            "CPUs",
+            "Program that starts the ranks (auto: by device)",
             panel="Launch",
         ),
     ] = "auto"
     cluster: Annotated[
         ClusterName | None,
-        setting("Settings of a known cluster to start from (docs/clusters.md)", panel="Launch"),
+        setting("Start from the settings of a known cluster", panel="Launch"),
     ] = None
     nodes: Annotated[
         Count,
         setting(
-            "Number of machines; the devices are divided among them",
+            "Number of machines that share the devices",
             metavar="N",
             panel="Launch",
             aliases=("--nnodes", "--num-nodes"),
@@ -32,7 +31,7 @@ class LaunchConfig(Section, frozen=True):
     restarts: Annotated[
         NonNegativeInt,
         setting(
-            "Restart the job at most this often after a crash; it resumes",
+            "Maximum automatic restarts after a crash",
             metavar="N",
             panel="Launch",
         ),
@@ -44,7 +43,7 @@ class LaunchConfig(Section, frozen=True):
     rdzv_endpoint: Annotated[
         str | None,
         setting(
-            "Rendezvous address of torchrun's nodes [default: the first host of --hostfile]",
+            "torchrun's rendezvous address [default: first host of --hostfile]",
             metavar="HOST:PORT",
             panel="Launch",
         ),
@@ -52,19 +51,18 @@ class LaunchConfig(Section, frozen=True):
     rank_by: Annotated[
         Literal["core", "slot"],
         setting(
-            "How mpirun places the ranks; core works only with Open MPI 4 (Gaudi releases up to "
-            "1.22)",
+            "mpirun's placement of ranks (core: Open MPI 4)",
             panel="Launch",
         ),
     ] = "slot"
     bind_to: Annotated[
         Literal["core", "none"],
-        setting("Bind each of mpirun's ranks to its own cores, or to none", panel="Launch"),
+        setting("Bind mpirun's ranks to their own cores", panel="Launch"),
     ] = "core"
     export_env: Annotated[
         tuple[str, ...],
         setting(
-            "More environment variables that mpirun exports to the ranks of other nodes",
+            "More environment variables for the other nodes",
             metavar="NAME,NAME",
             panel="Launch",
             aliases=("--carry",),
@@ -73,7 +71,7 @@ class LaunchConfig(Section, frozen=True):
     cores_per_node: Annotated[
         Count | None,
         setting(
-            "Physical cores of a node, for binding ranks [default: this machine's]",
+            "Physical cores per node [default: this machine's]",
             metavar="N",
             panel="Launch",
         ),
@@ -81,7 +79,7 @@ class LaunchConfig(Section, frozen=True):
     devices_per_node: Annotated[
         Count | None,
         setting(
-            "Devices of a node, among which its cores are divided [default: those used]",
+            "Devices per node [default: those in use]",
             metavar="N",
             panel="Launch",
         ),
@@ -91,7 +89,7 @@ class LaunchConfig(Section, frozen=True):
 class SlurmConfig(Section, frozen=True):
     """The job that `launch --launcher slurm` submits."""
 
-    job_name: Annotated[str, setting("Name of the job", metavar="NAME")] = "ssdctl"
+    job_name: Annotated[str, setting("Job name", metavar="NAME")] = "ssdctl"
     partition: Annotated[str | None, setting("Partition", metavar="NAME")] = None
     account: Annotated[str | None, setting("Account to charge", metavar="NAME")] = None
     qos: Annotated[str | None, setting("Quality of service", metavar="NAME")] = None
@@ -105,33 +103,29 @@ class SlurmConfig(Section, frozen=True):
     memory: Annotated[str | None, setting("Memory per node (400G)", metavar="SIZE")] = None
     gres: Annotated[
         str | None,
-        setting("Slurm's name of the devices; none = request none [default: gpu or hpu]"),
+        setting("Slurm's name of the devices, or none [default: gpu or hpu]"),
     ] = None
     signal_before: Annotated[
-        Count, setting("Save and stop this many seconds before the time limit", metavar="S")
+        Count, setting("Save and stop S seconds before the time limit", metavar="S")
     ] = 300
-    requeue: Annotated[
-        bool, setting("Requeue the job if the time limit stopped it; it resumes")
-    ] = True
+    requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
     options: Annotated[
-        tuple[str, ...], setting("More options of sbatch (--exclusive)", metavar="--OPTION,...")
+        tuple[str, ...], setting("More options for sbatch (--exclusive)", metavar="--OPTION,...")
     ] = ()
     srun_options: Annotated[
         tuple[str, ...],
-        setting("More options of srun (--mpi=none, --container-image=...)", metavar="--OPTION,..."),
+        setting("More options for srun (--mpi=none)", metavar="--OPTION,..."),
     ] = ()
 
 
 class KubernetesConfig(Section, frozen=True):
     """The job and the pods of `launch --launcher kubernetes`."""
 
-    name: Annotated[
-        str | None, setting("Name of the job [default: ssdctl-XXXXXX]", metavar="NAME")
-    ] = None
+    name: Annotated[str | None, setting("Job name [default: ssdctl-XXXXXX]", metavar="NAME")] = None
     namespace: Annotated[str | None, setting("Namespace [default: kubectl's]", metavar="NAME")] = (
         None
     )
-    image: Annotated[str | None, setting("Image of all pods", metavar="IMAGE")] = None
+    image: Annotated[str | None, setting("Container image of all pods", metavar="IMAGE")] = None
     pull_policy: Annotated[
         Literal["Always", "IfNotPresent", "Never"], setting("When to pull the image")
     ] = "IfNotPresent"
@@ -142,9 +136,7 @@ class KubernetesConfig(Section, frozen=True):
     install: Annotated[
         str | None,
         setting(
-            "Source of ssdctl in the pods: image = the image contains it; else what pip installs "
-            "there (a wheel or folder on a volume, a requirement), without replacing the image's "
-            "torch",
+            "How pods get ssdctl: in the image, or a source for pip",
             metavar="image|SOURCE",
         ),
     ] = None
@@ -154,15 +146,14 @@ class KubernetesConfig(Section, frozen=True):
     volumes: Annotated[
         tuple[str, ...],
         setting(
-            "Persistent folders: a path on the nodes or the name of a volume claim, the path to "
-            "mount it at, and ro for read-only",
+            "Volumes to mount (node path or claim)",
             metavar="SOURCE:PATH[:ro],...",
         ),
     ] = ()
     resources: Annotated[
         tuple[str, ...],
         setting(
-            "Resources of a pod in addition to its devices (cpu=95, memory=409Gi)",
+            "Resources per pod, besides devices (cpu=95, memory=409Gi)",
             metavar="NAME=AMOUNT,...",
         ),
     ] = ()

@@ -29,7 +29,7 @@ class ModelConfig(Section, frozen=True):
     backbone: Annotated[
         BackboneName,
         setting(
-            "Backbone of the detector; a ResNet is cut after conv4_x",
+            "Backbone of the detector",
             panel="Network",
             affects_results=True,
         ),
@@ -37,8 +37,7 @@ class ModelConfig(Section, frozen=True):
     weights: Annotated[
         str,
         setting(
-            "Backbone weights: a name (ssdctl fetch-weights --list; imagenet-v1 is the backbone's "
-            "own), a file, or none",
+            "Backbone weights: a name from `fetch-weights --list`, a file, or none",
             flag="--backbone-weights",
             metavar="NAME|FILE|none",
             panel="Network",
@@ -53,7 +52,7 @@ class ModelConfig(Section, frozen=True):
     extra_norm: Annotated[
         Literal["none", "batch"],
         setting(
-            "Normalisation in the extra blocks: none (MLPerf) or batch (NVIDIA)",
+            "Normalization in the extra blocks (batch: NVIDIA's)",
             panel="Network",
             affects_results=True,
         ),
@@ -66,12 +65,12 @@ class TrainConfig(Section, frozen=True):
     # Recipe
     epochs: Annotated[
         Count,
-        setting("Length of the run, in epochs", metavar="N", panel="Recipe", aliases=("-e",)),
+        setting("Length of the run in epochs", metavar="N", panel="Recipe", aliases=("-e",)),
     ]
     batch_size: Annotated[
         Count | Literal["auto"],
         setting(
-            "Images per device and step; auto = as many as the device's memory holds",
+            "Batch size per device (auto: the largest that fits in memory)",
             flag="--bs",
             metavar="N|auto",
             panel="Recipe",
@@ -81,7 +80,7 @@ class TrainConfig(Section, frozen=True):
     lr: Annotated[
         Positive,
         setting(
-            "Learning rate at global batch 32; scaled by global batch / 32",
+            "Learning rate for a global batch of 32, scaled linearly",
             metavar="X",
             panel="Recipe",
             aliases=("--learning-rate", "--base-lr"),
@@ -91,7 +90,7 @@ class TrainConfig(Section, frozen=True):
     warmup: Annotated[
         Duration,
         setting(
-            "Linear warm-up: 3 or 3ep = epochs, 300st = optimizer steps",
+            "Linear warm-up in epochs (3ep) or steps (300st)",
             metavar="DURATION",
             panel="Recipe",
             aliases=("--lr-warmup-epoch",),
@@ -101,7 +100,7 @@ class TrainConfig(Section, frozen=True):
     decay_epochs: Annotated[
         tuple[Positive, ...],
         setting(
-            "Epochs at which the learning rate decays (see --lr-decay)",
+            "Epochs at which the learning rate decays",
             metavar="E,E",
             panel="Recipe",
             removed_flags={
@@ -116,8 +115,7 @@ class TrainConfig(Section, frozen=True):
     lr_decay: Annotated[
         Literal["step", "cosine"],
         setting(
-            "step = divide by 10 at each decay epoch; cosine = decay from the first to the second "
-            "of two decay epochs",
+            "Divide by 10 at each decay epoch, or cosine between two",
             panel="Recipe",
             affects_results=True,
         ),
@@ -125,7 +123,7 @@ class TrainConfig(Section, frozen=True):
     momentum: Annotated[
         Annotated[float, msgspec.Meta(ge=0, lt=1)],
         setting(
-            "SGD momentum (AdamW: beta1)",
+            "SGD momentum, or AdamW's beta1",
             metavar="X",
             panel="Recipe",
             aliases=("-m",),
@@ -144,14 +142,12 @@ class TrainConfig(Section, frozen=True):
     ]
     decay_bias: Annotated[
         bool,
-        setting(
-            "Apply weight decay to the biases of convolutions", panel="Recipe", affects_results=True
-        ),
+        setting("Apply weight decay to convolution biases", panel="Recipe", affects_results=True),
     ]
     decay_norm: Annotated[
         bool,
         setting(
-            "Apply weight decay to batch norm's scale and bias",
+            "Apply weight decay to batch norm parameters",
             panel="Recipe",
             affects_results=True,
         ),
@@ -162,7 +158,7 @@ class TrainConfig(Section, frozen=True):
     clip_grad: Annotated[
         NonNegative,
         setting(
-            "Clip the gradient's global L2 norm to this; 0 = off",
+            "Clip the gradient norm (0 = off)",
             metavar="NORM",
             panel="Recipe",
             affects_results=True,
@@ -171,8 +167,7 @@ class TrainConfig(Section, frozen=True):
     freeze_stem: Annotated[
         bool,
         setting(
-            "Do not train conv1 and the first block's first 3x3 convolution, and the scale and "
-            "bias of their batch norms",
+            "Freeze conv1 and the first block's first convolution",
             panel="Recipe",
             affects_results=True,
         ),
@@ -180,7 +175,7 @@ class TrainConfig(Section, frozen=True):
     hue_degrees: Annotated[
         Annotated[float, msgspec.Meta(ge=0, le=180)],
         setting(
-            "Hue jitter of the augmentation, +- degrees",
+            "Hue jitter of the augmentation, in degrees",
             metavar="DEG",
             panel="Recipe",
             affects_results=True,
@@ -189,7 +184,7 @@ class TrainConfig(Section, frozen=True):
     precision: Annotated[
         Precision,
         setting(
-            "Arithmetic of the network: auto = bf16 if the device supports it natively, else fp32",
+            "Precision (auto: the best that the device supports)",
             panel="Device",
             choice_flags=True,
             aliases=("--dtype", "--data-type", "--autocast=bf16", "--no-amp=fp32"),
@@ -208,7 +203,7 @@ class TrainConfig(Section, frozen=True):
     # Run
     preset: Annotated[
         PresetName,
-        setting("Recipe to start from (ssdctl config presets)", panel="Recipe"),
+        setting("Recipe to start from", panel="Recipe"),
     ] = DEFAULT_PRESET
     out: Annotated[
         str | None,
@@ -229,7 +224,7 @@ class TrainConfig(Section, frozen=True):
     steps: Annotated[
         Count | None,
         setting(
-            "Stop after this many optimizer steps [default: all epochs]",
+            "Stop after N optimizer steps [default: all epochs]",
             metavar="N",
             panel="Run",
             aliases=("--end-iteration", "--num-steps", "--max-steps"),
@@ -238,7 +233,7 @@ class TrainConfig(Section, frozen=True):
     init: Annotated[
         str | None,
         setting(
-            "Start a new run from the weights of this checkpoint, detector, or hf://org/name",
+            "Start from this checkpoint, detector, or hf://org/name",
             metavar="CKPT|NAME",
             panel="Run",
         ),
@@ -246,8 +241,7 @@ class TrainConfig(Section, frozen=True):
     resume: Annotated[
         str,
         setting(
-            "Resume from: auto = the newest intact checkpoint of RUN if any; never = start a new "
-            "run; or a checkpoint",
+            "Resume from the newest checkpoint of RUN, never, or from FILE",
             metavar="auto|never|FILE",
             panel="Run",
             removed_flags={
@@ -259,12 +253,12 @@ class TrainConfig(Section, frozen=True):
     ] = "auto"
     resume_changed: Annotated[
         bool,
-        setting("Resume even if a setting that affects the results differs", panel="Run"),
+        setting("Resume even if settings that affect results changed", panel="Run"),
     ] = False
     seed: Annotated[
         NonNegativeInt,
         setting(
-            "Seed of image order, crops, colours and initial weights",
+            "Seed of data order, augmentation and weights",
             metavar="N",
             panel="Run",
             affects_results=True,
@@ -273,7 +267,7 @@ class TrainConfig(Section, frozen=True):
     accumulate: Annotated[
         Count,
         setting(
-            "Micro-batches per optimizer step; multiplies the global batch",
+            "Batches per optimizer step; multiplies the global batch",
             metavar="N",
             panel="Recipe",
             aliases=("--accumulation",),
@@ -286,8 +280,7 @@ class TrainConfig(Section, frozen=True):
     ema: Annotated[
         Annotated[float, msgspec.Meta(ge=0, lt=1)],
         setting(
-            "Evaluate and deploy a moving average of the weights with this decay (0.999 is usual); "
-            "0 = off",
+            "Keep an EMA of the weights and evaluate it (try 0.999)",
             metavar="DECAY",
             panel="Recipe",
             affects_results=True,
@@ -296,8 +289,7 @@ class TrainConfig(Section, frozen=True):
     freeze: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=4)],
         setting(
-            "Do not train the first N of the backbone's 4 stages (a ResNet's stem, layer1, layer2, "
-            "layer3; VGG16's first 4 blocks), nor update the statistics of their batch norms",
+            "Freeze the first N of the backbone's 4 stages",
             metavar="N",
             panel="Recipe",
             affects_results=True,
@@ -306,8 +298,7 @@ class TrainConfig(Section, frozen=True):
     freeze_norm: Annotated[
         bool,
         setting(
-            "Normalise with the stored statistics of batch norm and do not update them: for "
-            "fine-tuning with small batches",
+            "Freeze batch norm statistics (fine-tuning with small batches)",
             panel="Recipe",
             affects_results=True,
         ),
@@ -315,7 +306,7 @@ class TrainConfig(Section, frozen=True):
     sync_bn: Annotated[
         bool,
         setting(
-            "Compute batch norm over the images of all ranks",
+            "Synchronize batch norm over all ranks",
             panel="Recipe",
             aliases=("--distributed-bn",),
             affects_results=True,
@@ -324,7 +315,7 @@ class TrainConfig(Section, frozen=True):
     deterministic: Annotated[
         bool,
         setting(
-            "Use only kernels that give bit-identical results each time; slower",
+            "Use only deterministic kernels (slower)",
             panel="Run",
             aliases=("--det",),
         ),
@@ -332,7 +323,7 @@ class TrainConfig(Section, frozen=True):
     rank_timeout: Annotated[
         Positive,
         setting(
-            "Seconds that a rank waits for another one before it fails (exit 8)",
+            "Seconds to wait for an unresponsive rank",
             metavar="S",
             panel="Run",
         ),
@@ -340,8 +331,7 @@ class TrainConfig(Section, frozen=True):
     on_nonfinite: Annotated[
         Literal["skip", "rollback", "stop"],
         setting(
-            "Action on a NaN or infinite loss or gradient: skip the step, return to the last "
-            "checkpoint and skip the images since then, or exit 7",
+            "What to do on a NaN/Inf loss or gradient",
             panel="Run",
         ),
     ] = "skip"
@@ -350,7 +340,7 @@ class TrainConfig(Section, frozen=True):
     device: Annotated[
         DeviceName,
         setting(
-            "Device to train on; auto = the accelerator of this machine, else cpu",
+            "Device to train on (auto: accelerator, else CPU)",
             panel="Device",
             aliases=("--use-hpu=hpu", "--hpu=hpu", "--no-hpu=cpu"),
             removed_flags={"--no-cuda": "--device cpu, or --device xla for a TPU"},
@@ -359,8 +349,7 @@ class TrainConfig(Section, frozen=True):
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         setting(
-            "How a step runs: operation by operation, with torch.compile, or as graphs that the "
-            "device's software collects [default: the device's fastest]",
+            "Run eagerly, with torch.compile, or as lazily traced graphs [default: the fastest]",
             panel="Device",
             aliases=("--hpu-lazy-mode=lazy", "--use-torch-compile=compile", "--compile=compile"),
             removed_flags={"--use-lazy-mode": "--execution lazy, or compile"},
@@ -369,7 +358,7 @@ class TrainConfig(Section, frozen=True):
     tf32: Annotated[
         bool,
         setting(
-            "Round the factors of fp32 products to TF32, if the GPU supports it",
+            "Allow TF32 matmuls",
             panel="Device",
             aliases=("--allow-tf32=true", "--no-allow-tf32=false"),
             affects_results=True,
@@ -378,8 +367,7 @@ class TrainConfig(Section, frozen=True):
     profile: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
         setting(
-            "Profile these optimizer steps (inclusive): write a Chrome trace and a table of the "
-            "slowest kernels and waits to RUN/profile",
+            "Profile these steps and write a trace to RUN/profile",
             metavar="FIRST,LAST",
             panel="Run",
             removed_flags={
@@ -394,7 +382,7 @@ class TrainConfig(Section, frozen=True):
     workers: Annotated[
         NonNegativeInt,
         setting(
-            "Decode threads per rank; 0 = this process's share of the cores",
+            "Decoder threads per rank (0 = auto)",
             metavar="N",
             panel="Input",
             aliases=("--num-workers",),
@@ -408,8 +396,7 @@ class TrainConfig(Section, frozen=True):
     pipeline: Annotated[
         Literal["native", "dali"],
         setting(
-            "Image decoder: ssdctl's own, or nvidia-dali (the dali extra) with the same samples, "
-            "crops and colours; pixels differ by a few levels",
+            "Image decoder: built-in, or NVIDIA DALI",
             panel="Input",
             removed_flags={
                 "--data-pipeline": "--pipeline native or --pipeline dali",
@@ -422,8 +409,7 @@ class TrainConfig(Section, frozen=True):
     fake_data: Annotated[
         bool,
         setting(
-            "Train on random batches to measure the device: no dataset is needed, nothing is "
-            "evaluated",
+            "Train on random batches to measure the device",
             panel="Input",
             aliases=("--use-fake-data", "--synthetic-data", "-f"),
             affects_results=True,
@@ -432,8 +418,7 @@ class TrainConfig(Section, frozen=True):
     augment: Annotated[
         Literal["ssd", "ssd-zoom", "none"],
         setting(
-            "ssd = random crops, flips and colours; ssd-zoom = also zoom out; none = only resize "
-            "the images",
+            "Augmentation: crops, flips and colors (ssd); also zoom-out (ssd-zoom)",
             panel="Input",
             affects_results=True,
         ),
@@ -447,8 +432,7 @@ class TrainConfig(Section, frozen=True):
     overfit: Annotated[
         Count | None,
         setting(
-            "Train on the first N images, without augmentation, and evaluate on the same ones: AP "
-            "near 1 shows that data and settings are correct",
+            "Train and evaluate on the same N images, as a check",
             metavar="N",
             panel="Input",
             affects_results=True,
@@ -459,7 +443,7 @@ class TrainConfig(Section, frozen=True):
     eval_every: Annotated[
         Interval | None,
         setting(
-            "Evaluate this often (epochs, or steps with st) [default: at the end]",
+            "Evaluate every N epochs, or steps (500st) [default: at the end]",
             metavar="DURATION",
             panel="Evaluation",
             removed_flags={
@@ -470,7 +454,7 @@ class TrainConfig(Section, frozen=True):
     eval_at: Annotated[
         tuple[Positive, ...],
         setting(
-            "Also evaluate after these epochs; those of a preset only without --eval-every",
+            "Also evaluate after these epochs",
             metavar="E,E",
             panel="Evaluation",
             removed_flags={
@@ -481,14 +465,12 @@ class TrainConfig(Section, frozen=True):
     ] = ()
     patience: Annotated[
         Count | None,
-        setting(
-            "Stop after N evaluations in a row without a better AP", metavar="N", panel="Evaluation"
-        ),
+        setting("Stop after N evaluations without a better AP", metavar="N", panel="Evaluation"),
     ] = None
     target_ap: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=1)] | None,
         setting(
-            "Stop once AP reaches this",
+            "Stop when AP reaches this",
             metavar="AP",
             panel="Evaluation",
             aliases=("--threshold", "-t"),
@@ -500,7 +482,7 @@ class TrainConfig(Section, frozen=True):
     save_every: Annotated[
         IntervalOrTime,
         setting(
-            "Save a checkpoint this often: epochs, steps (st) or minutes (min)",
+            "Save every N epochs, steps (500st) or minutes (10min)",
             metavar="DURATION",
             panel="Saving",
             aliases=("--save-checkpoints-epochs", "-c"),
@@ -510,7 +492,7 @@ class TrainConfig(Section, frozen=True):
     keep: Annotated[
         Count,
         setting(
-            "Number of newest checkpoints to keep, in addition to the best",
+            "Number of newest checkpoints to keep, besides the best",
             metavar="N",
             panel="Saving",
             aliases=("--keep-ckpt-max",),
@@ -519,7 +501,7 @@ class TrainConfig(Section, frozen=True):
     log_every: Annotated[
         Count,
         setting(
-            "Optimizer steps between two records of metrics",
+            "Log metrics every N steps",
             metavar="N",
             panel="Saving",
             aliases=("--log-interval", "--log-step-count-steps", "--save-summary-steps"),
@@ -532,22 +514,21 @@ class TrainConfig(Section, frozen=True):
     tensorboard: Annotated[
         bool,
         setting(
-            "Write TensorBoard events to RUN/tensorboard: metrics, and images with their boxes",
+            "Write TensorBoard events to RUN/tensorboard",
             panel="Saving",
         ),
     ] = False
     tracker: Annotated[
         tuple[str, ...],
         setting(
-            "Send metrics, settings and images to these trackers: tensorboard, wandb, mlflow, or "
-            "one that another package adds",
+            "Send metrics and images to tensorboard, wandb or mlflow",
             metavar="A,B",
             panel="Saving",
         ),
     ] = ()
     upload_checkpoints: Annotated[
         bool,
-        setting("Upload the best checkpoints and the last one to the trackers", panel="Saving"),
+        setting("Upload the best and last checkpoints to the trackers", panel="Saving"),
     ] = False
     mllog: Annotated[
         str | None,

@@ -44,6 +44,7 @@ from ssdctl.data.formats.coco_json import (
     whole_images,
     without_gc,
 )
+from ssdctl.files import open_regular
 
 MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
 SLICE_BYTES = 8 << 20
@@ -102,7 +103,7 @@ def open_content(path: Path) -> Content:
     Raises:
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size >= MAPPED_BYTES:
             with contextlib.suppress(OSError):  # a file system without memory maps
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -24,6 +24,7 @@ from ssdctl.data.formats.xml_reader import is_cvat_xml
 from ssdctl.data.formats.yolo import is_yolo, read_description
 from ssdctl.data.split_files import SPLITS, SplitFiles, split_of
 from ssdctl.errors import DataError
+from ssdctl.files import open_regular
 
 Source = Literal["coco", "voc", "yolo", "openimages", "cvat-xml"]
 SOURCE_OF_SUFFIX: dict[str, Source] = {
@@ -139,7 +140,7 @@ def _found_instead(folder: Path) -> tuple[str, str]:
 
 def _is_labelme(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return b'"shapes"' in file.read(SAMPLE_BYTES)
     except OSError:
         return False
@@ -267,7 +268,7 @@ def _coco_files(root: Path) -> list[Path]:
 def is_coco_file(path: Path) -> bool:
     """Return whether a JSON file contains COCO's three tables, without parsing it."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if not path.stat().st_size:
                 return False
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -318,7 +319,7 @@ SPLIT_FOLDERS = {
 
 def _sample_names(annotations: Path) -> list[str]:
     """Return the first file names of an annotation file that stay in a folder, with slashes."""
-    with annotations.open("rb") as file:
+    with open_regular(annotations) as file:
         head = file.read(SAMPLE_BYTES)
         matches = FILE_NAME.findall(head) or FILE_NAME.findall(head + file.read())
     names = []

@@ -22,7 +22,7 @@ from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited
+from ssdctl.files import open_regular, read_errors, read_limited, unreadable
 
 log = logging.getLogger(__name__)
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
@@ -45,7 +45,7 @@ def _csv_files(root: Path) -> list[Path]:
 
 def _header(path: Path) -> list[str]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             line = file.readline(HEADER_BYTES)
     except OSError:
         return []
@@ -171,5 +171,7 @@ def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:
                 groups = batch.column(CROWD).to_pylist() if has_groups else ["0"] * len(edges)
                 is_group = [group in ("1", "1.0", "true", "True") for group in groups]
                 yield from zip(*labels, edges.tolist(), is_group, strict=True)
-    except (pa.ArrowInvalid, pa.ArrowKeyError, OSError) as error:
+    except OSError as error:
+        raise unreadable(file, error) from None
+    except (pa.ArrowInvalid, pa.ArrowKeyError) as error:
         raise DataError(f"{file}: not a readable CSV file: {error}") from None

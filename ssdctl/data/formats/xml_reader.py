@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited
+from ssdctl.files import open_regular, read_errors, read_limited
 
 MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
@@ -36,7 +36,7 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
 def is_cvat_xml(path: Path) -> bool:
     """Return whether an XML file seems to be CVAT's, by its first bytes: its root is a plural."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             head = file.read(HEAD_BYTES)
     except OSError:
         return False

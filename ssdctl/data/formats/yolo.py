@@ -24,7 +24,7 @@ from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
-from ssdctl.files import read_errors, read_limited, read_text
+from ssdctl.files import read_errors, read_limited, read_text, unreadable
 
 log = logging.getLogger(__name__)
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
@@ -96,7 +96,9 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
         try:
             # Every value stays text: a class may have the name `no`.
             content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        except OSError as error:
+            raise unreadable(path, error) from None
+        except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
         if isinstance(content, dict) and "names" in content:
             return _Description(path, content)

@@ -26,7 +26,7 @@ def draw_first_images(split: Split, detections: Detections) -> dict[str, NDArray
             detections.scores >= SHOWN_SCORE
         )
         labels = [
-            BoxLabel((left, top, left + width, top + height), f"{names[c]} {s:.2f}", numbers[c])
+            BoxLabel((left, top, left + width, top + height), names[c], numbers[c], s)
             for (left, top, width, height), c, s in zip(
                 (scale * detections.boxes[is_shown]).tolist(),
                 detections.category_ids[is_shown].tolist(),

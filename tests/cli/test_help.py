@@ -1,0 +1,152 @@
+"""The help pages of all commands, and the errors of a mistyped command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+from conftest import Result
+
+from ssdctl._version import __version__
+from ssdctl.cli.main import click_tree
+
+Cli = Callable[..., Result]
+
+
+def commands(path: str = "", node: Any = None) -> Iterator[tuple[str, Any]]:
+    node = node or click_tree()
+    for name, child in node.commands.items():
+        here = f"{path} {name}".strip()
+        yield from commands(here, child) if hasattr(child, "commands") else [(here, child)]
+
+
+COMMANDS = dict(commands())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", ["", "config", *COMMANDS])
+def test_pages_fit_the_terminal(
+    cli: Cli, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for flag in ("-h", "--help"):
+        result = cli(*command.split(), flag)
+        assert (result.code, result.err) == (0, "")
+        assert max(map(len, result.out.splitlines())) <= columns
+        for leak in ("<bool>", "<str>", "list[", "()", "the preset's", "\\[", "[bold]", "None"):
+            assert leak not in result.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_page_has_a_purpose_examples_and_every_option(cli: Cli, command: str) -> None:
+    page = cli(*command.split(), "--help").out
+    assert page.index("Usage: ssdctl") < page.index("Examples:") < page.index("Common:")
+    assert f"\n  ssdctl {command}" in page
+    flags = set(re.findall(r"^  (?=-)(.*)$", page, re.MULTILINE))
+    for parameter in COMMANDS[command].params:
+        if parameter.param_type_name == "argument":
+            assert f"\n  {parameter.metavar}\n" in page
+        elif not parameter.hidden:
+            flag = parameter.opts[-1].removeprefix("--")
+            assert (
+                any(re.search(rf"(--|--\[no-\]){flag}\b", line) for line in flags) or flag == "-h"
+            )
+
+
+def test_a_narrow_terminal_breaks_no_word(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = cli("train", "--help").out.split()
+    monkeypatch.setenv("COLUMNS", "45")
+    narrow = cli("train", "--help").out.split()
+    assert [word for word in narrow if word != "#"] == [word for word in wide if word != "#"] or (
+        sorted(narrow) == sorted(wide)  # a comment stands above its example
+    )
+
+
+def test_the_short_page_of_train_shows_what_matters(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = cli("train", "-h").out
+    assert len(page.splitlines()) <= 45
+    shown = re.findall(r"^  (--[\w-]+)", page, re.MULTILINE)
+    assert shown == [
+        "--data", "--out", "--init", "--preset", "--epochs", "--bs", "--lr", "--device", "--bf16",
+        "--resume", "--eval-every", "--dry-run",
+    ]  # fmt: skip
+    more = re.search(r"(\d+) more options: ssdctl train --help", page)
+    assert more is not None
+    hidden = set(COMMANDS["train"].params) - {
+        p for p in COMMANDS["train"].params if set(p.opts) & {*shown, "--fp16", "--fp32"}
+    }
+    assert int(more[1]) == len(hidden)
+
+
+def test_values_of_the_preset_and_both_sides_of_a_switch(cli: Cli) -> None:
+    from ssdctl.config.resolve import resolve
+
+    page = cli("train", "--help").out
+    assert f"[stable-r34: {resolve(environment={}).config.train.epochs}]" in page
+    assert "--[no-]pack\n" in cli("prepare", "--help").out
+
+
+def test_launch_explains_only_its_own_options(cli: Cli) -> None:
+    page = cli("launch", "--help").out
+    assert "--hostfile" in page
+    assert "--weight-decay" not in page
+    assert "ssdctl train" in page
+    accepted = cli("launch", "--cpus", "2", "--weight-decay", "0.1", "--dry-run", "--fake-data")
+    assert accepted.code == 0
+    assert "--weight-decay=0.1" in accepted.out
+
+
+@pytest.mark.parametrize("command", ["", "train", "config", "config show"])
+def test_help_and_version_are_commands_too(cli: Cli, command: str) -> None:
+    assert cli("help", *command.split()) == cli(*command.split(), "--help")
+    assert cli("version") == cli("--version")
+
+
+def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
+    result = cli("--version")
+    assert (result.code, result.err) == (0, "")
+    first, *rows = result.out.splitlines()
+    assert first == f"ssdctl {__version__}"
+    found = dict(row.split(maxsplit=1) for row in rows)
+    assert set(found) == {"Python", "torch", "device"}
+    assert found["torch"] == metadata.version("torch")
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "hint"),
+    [
+        ("tran", "'tran'", "'train'"),
+        ("config shw", "'shw'", "'show'"),
+        ("train --epoch 3", "--epoch", "--epochs"),
+        ("train --flux-capacitor", "--flux-capacitor", "ssdctl train --help"),
+        ("export", "CKPT", "ssdctl export [OPTIONS] CKPT"),
+        ("download --dest", "--dest", "--help"),
+        ("push a hf://b/c --samples many", "--samples", "ssdctl push --help"),
+        ("train --loca-rank=3 -s 3", "-s", None),
+    ],
+)
+def test_a_mistyped_line_gets_one_error_and_a_hint(
+    cli: Cli, line: str, error: str, hint: str | None
+) -> None:
+    result = cli(*line.split())
+    assert (result.code, result.out) == (2, "")
+    first, *rest = result.err.splitlines()
+    assert first.startswith("error: ")
+    assert error in first
+    assert len(rest) == (hint is not None)
+    if hint is not None:
+        assert rest[0].startswith("hint: ")
+        assert hint in rest[0]
+
+
+def test_no_command_shows_the_help_and_fails(cli: Cli) -> None:
+    for group in ([], ["config"]):
+        result = cli(*group)
+        assert (result.code, result.out) == (2, "")
+        assert result.err == cli(*group, "--help").out + "\n" * (result.err[-2:] == "\n\n")

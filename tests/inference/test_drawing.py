@@ -1,0 +1,126 @@
+"""Boxes and labels on images: their colors, places and sizes."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageColor, ImageDraw
+
+from ssdctl.inference.drawing import PALETTE, BoxLabel, Style, class_color, draw, ink_on
+
+GRAY = (127, 127, 127)
+
+
+def blank(width: int, height: int) -> Image.Image:
+    return Image.new("RGB", (width, height), GRAY)
+
+
+def pixels_of(image: Image.Image, label: int) -> int:
+    """Return how many pixels have the color of a class."""
+    return int((np.asarray(image) == ImageColor.getrgb(class_color(label))).all(axis=2).sum())
+
+
+def label_rectangles(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], boxes: list[BoxLabel]
+) -> list[tuple[float, ...]]:
+    """Return where the labels are drawn: the rectangles that are filled."""
+    filled = []
+    original = ImageDraw.ImageDraw.rectangle
+
+    def rectangle(self: ImageDraw.ImageDraw, place: tuple[float, ...], **options: object) -> None:
+        if options.get("fill"):
+            filled.append(place)
+        original(self, place, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageDraw.ImageDraw, "rectangle", rectangle)
+        draw(blank(*size), boxes)
+    return filled
+
+
+def test_classes_have_distinct_colors_with_readable_text() -> None:
+    assert len(set(PALETTE)) == 24
+    assert class_color(1) == PALETTE[0] == "#E69F00"  # Okabe and Ito's first
+    assert class_color(25) == class_color(1)
+    for color in PALETTE:
+        ink = 0 if ink_on(color) == "black" else 1
+        linear = [((v / 255 + 0.055) / 1.055) ** 2.4 for v in ImageColor.getrgb(color)]
+        luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        contrast = (max(luminance, ink) + 0.05) / (min(luminance, ink) + 0.05)
+        assert contrast >= 3, color
+
+
+def test_labels_of_a_crowd_do_not_cover_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve boxes almost in the same place."""
+    boxes = [
+        BoxLabel((200 + 3 * n, 150 + 3 * n, 420 + 3 * n, 380 + 3 * n), "traffic light", n + 1, 0.5)
+        for n in range(12)
+    ]
+    places = label_rectangles(monkeypatch, (640, 480), boxes)
+    assert len(places) == 12
+    for a, b in itertools.combinations(places, 2):
+        assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1], (a, b)
+
+
+def test_no_line_crosses_a_label() -> None:
+    """The second box's line passes where the first one's label is."""
+    first = BoxLabel((50, 100, 300, 300), "first", 1, 0.9)
+    alone = np.asarray(draw(blank(400, 400), [first]))
+    both = np.asarray(draw(blank(400, 400), [first, BoxLabel((60, 90, 350, 390), "second", 2)]))
+    rows, columns = np.nonzero((alone[:96] != GRAY).any(axis=2))
+    label = (slice(rows.min(), rows.max() + 1), slice(columns.min(), 85))
+    assert rows.min() < 88  # of the label; the second box has its upper line at 90
+    assert np.array_equal(alone[label], both[label])
+
+
+@pytest.mark.parametrize("background", ["white", "black", PALETTE[2]])
+def test_a_box_is_visible_on_any_background(background: str) -> None:
+    image = Image.new("RGB", (100, 100), background)
+    style = Style(labels=False, scores=False)
+    drawn = np.asarray(draw(image, [BoxLabel((20, 20, 80, 80), "a", 3)], style)).astype(int)
+    distance = np.abs(drawn - np.array(ImageColor.getrgb(background))).max(axis=2)
+    assert distance[50, 15:25].max() > 60
+
+
+def test_lines_and_text_grow_with_the_image() -> None:
+    """As shares of the image they stay similar; on small ones the text stays readable."""
+    shares, heights = [], []
+    for factor in (0.25, 1, 6):
+        width, height = int(640 * factor), int(480 * factor)
+        box = BoxLabel((width * 0.3, height * 0.3, width * 0.7, height * 0.7), "cat", 1, 0.5)
+        line = draw(blank(width, height), [box], Style(labels=False, scores=False))
+        shares.append(pixels_of(line, 1) / (width * height))
+        labeled = np.asarray(draw(blank(width, height), [box]))
+        rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
+        heights.append(int(rows.sum()))
+    assert heights[0] >= 10
+    assert heights[0] < heights[1] < heights[2]
+    assert shares[2] == pytest.approx(shares[1], rel=0.3)
+
+
+def test_style_hides_names_and_scores_and_sets_the_line() -> None:
+    box = [BoxLabel((50, 50, 250, 250), "cat", 1, 0.5)]
+    counts = [
+        pixels_of(draw(blank(300, 300), box, style), 1)
+        for style in (Style(), Style(scores=False), Style(labels=False, scores=False))
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) == 3
+    thick = draw(blank(300, 300), box, Style(line_width=9, labels=False, scores=False))
+    assert pixels_of(thick, 1) > 3 * counts[2]
+
+
+@given(
+    st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    st.lists(st.tuples(*[st.floats(-20, 120)] * 4), max_size=6),
+)
+def test_any_box_on_any_image(size: tuple[int, int], corners: list[tuple[float, ...]]) -> None:
+    boxes = [
+        BoxLabel((min(a, c), min(b, d), max(a, c), max(b, d)), "long name", n + 1, 0.1)
+        for n, (a, b, c, d) in enumerate(corners)
+    ]
+    assert draw(blank(*size), boxes).size == size
