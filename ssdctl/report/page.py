@@ -116,7 +116,7 @@ def _facts(run: RunData) -> dict[str, str]:
         if isinstance(count, int) and count
     ]
     if root or counts:
-        facts["Data"] = ", ".join([Path(str(root)).name, *counts] if root else counts)
+        facts["Data"] = ", ".join([Path(str(root)).name or str(root), *counts] if root else counts)
     device, world_size = run.environment.get("device"), run.environment.get("world_size")
     precision = run.settings.get("train.precision")
     if device:
