@@ -106,7 +106,7 @@ def training_charts(runs: Sequence[RunData]) -> list[Chart]:
 
     Several runs have a color each, several metrics of a chart a line style each.
     """
-    last = max((r["step"] for run in runs for r in (*run.train, *run.evals)), default=1)
+    last = max([1, *(r["step"] for run in runs for r in (*run.train, *run.evals))])
     charts = []
     for title, metrics in TRAINING:
         lines = [

@@ -59,8 +59,15 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     )
     environment.filters["score"] = _score
     environment.filters["one_line"] = one_line
+    # A folder's name alone may be as plain as "run".
+    names = (
+        [run.name for run in runs]
+        if len(runs) > 1
+        else ["/".join(runs[0].path.resolve().parts[-2:])]
+    )
     page = environment.get_template("page.html").render(
         runs=runs,
+        heading=" \u00b7 ".join(names),
         facts=[_facts(run) for run in runs],
         curves=curves,
         style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
@@ -102,7 +109,7 @@ def _facts(run: RunData) -> dict[str, str]:
     if backbone := run.settings.get("model.backbone"):
         facts["Network"] = f"SSD300, {_network_name(str(backbone))}"
     elif about is not None:
-        facts["Checked"] = one_line(Path(about.source).name)
+        facts["Evaluated"] = one_line(Path(about.source).name)
     if names := list(run.class_ap):
         shown = ", ".join(one_line(name) for name in names[:SHOWN_CLASSES])
         facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"

@@ -147,6 +147,31 @@ def test_a_curve_of_one_point(tmp_path: Path, cli: Cli) -> None:
     assert charts_of(run) == []  # two points make a line
 
 
+@pytest.mark.process
+def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Curves of other lengths than those of an evaluation."""
+    folder = tmp_path / "run"
+    evaluated(folder, shapes, cli)
+    content = json.loads((folder / "evaluation.json").read_text())
+    first, second, third, *_ = content["per_class"]
+    first["scores"] = first["scores"][:3]
+    second["precision"] = [0.5]
+    third["precision"], third["scores"] = [], []
+    content["curves"] = {"0.50": [1], "x": []}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    result = cli("report", folder)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.process
+def test_steps_that_do_not_grow(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [json.dumps(record("train", 0, loss=1.0)) for _ in range(3)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = cli("report", run)
+    assert result.code == 0, result.err
+
+
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_any_class_name_is_drawn(name: str) -> None:
     label = one_line(name)
