@@ -20,7 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 from rich.console import Console
-from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 MAX_BYTES = 300_000
@@ -32,8 +32,11 @@ LIGHT_TERMINAL = TerminalTheme(
      (20, 108, 120), (87, 96, 106)],
 )  # fmt: skip
 DARK_TERMINAL = TerminalTheme(
-    (13, 17, 23), (230, 237, 243), [tuple(color) for color in DIMMED_MONOKAI.ansi_colors[:8]]
-)
+    (13, 17, 23),
+    (230, 237, 243),
+    [(110, 118, 129), (255, 123, 114), (126, 231, 135), (242, 204, 96), (121, 192, 255),
+     (210, 168, 255), (118, 227, 234), (177, 186, 196)],
+)  # fmt: skip
 COMMAND = ["evaluate", "run", "--device", "cpu"]
 HERO = """<!doctype html><meta charset="utf-8"><style>
 * {{ box-sizing: border-box }}
@@ -54,7 +57,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     sheet = work / "sheet.png"
     draw_sheet(demo, work, sheet)
-    save_small(sheet, out / "detections.png")
+    Image.open(sheet).save(out / "detections.jpg", quality=88, optimize=True)
     page = work / "report.html"
     run_ssdctl(demo, "report", "run", "--out", str(page), "--quiet")
     output = terminal_output(demo, COMMAND)
@@ -83,11 +86,13 @@ def draw_sheet(demo: Path, work: Path, target: Path) -> None:
     counts: dict[int, int] = {}
     for annotation in document["annotations"]:
         counts[annotation["image_id"]] = counts.get(annotation["image_id"], 0) + 1
-    images = sorted(document["images"], key=lambda image: -counts.get(image["id"], 0))[:4]
+    fitting = [i for i in document["images"] if 1.2 < i["width"] / i["height"] < 1.5]
+    images = sorted(fitting, key=lambda image: -counts.get(image["id"], 0))[:4]
     (folder,) = (demo / "shapes").glob("val*")
     names = [str(folder / image["file_name"]) for image in images]
     drawn = work / "drawn"
-    run_ssdctl(demo, "predict", "run", *names, "--out", str(drawn), "--device", "cpu", "--quiet")
+    options = ["--score", "0.5", "--device", "cpu", "--quiet"]
+    run_ssdctl(demo, "predict", "run", *names, "--out", str(drawn), *options)
     files = sorted(p for p in drawn.iterdir() if p.suffix in (".jpg", ".jpeg", ".png"))
     sheet = Image.new("RGB", (1120, 840), "white")
     for number, file in enumerate(files[:4]):
@@ -118,7 +123,7 @@ def terminal_output(folder: Path, command: list[str]) -> str:
         pass
     if process.wait():
         raise SystemExit(f"ssdctl {' '.join(command)} failed")
-    return b"".join(parts).decode()
+    return b"".join(parts).decode().replace("\r\n", "\n")
 
 
 def terminal_svg(output: str, theme: TerminalTheme) -> str:
