@@ -89,10 +89,11 @@ def _options(parameters: list[Any]) -> list[str]:
             flags = str(parameter.metavar)
         else:
             flags = ", ".join([*parameter.opts, *parameter.secondary_opts])
-            if "|" in (parameter.metavar or ""):
-                meaning += ": " + ", ".join(f"`{c}`" for c in parameter.metavar.split("|"))
+            metavar = parameter.metavar or ""
+            if "|" in metavar and metavar.islower():  # choices
+                meaning += ": " + ", ".join(f"`{choice}`" for choice in metavar.split("|"))
             elif not parameter.is_flag:
-                flags += f" {parameter.metavar or 'VALUE'}"
+                flags += f" {metavar or 'VALUE'}"
         setting = all_settings().get((parameter.name or "").replace("__", ".", 1).split("__")[0])
         key = f"`{setting.path}`" if setting else ""
         rows.append(_row(f"`{flags}`", meaning, key))

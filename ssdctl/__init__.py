@@ -13,6 +13,7 @@ The functions are those of `ssdctl.api`; the commands of the command line use th
 from __future__ import annotations
 
 import logging
+import os
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ __all__ = [
     "train",
 ]
 
+# `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
+os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
 
 

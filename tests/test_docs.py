@@ -101,7 +101,7 @@ def test_a_wrong_option_or_value_is_seen(complaint: Callable[[list[str]], str]) 
         "train --batch 4",
         "train --bs four",
         "config shew",
-        "launch --cpus 2 -- evaluate",
+        "launch --cpus 2 -- evaluate --bs four",
     ):
         assert complaint(text.split()), text
 

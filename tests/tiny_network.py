@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import NUM_BOXES
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.optimizer import build_optimizer
@@ -37,7 +39,7 @@ class Tiny(nn.Module):
 
 
 def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
     return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
 
 
@@ -54,7 +56,12 @@ def batch(size: int = 2, seed: int = 0, *, jitter: float = 1.0) -> Batch:
 
 
 def build_training(
-    device: Device, precision: str = "fp32", *, has_norm: bool = True, **changes: Any
+    device: Device,
+    precision: str = "fp32",
+    *,
+    ranks: Ranks = SINGLE_PROCESS,
+    has_norm: bool = True,
+    **changes: Any,
 ) -> tuple[Tiny, torch.optim.Optimizer, TrainStep]:
     """Return a model, its optimizer and its step, with the same weights in every call."""
     torch.manual_seed(0)
@@ -62,7 +69,8 @@ def build_training(
     model = device.place(Tiny(has_norm=has_norm)).train()
     optimizer = build_optimizer(model, settings, device)
     scale = loss_scale(precision, device, optimizer)
-    return model, optimizer, TrainStep(model, optimizer, device, settings, precision, scale=scale)
+    step = TrainStep(model, optimizer, device, settings, precision, ranks, scale)
+    return model, optimizer, step
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

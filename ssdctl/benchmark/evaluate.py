@@ -58,7 +58,8 @@ def benchmark_evaluate(
     model = SSD300(config.model.backbone, len(split.classes) + 1, config.model.extra_norm)
     model = device.place(model).eval()
     threads = settings.workers or usable_cores()
-    options = DetectOptions.of(settings, settings.precision, threads)
+    precision = "fp32" if settings.precision == "auto" else settings.precision
+    options = DetectOptions.of(settings, precision, threads)
     detector = Detector(model, device, options.detector)
     size = settings.batch_size
     rows = np.resize(np.nonzero(split.usable)[0], size)
@@ -82,7 +83,7 @@ def benchmark_evaluate(
         **_latencies(split, detector, seconds, device),
         **_scoring(score_images),
         "device": device.label,
-        "precision": settings.precision,
+        "precision": precision,
         "backbone": config.model.backbone,
         "batch_size": size,
     }

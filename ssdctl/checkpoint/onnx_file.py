@@ -90,14 +90,16 @@ def read_onnx(path: Path) -> OnnxFile:
     content = path.read_bytes()
     try:
         model = onnx.load_model_from_string(content)
-        _refuse_references(model)
+        _refuse_references(model, path)
         metadata = {entry.key: entry.value for entry in model.metadata_props}
+    except UsageError:
+        raise
     except Exception as error:  # protobuf's differ between its implementations
         raise IntegrityError(f"{path}: not an ONNX file, or a damaged one: {error}") from None
     return OnnxFile(content, _description(path, metadata))
 
 
-def _refuse_references(model: Any) -> None:
+def _refuse_references(model: Any, path: Path) -> None:
     """Raise ValueError unless the graph consists of onnxruntime's own operators and values.
 
     Weights in another file would let the graph read any file of the user.
@@ -110,7 +112,10 @@ def _refuse_references(model: Any) -> None:
     domains |= {node.domain for node in _nodes(model.graph)}
     if others := sorted(domains.difference(DOMAINS)):
         if "TRT" in others:
-            raise ValueError("only TensorRT runs a file of --nms efficientnms")
+            raise UsageError(
+                f"{path}: its NMS is TensorRT's plugin (--nms efficientnms); only TensorRT runs it",
+                hint="run the file with TensorRT, or export the checkpoint with --nms onnx",
+            )
         raise ValueError(f"operators of {', '.join(others)[:200]!r} are not onnxruntime's")
     if any(tensor.data_location or tensor.external_data for tensor in _tensors(model.graph)):
         raise ValueError("weights in another file are not read")

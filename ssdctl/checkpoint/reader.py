@@ -188,7 +188,8 @@ def _read_third_party(path: Path, payload: dict[str, Any], system: str) -> Check
         raise IntegrityError(
             f"{path}: looks like {system}'s, but is not an SSD300 on a ResNet or VGG16"
         )
-    names = payload.get("label_map", {})
+    names = payload.get("label_map")
+    names = {} if names is None else names
     num_classes = head.shape[0] // BOXES_PER_CELL[0]
     if not 1 <= num_classes <= MAX_CLASSES:
         raise IntegrityError(f"{path}: its network has {num_classes} classes")

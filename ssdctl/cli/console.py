@@ -6,12 +6,14 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeVar
 
-from ssdctl.errors import DiskError
+from ssdctl.errors import DiskError, Interrupted, Stopped
 from ssdctl.files import disk_errors
 from ssdctl.runtime.printable import printable, printable_line, printable_message
 from ssdctl.runtime.progress import progress_bar
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 STDOUT = Path("standard output")  # in messages
 MAX_MESSAGE = 20_000  # characters
-STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1"}
+STYLES = {"red": "1;31", "green": "32", "yellow": "1;33", "cyan": "1;36", "bold": "1", "dim": "2"}
 
 
 class MessageHandler(logging.Handler):
@@ -59,7 +61,7 @@ class Console:
     Args:
         as_json: Write one JSON object to stdout and nothing else.
         quiet: Write only warnings and errors to stderr.
-        verbose: Print the traceback of errors.
+        verbose: Print details, and tracebacks of errors.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Console:
         self.as_json = as_json
         self.quiet = quiet
         self.verbose = verbose
+        self.is_nested = False  # inside another command, such as demo
         self.handler = MessageHandler(self)
 
     @contextlib.contextmanager
@@ -78,6 +81,7 @@ class Console:
         """
         logger = logging.getLogger("ssdctl")
         level, outer = logger.level, list(logger.handlers)
+        self.is_nested = any(isinstance(handler, MessageHandler) for handler in outer)
         logger.handlers = [h for h in outer if not isinstance(h, MessageHandler)] + [self.handler]
         logger.setLevel(logging.INFO)
         try:
@@ -91,37 +95,61 @@ class Console:
         """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
-    def info(self, text: str) -> None:
-        """Write a line of information to stderr, unless quiet."""
+    def info(self, text: str, style: str = "") -> None:
+        """Write a line of information to stderr, unless quiet; `style` is a key of `STYLES`."""
         if not self.quiet:
-            self._message(text)
+            self._message(text, style=style)
 
     def warning(self, text: str) -> None:
         """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 
-    def closing(self, facts: Sequence[tuple[str, str]], next_commands: Sequence[str] = ()) -> None:
+    def closing(
+        self, facts: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
+    ) -> None:
         """Write the last block of a command to stderr: what it wrote, and what to run next.
 
-        Nothing is written with -q or --json, and on ranks that are quiet.
+        Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
+        another command, which has its own.
 
         Args:
-            facts: Lines of a name and a text, such as ("best", "RUN/checkpoints/best.pt (AP 0.4)").
+            facts: Lines of a name and a text or path, such as ("report", Path("run/report.html")).
             next_commands: Complete command lines.
         """
         if self.quiet or self.as_json:
             return
         names = ["next", *[""] * len(next_commands)]
-        rows = [*facts, *zip(names, next_commands, strict=False)]
+        self.facts([*facts, *([] if self.is_nested else zip(names, next_commands, strict=False))])
+
+    def facts(self, rows: Sequence[tuple[str, str | Path]]) -> None:
+        """Write lines of a name and a text to stderr, aligned, unless quiet.
+
+        A path becomes a link where the terminal has links.
+        """
+        if self.quiet:
+            return
         width = max((len(name) for name, _ in rows), default=0)
         for name, text in rows:
             style = "green" if name == "best" else "bold"
-            padded = self.painted(name.ljust(width), style, sys.stderr)
-            self._write(f"{padded}  {printable_line(redact_urls(text))}", sys.stderr)
+            line = aligned([(name, printable_line(redact_urls(str(text))))], sys.stderr, width)
+            line = line.removeprefix(name)
+            if isinstance(text, Path):
+                line = self._linked(line, text)
+            self._write(self.painted(name, style, sys.stderr) + line, sys.stderr)
+
+    def _linked(self, line: str, path: Path) -> str:
+        """Return a line whose text is a link to a file (OSC 8), if stderr is a terminal."""
+        if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "linux"):
+            return line
+        text = line.lstrip()
+        start = f"\033]8;;{path.absolute().as_uri()}\033\\"
+        return f"{line[: len(line) - len(text)]}{start}{text}\033]8;;\033\\"
 
     def error(self, error: SsdctlError) -> None:
-        """Write the message and the hint of an expected failure to stderr."""
-        self._message(str(error), label="error", style="red")
+        """Write the message and the hint of an expected failure, or of a stop, to stderr."""
+        is_stop = isinstance(error, (Interrupted, Stopped))
+        label, style = ("", "") if is_stop else ("error", "red")
+        self._message(str(error), label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
 
@@ -182,6 +210,9 @@ class Console:
         text = redact_urls(text)
         # A leading newline is our own.
         text = printable(text) if text.startswith("\n") else printable_message(text)
+        text = "\n".join(wrapped(line, sys.stderr, 2) for line in text.split("\n"))
+        if style and not label:
+            text = self.painted(text, style, sys.stderr)
         self._write(label + text, sys.stderr)
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
@@ -193,12 +224,52 @@ class Console:
                 raise  # a lost result is an error; lost messages on stderr must not end a run
 
 
+def aligned(rows: Sequence[tuple[str, str]], stream: IO[str] | None = None, width: int = 0) -> str:
+    """Return lines of a name and a text; on a terminal the texts wrap between words.
+
+    Args:
+        rows: The names and texts.
+        stream: Where they are written; None: stdout.
+        width: Columns of the names; 0: of the longest.
+    """
+    width = width or max((len(name) for name, _ in rows), default=0)
+    return "\n".join(
+        wrapped(f"{name:<{width}}  {text}", stream or sys.stdout, width + 2) for name, text in rows
+    )
+
+
+def wrapped(text: str, stream: IO[str], indent: int = 0) -> str:
+    """Wrap a line between words if it is longer than the terminal's; elsewhere return it as it is.
+
+    Args:
+        text: One line.
+        stream: Where it is written.
+        indent: Columns before its later parts.
+    """
+    columns = shutil.get_terminal_size().columns
+    if not stream.isatty() or len(text) <= columns or columns < 2 * indent:
+        return text
+    return textwrap.fill(
+        text,
+        columns,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
+
+
 def _json(data: Any) -> str:
     """Return exact JSON in the encoding of stdout."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False)
     if _encodable(text, sys.stdout) == text:
         return text
     return json.dumps(data, allow_nan=False)
+
+
+def is_encodable(text: str, stream: IO[str]) -> bool:
+    """Return whether the stream's encoding has all letters of the text."""
+    return _encodable(text, stream) == text
 
 
 def _encodable(text: str, stream: IO[str]) -> str:

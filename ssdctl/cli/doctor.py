@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 from typing import Annotated
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import is_encodable
 from ssdctl.cli.interrupts import stoppable
 from ssdctl.errors import UsageError
 
@@ -22,6 +25,7 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
     settings=["data.*", "download.mirror"],
     examples=[
         "ssdctl doctor",
+        "ssdctl doctor -v   # every check",
         "ssdctl doctor --network --self-test",
         "ssdctl doctor --data /data/coco --json",
     ],
@@ -45,13 +49,28 @@ def doctor(
     Output contains no secrets; safe to paste into an issue.
     """
     from ssdctl.doctor.check import FAIL
-    from ssdctl.doctor.render import to_text
+    from ssdctl.doctor.render import ASCII_MARKS, MARKS, problems, to_text
     from ssdctl.doctor.run_checks import examine
 
     with stoppable("nothing was changed"):
         checks = examine(call.config, network=network, self_test=self_test)
     width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
-    text = to_text(checks, width, call.console.painted)
-    call.console.result([check._asdict() for check in checks], text, is_painted=True)
+    paint = call.console.painted
+    if call.console.quiet:
+        text = problems(checks, width, paint)
+    else:
+        data = call.config.data.root
+        options = f" --data {shlex.quote(data)}" if data else ""
+        has_dataset = any(check.name == "store" for check in checks)
+        text = to_text(
+            checks,
+            width,
+            next_command=f"ssdctl train{options} --dry-run" if has_dataset else "ssdctl demo",
+            verbose=call.console.verbose,
+            paint=paint,
+            marks=MARKS if is_encodable("".join(MARKS.values()), sys.stdout) else ASCII_MARKS,
+        )
+    if text or call.console.as_json:
+        call.console.result([check._asdict() for check in checks], text, is_painted=True)
     if any(check.state == FAIL for check in checks):
         raise SystemExit(UsageError.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,15 +11,21 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.runs import newest_run
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
-from ssdctl.errors import SsdctlError
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.table import Table
 
     from ssdctl.runs.evaluation import Evaluation
+
+SIZES = ("APs", "APm", "APl")
+SIZE_NAMES = {"APs": "small", "APm": "medium", "APl": "large"}
+RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 
 
 @command(
@@ -29,10 +34,11 @@ if TYPE_CHECKING:
     panel="Results",
     settings=["data.*", "evaluate.*"],
     examples=[
+        "ssdctl evaluate   # the newest run of runs/",
         "ssdctl evaluate runs/coco-resnet34/checkpoints/best.pt",
         "ssdctl evaluate ckpt.pt --data /data/coco --json",
         "ssdctl evaluate ckpt.pt --report evaluation   # a page with errors by type",
-        "ssdctl evaluate runs/coco-resnet34   # every checkpoint of the run",
+        "ssdctl evaluate runs/coco-resnet34 --all   # every checkpoint of the run",
         "ssdctl evaluate detections.json --data /data/coco --verify",
         "ssdctl launch --gpus 8 -- evaluate ckpt.pt",
     ],
@@ -40,13 +46,17 @@ if TYPE_CHECKING:
 def evaluate(
     call: Call,
     what: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="CKPT|RUN|DETECTIONS.json",
-            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results",
+            help="Checkpoint, ONNX file, run folder, detector, hf://org/name, or COCO results "
+            "[default: the newest run]",
             show_default=False,
         ),
-    ],
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Score every checkpoint of a run, in one table")
+    ] = False,
     detections: Annotated[
         str | None,
         typer.Option("--detections", metavar="FILE", help="Write the detections as COCO results"),
@@ -60,36 +70,48 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Compute COCO AP for a checkpoint, a run, or a file of detections.
+    """Compute COCO AP for a checkpoint, a run's best checkpoint, or a file of detections.
 
-    Checkpoints remember their dataset, so you can omit --data. The result lists the classes, and
-    how much AP50 each type of error costs.
+    Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
+    classes, and how much AP50 each type of error costs.
     """
     from ssdctl.evaluate.sources import files_to_score, locate_source
 
-    path = locate_source(what, mirror=call.config.download.mirror)
+    source = locate_source(what or newest_run(call.console), mirror=call.config.download.mirror)
+    if every and not source.is_dir():
+        raise UsageError(f"--all: {source} is not a run folder", hint="leave --all out")
     if report is not None:
         make_dir(Path(report))  # before the detection, which may take hours
-    evaluations = _evaluate(call, files_to_score(path), Path(detections) if detections else None)
+    files = files_to_score(source, every=every)
+    evaluations = _evaluate(call, files, Path(detections) if detections else None)
     if not evaluations:  # not the main rank
         return
+    best = max(evaluations, key=lambda e: e.figures["AP"])
+    results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
+    if every:
+        call.console.result({"checkpoints": results}, lambda: _checkpoints(evaluations, best))
+    else:
+        is_run = source.is_dir()
+        call.console.result(results[0] if is_run else best.as_json(), headline(best))
+        if not call.console.as_json and not call.console.quiet:
+            call.console.result(None, lambda: tables(best))
+    facts = []
     if report is not None:
         from ssdctl.report.page import write_evaluation_report
 
-        best = max(evaluations, key=lambda e: e.figures["AP"])
-        page = write_evaluation_report(best, Path(report))
-        call.console.info(f"report: {page}")
-    if not call.console.as_json:
+        facts.append(("report", str(write_evaluation_report(best, Path(report)))))
+    if best.about.precision is None:  # a file of detections
+        call.console.closing(facts)
         return
-    if path.is_dir():
-        results = [{"checkpoint": e.about.source, **e.as_json()} for e in evaluations]
-        call.console.result({"checkpoints": results})
-    else:
-        call.console.result(evaluations[0].as_json())
+    facts.insert(0, ("best" if every else "checkpoint", best.about.source))
+    next_commands = [f"ssdctl predict {best.about.source} photo.jpg --out drawn"]
+    if report is None:
+        next_commands.append(f"ssdctl evaluate {best.about.source} --report evaluation")
+    call.console.closing(facts, next_commands)
 
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
-    """Score all files and print each result; the list is empty on ranks other than the main one."""
+    """Score all files; the list is empty on ranks other than the main one."""
     from ssdctl.evaluate.sources import evaluate_files
 
     tune_process()
@@ -101,10 +123,8 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
             files, call.resolved, progress=call.console.progress, detections_file=detections
         ):
             evaluations.append(evaluation)
-            if not call.console.as_json:
-                if len(files) > 1:  # the tables do not name the checkpoint
-                    call.console.result(None, evaluation.about.source)
-                call.console.result(None, functools.partial(tables, evaluation))
+            if len(files) > 1:  # the table comes at the end, perhaps after hours
+                call.console.info(headline(evaluation))
     return evaluations
 
 
@@ -119,32 +139,74 @@ def _one_report(ranks: Ranks) -> Iterator[None]:
         raise
 
 
+def headline(evaluation: Evaluation) -> str:
+    """Return the AP in one line: `AP 0.422  AP50 0.753  AP75 0.416 | 100 images, ...`."""
+    names = ("AP", "AP50", "AP75")
+    scores = "  ".join(f"{name} {format_score(evaluation.figures[name])}" for name in names)
+    about = evaluation.about
+    objects = sum(entry.objects for entry in evaluation.per_class)
+    facts = [f"{about.images:,} images", f"{objects:,} objects", about.precision]
+    return f"{scores} | {', '.join(filter(None, facts))}"
+
+
 def tables(evaluation: Evaluation) -> Group:
-    """Return tables of the 12 figures, the classes, and the errors by type."""
+    """Return the classes, the other metrics, the errors by type, and what they mean."""
     from rich.console import Group
+
+    from ssdctl.evaluate.analysis import ERROR_NAMES, diagnosis
+
+    about, figures = evaluation.about, evaluation.figures
+    sizes = _present(evaluation, SIZES)
+    classes = _table("class", "AP", "AP50", *(SIZE_NAMES[name] for name in sizes), "objects")
+    for entry in evaluation.per_class:
+        values = [entry.AP, entry.AP50, *(getattr(entry, name) for name in sizes)]
+        classes.add_row(entry.name, *map(format_score, values), f"{entry.objects:,}")
+    others = [(SIZES, "AP by size"), (RECALLS, "AR")]
+    lines = [
+        f"{title:<10}  " + "  ".join(f"{n} {format_score(figures[n])}" for n in names)
+        for group, title in others
+        if (names := _present(evaluation, group))
+    ]
+    errors = _table("error type", "AP50 gain", "count", "meaning")
+    errors.columns[-1].justify = "left"
+    for error in sorted(evaluation.errors, key=lambda e: -e.delta_ap):
+        name = ERROR_NAMES.get(error.kind, error.kind)
+        errors.add_row(name, f"+{error.delta_ap:.3f}", f"{error.count:,}", error.meaning)
+    counted = "Errors are counted at IoU 0.5"
+    if about.score_threshold is not None:
+        counted += f", among detections with a score above {about.score_threshold:g}"
+    return Group("", classes, "", *lines, "", errors, "", diagnosis(evaluation), f"{counted}.")
+
+
+def _checkpoints(evaluations: list[Evaluation], best: Evaluation) -> Group:
+    """Return one table of several checkpoints, with the best one marked."""
+    from rich.console import Group
+
+    names = ["AP", "AP50", "AP75", *_present(best, SIZES), "AR100"]
+    table = _table("step", *names, "checkpoint")
+    table.columns[0].justify = "right"
+    table.columns[-1].justify = "left"
+    for evaluation in evaluations:
+        mark = "  (best)" if evaluation is best else ""
+        scores = [format_score(evaluation.figures[name]) for name in names]
+        file = Path(evaluation.about.source).name
+        table.add_row(str(evaluation.about.step), *scores, file + mark)
+    return Group(table, "", headline(best))
+
+
+def _present(evaluation: Evaluation, names: tuple[str, ...]) -> list[str]:
+    """Return the metrics that exist: COCO's sizes without objects have none."""
+    return [name for name in names if evaluation.figures.get(name, -1) >= 0]
+
+
+def _table(*columns: str) -> Table:
+    """Return a table without lines, whose columns of numbers are right-aligned."""
     from rich.table import Table
 
-    from ssdctl.evaluate.analysis import ERROR_NAMES
-
-    def table(*columns: str) -> Table:
-        result = Table()
-        for number, column in enumerate(columns):
-            result.add_column(column, justify="right" if number else "left")
-        return result
-
-    figures = table("figure", "value")
-    for name, value in evaluation.figures.items():
-        figures.add_row(name, format_score(value))
-    classes = table("class", "AP", "AP50", "small", "medium", "large", "objects")
-    for entry in evaluation.per_class:
-        values = (entry.AP, entry.AP50, entry.APs, entry.APm, entry.APl)
-        classes.add_row(entry.name, *map(format_score, values), str(entry.objects))
-    errors = table("error type", "count", "AP50 gain", "meaning")
-    for error in evaluation.errors:
-        gain = f"+{error.delta_ap:.3f}"
-        name = ERROR_NAMES.get(error.kind, error.kind)
-        errors.add_row(name, str(error.count), gain, error.meaning)
-    return Group(figures, classes, errors)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
 
 
 def format_score(value: float) -> str:

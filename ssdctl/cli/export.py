@@ -9,6 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command, completer
+from ssdctl.cli.runs import newest_run
 from ssdctl.errors import UsageError
 from ssdctl.export.request import (
     CALIBRATION_PICTURES,
@@ -27,7 +28,8 @@ from ssdctl.export.request import (
     panel="Results",
     settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
     examples=[
-        "ssdctl export best.pt --format onnx --out ssd.onnx",
+        "ssdctl export --format onnx --out ssd.onnx   # the newest run of runs/",
+        "ssdctl export best.pt --format onnx --nms none --out opencv.onnx",
         "ssdctl export best.pt --format onnx --nms efficientnms --out trt.onnx",
         "ssdctl export best.pt --format onnx --int8 --calibrate 200 --out small.onnx",
         "ssdctl export best.pt --format openvino --fp16 --out ssd.xml",
@@ -38,14 +40,6 @@ from ssdctl.export.request import (
 )
 def export(
     call: Call,
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT",
-            help="Checkpoint, run folder, detector, or hf://org/name",
-            show_default=False,
-        ),
-    ],
     kind: Annotated[
         str,
         typer.Option(
@@ -59,6 +53,14 @@ def export(
     out: Annotated[
         str, typer.Option("--out", metavar="FILE", help="File to write", show_default=False)
     ],
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CKPT|RUN",
+            help="Checkpoint, run folder, detector, or hf://org/name [default: the newest run]",
+            show_default=False,
+        ),
+    ] = None,
     nms: Annotated[
         str | None,
         typer.Option(
@@ -108,8 +110,13 @@ def export(
     request = ExportRequest(
         kind, Path(out), nms, raw, _batch_size(batch), fp16, int8, calibrate, max_ap_loss
     )
-    result = export_checkpoint(checkpoint, request, call.resolved, progress=call.console.progress)
+    source = checkpoint or newest_run(call.console)
+    result = export_checkpoint(source, request, call.resolved, progress=call.console.progress)
     call.console.result(result, f"{result['source']} -> {out} ({kind})")
+    megabytes = Path(out).stat().st_size / 1e6
+    is_run_by_us = kind == "onnx" and nms != "efficientnms"
+    next_command = f"ssdctl predict {out} photo.jpg --out drawn"
+    call.console.closing([("wrote", f"{out} ({megabytes:.1f} MB)")], [next_command] * is_run_by_us)
 
 
 def _batch_size(text: str) -> int | None:

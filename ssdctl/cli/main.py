@@ -25,6 +25,7 @@ from ssdctl.cli import (
     prepare,
     push,
     report,
+    runs,
     train,
 )
 from ssdctl.cli.app import app, click_root
@@ -43,6 +44,7 @@ MODULES = (
     fetch_weights,
     train,
     launch,
+    runs,
     models,
     evaluate,
     predict,

@@ -182,7 +182,7 @@ class AliasCommand(HelpCommand):
             if name not in own and (target := next((t for t in targets if t in own), None)):
                 templates.setdefault(name, f"{target}=")
         arguments = [p for p in self.params if p.param_type_name == "argument"]
-        if arguments and str(arguments[0].metavar).startswith(CHECKPOINT_METAVAR):
+        if arguments and CHECKPOINT_METAVAR in str(arguments[0].metavar):
             for name in CHECKPOINT_ALIASES:
                 templates.setdefault(name, POSITIONAL)
         return templates

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
 from ssdctl.files import atomic_write, make_dir, refuse_replacing
 from ssdctl.runtime.cores import usable_cores
@@ -17,9 +19,25 @@ from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
+    from PIL import Image
+
+    from ssdctl.inference.drawing import DrawingStyle
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Prediction, UnreadablePicture
     from ssdctl.inference.sources import Source
+
+# Formats in which drawn images are written: that of the input if it is one of these, else PNG.
+DRAWN_FORMATS = {
+    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF",
+    ".tiff": "TIFF",
+}  # fmt: skip
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {
+    "JPEG": {"quality": 92, "subsampling": 0},  # halved colors would blur lines and text
+    "PNG": {"compress_level": 1},
+    "WEBP": {"quality": 92},
+    "TIFF": {"compression": "tiff_lzw"},
+}
+MAX_NAMED = 3  # failed images in the error
 
 
 @command(
@@ -28,7 +46,8 @@ if TYPE_CHECKING:
     panel="Results",
     settings=["predict.*"],
     examples=[
-        "ssdctl predict runs/coco-resnet34 street.jpg",
+        "ssdctl predict street.jpg   # with the newest run of runs/",
+        "ssdctl predict runs/coco-resnet34 street.jpg --out drawn",
         "ssdctl predict ssd300-vgg16-coco street.jpg",
         "ssdctl predict best.pt photos/ --recursive --out drawn --score 0.5",
         "ssdctl predict best.pt 'photos/**/*.jpg' --json > boxes.json",
@@ -40,20 +59,13 @@ if TYPE_CHECKING:
 )
 def predict(
     call: Call,
-    checkpoint: Annotated[
-        str,
-        typer.Argument(
-            metavar="CKPT|RUN",
-            help="Checkpoint, ONNX file, run folder, detector, or hf://org/name",
-            show_default=False,
-        ),
-    ],
-    images: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(
-            metavar="IMAGE...",
-            help="Images, folders, glob patterns (** matches subfolders), URLs, - for a list on "
-            "stdin; or videos, or a camera (/dev/video0)",
+            metavar="[CKPT|RUN] IMAGE...",
+            help="Checkpoint, ONNX file, run folder, detector, or hf://org/name [default: the "
+            "newest run]; then images, folders, glob patterns (** matches subfolders), URLs, - for "
+            "a list on stdin; or videos, or a camera (/dev/video0)",
             show_default=False,
         ),
     ],
@@ -65,37 +77,60 @@ def predict(
             help="Output folder: annotated images (or the --save format) and detections.json",
         ),
     ] = None,
+    line_width: Annotated[
+        int | None,
+        typer.Option(
+            "--line-width",
+            metavar="PX",
+            min=1,
+            max=200,
+            help="Line width of drawn boxes [default: from the image's size]",
+            show_default=False,
+        ),
+    ] = None,
+    hide_labels: Annotated[bool, typer.Option("--hide-labels", help="Draw no class names")] = False,
+    hide_scores: Annotated[bool, typer.Option("--hide-scores", help="Draw no scores")] = False,
 ) -> None:
     """Detect objects in images and videos.
 
-    Results are listed, drawn (--out), or saved for labeling tools (--save). An unreadable image is
-    skipped with a warning and exit code 3, one that cannot be fetched with 4.
+    Results are counted, drawn (--out), or saved for labeling tools (--save); -v prints the boxes.
+    An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
-    from ssdctl.inference.sources import UrlSource, find_sources, split_videos
+    from ssdctl.inference.drawing import DrawingStyle
+    from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
         raise UsageError(f"--save {settings.save} requires a folder", hint="add --out DIR")
+    if looks_like_image(arguments[0]):
+        checkpoint, images = newest_run(call.console), arguments
+    else:
+        checkpoint, images = arguments[0], arguments[1:]
+    if not images:
+        raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
+    folder = None if out is None else Path(out)
+    style = DrawingStyle(line_width, not hide_labels, not hide_scores)
     videos = split_videos(images)
     if videos:
         from ssdctl.cli.predict_video import check_video_options, predict_videos
 
-        folder = None if out is None else Path(out)
         check_video_options(call, videos, folder)
-        predict_videos(call, _load(call, checkpoint), videos, folder)
+        predict_videos(call, _load(call, checkpoint), videos, folder, style)
         return
     sources = find_sources(images, recursive=settings.recursive)
-    if out is not None and settings.save is None:
-        for source in sources:
-            if not isinstance(source, UrlSource):
-                refuse_replacing(source.path, Path(out) / f"{source.path.stem}.png", "--out")
+    is_drawn = folder is not None and settings.save is None
+    targets = _targets(sources, folder) if folder is not None and is_drawn else []
     predictor = _load(call, checkpoint)
-    failures = _predict(call, predictor, sources, None if out is None else Path(out))
+    failures = _predict(call, predictor, sources, folder, targets, style)
     if failures:
-        counted = f"{len(failures)} of {len(sources)} pictures"
+        labels = [printable_line(failure.source.label) for failure in failures]
+        more = ", ..." if len(labels) > MAX_NAMED else ""
+        counted = (
+            f"{len(labels)} of {len(sources)} images failed: {', '.join(labels[:MAX_NAMED])}{more}"
+        )
         if any(isinstance(failure.error, NetworkError) for failure in failures):
-            raise NetworkError(f"{counted} cannot be fetched or read; see the warnings")
-        raise DataError(f"{counted} are not readable; see the warnings")
+            raise NetworkError(counted, hint="the warnings name the reasons")
+        raise DataError(counted, hint="the warnings name the reasons")
 
 
 def _load(call: Call, checkpoint: str) -> Predictor:
@@ -108,6 +143,7 @@ def _load(call: Call, checkpoint: str) -> Predictor:
         device=settings.device,
         score=settings.score,
         nms_iou=call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou,
+        precision=settings.precision,
         options=inference.Options(
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
@@ -115,55 +151,99 @@ def _load(call: Call, checkpoint: str) -> Predictor:
     )
 
 
+def _targets(sources: list[Source], out: Path) -> list[Path]:
+    """Return the file of each drawn image.
+
+    Raises:
+        UsageError: It is one of the images.
+    """
+    from ssdctl.inference.save import free_stem
+    from ssdctl.inference.sources import FileSource
+
+    targets, stems = list[Path](), set[str]()
+    for source in sources:
+        suffix = Path(source.file_name).suffix
+        kept = suffix if suffix.lower() in DRAWN_FORMATS else ".png"
+        targets.append(out / f"{free_stem(source.file_name, stems)}{kept}")
+    images = {s.path.resolve(): s.path for s in sources if isinstance(s, FileSource)}
+    for target in targets:
+        if target.resolve() in images:
+            refuse_replacing(images[target.resolve()], target, "--out")
+    return targets
+
+
 def _predict(
-    call: Call, predictor: Predictor, sources: list[Source], out: Path | None
+    call: Call,
+    predictor: Predictor,
+    sources: list[Source],
+    out: Path | None,
+    targets: list[Path],
+    style: DrawingStyle,
 ) -> list[UnreadablePicture]:
-    """Print, draw and save the detections; return the pictures that cannot be read."""
+    """Print, draw and save the detections; return the images that cannot be read."""
     from ssdctl.inference.batches import predict_sources
     from ssdctl.inference.results import UnreadablePicture
-    from ssdctl.inference.save import free_stem, open_writer
+    from ssdctl.inference.save import open_writer
 
     settings, console = call.config.predict, call.console
-    is_drawn = out is not None and settings.save is None
     writer = None
     if out is not None:
         make_dir(out)  # before the detection, which may take hours
         writer = open_writer(settings.save or "json", out, predictor.returned_classes)
     threads = usable_cores()
     results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)
-    records, failures, stems = [], list[UnreadablePicture](), set[str]()
-    for result in console.progress(results, total=len(sources), label="predicting", unit="img"):
+    records, failures, objects = [], list[UnreadablePicture](), 0
+    shown = console.progress(results, total=len(sources), label="predicting", unit="img")
+    for result, target in itertools.zip_longest(shown, targets):
         if isinstance(result, UnreadablePicture):
             console.warning(str(result.error))
             failures.append(result)
             continue
+        objects += len(result.found)
         if console.as_json:
             records.append(result.as_json())
         else:
-            console.result(None, _line(result))
-        if is_drawn and out is not None:
-            _draw(result, out / f"{free_stem(result.source.file_name, stems)}.png")
+            console.result(None, _line(result, with_boxes=console.verbose))
+        if target is not None:
+            _draw(result, target, style)
         if writer is not None:
             writer.add(result)
-    if writer is not None:
-        console.info(writer.close())
+    written = [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
+    if targets:
+        written.insert(0, f"{out}/")
+    total = f"{_count(len(sources) - len(failures), 'image')}, {_count(objects, 'object')}"
+    console.closing([("done", " -> ".join([total, ", ".join(written)] if written else [total]))])
     return failures
 
 
-def _line(result: Prediction) -> str:
-    items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in result.found)
-    return printable_line(f"{result.source.label}: {items or 'no objects'}")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def _draw(result: Prediction, target: Path) -> None:
+def _line(result: Prediction, *, with_boxes: bool) -> str:
+    from ssdctl.inference.results import counted
+
+    line = f"{result.source.label}  {counted(result.found)}  ({1000 * result.seconds:.0f} ms)"
+    boxes = [
+        f"  {d.name} {d.score:.2f}  {[round(v) for v in d.box]}" for d in result.found if with_boxes
+    ]
+    return "\n".join(map(printable_line, [line, *boxes]))
+
+
+def _draw(result: Prediction, target: Path, style: DrawingStyle) -> None:
     from ssdctl.inference.drawing import draw
     from ssdctl.inference.predict import open_picture
 
     if isinstance(result.content, io.BytesIO):
         result.content.seek(0)
-    # Opened a second time: to keep every picture until it is drawn would take gigabytes.
-    drawn = draw(open_picture(result.content), [d.as_box_label() for d in result.found])
+    # Opened a second time: to keep every image until it is drawn would take gigabytes.
+    image = open_picture(result.content)
+    _save(draw(image, [d.as_box_label() for d in result.found], style), target)
+
+
+def _save(image: Image.Image, target: Path) -> None:
+    kind = DRAWN_FORMATS[target.suffix.lower()]
     with atomic_write(target) as file:
-        drawn.save(file, "PNG", compress_level=1)
+        image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))

@@ -15,6 +15,7 @@ from ssdctl.inference.sources import is_camera
 from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
+    from ssdctl.inference.drawing import DrawingStyle
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection
     from ssdctl.inference.video import Frame
@@ -45,7 +46,9 @@ def check_video_options(call: Call, videos: list[str], out: Path | None) -> None
             refuse_replacing(Path(name), _annotated(out, name), "--out")
 
 
-def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Path | None) -> None:
+def predict_videos(
+    call: Call, predictor: Predictor, videos: list[str], out: Path | None, style: DrawingStyle
+) -> None:
     """Print the detections of each frame as they come, and write annotated videos.
 
     Memory does not grow with the length. A camera is read until Ctrl-C or --max-frames.
@@ -70,7 +73,7 @@ def predict_videos(call: Call, predictor: Predictor, videos: list[str], out: Pat
                     call.console.result(record, _line(name, frame, found))
 
             try:
-                _predict_video(call, predictor, name, target, add)
+                _predict_video(call, predictor, name, target, add, style)
             except DataError as error:
                 call.console.warning(str(error))
                 failures.append(error)
@@ -84,14 +87,14 @@ def _annotated(out: Path, name: str) -> Path:
 
 
 def _predict_video(
-    call: Call, predictor: Predictor, name: str, target: Path | None, add: Sink
+    call: Call, predictor: Predictor, name: str, target: Path | None, add: Sink, style: DrawingStyle
 ) -> None:
     from ssdctl.inference.video import open_video, predict_frames
 
     settings = call.config.predict
     live = is_camera(name)
     failure = None
-    with open_video(name) as video, _writer(target, video.rate / settings.every) as draw:
+    with open_video(name) as video, _writer(target, video.rate / settings.every, style) as draw:
         frames = video.frames(every=settings.every, limit=settings.max_frames)
         total = None if live or video.num_frames is None else -(-video.num_frames // settings.every)
         # A camera's frames are not collected to batches: the result would come late.
@@ -116,7 +119,7 @@ def _predict_video(
 
 
 @contextlib.contextmanager
-def _writer(target: Path | None, rate: float) -> Iterator[Sink]:
+def _writer(target: Path | None, rate: float, style: DrawingStyle) -> Iterator[Sink]:
     """Write frames to an annotated video, published at the end; without a target, do nothing."""
     if target is None:
         yield lambda frame, found: None
@@ -124,7 +127,7 @@ def _writer(target: Path | None, rate: float) -> Iterator[Sink]:
     from ssdctl.inference.video import VideoWriter
 
     with atomic_write(target) as file:
-        writer = VideoWriter(file, rate)
+        writer = VideoWriter(file, rate, style)
         try:
             yield writer.add
         finally:
@@ -132,5 +135,6 @@ def _writer(target: Path | None, rate: float) -> Iterator[Sink]:
 
 
 def _line(name: str, frame: Frame, found: list[Detection]) -> str:
-    items = ", ".join(f"{d.name} {d.score:.2f} {[round(v) for v in d.box]}" for d in found)
-    return printable_line(f"{name} {frame.time_s:.2f} s: {items}")
+    from ssdctl.inference.results import counted
+
+    return printable_line(f"{name} {frame.time_s:.2f} s  {counted(found)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ from ssdctl.cli.command import Call, command
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from ssdctl.data.formats.coco_check import Finding
     from ssdctl.data.prepare import Outcome
 
 MAX_EXAMPLES = 5  # of each kind of finding, in the table
@@ -54,6 +56,7 @@ def prepare(
     report.json lists them. Run the command again to continue an interrupted one.
     """
     from ssdctl.cli.interrupts import stoppable
+    from ssdctl.data.dataset import warning_without_validation
     from ssdctl.data.open_dataset import prepare_dataset
     from ssdctl.data.store_folder import dataset_folders
 
@@ -63,9 +66,8 @@ def prepare(
         check_target(preview)
     with stoppable("the finished parts are kept"):
         outcome = prepare_dataset(call.config, force=force, progress=call.console.progress)
-    call.console.info(f"{outcome.root} -> {outcome.store}")
     if outcome.unchanged:
-        call.console.info("nothing changed since it was written (--force writes it again)")
+        call.console.info("Already up to date (use --force to rebuild)")
     for report in outcome.splits:
         for note in report.notes:
             call.console.info(f"{report.split}: {note}")
@@ -76,6 +78,13 @@ def prepare(
         _preview(call, *dataset_folders(call.config.data), preview)
         data["preview"] = str(preview)
     call.console.result(data, lambda: _tables(outcome))
+    root = Path(outcome.root)
+    if "val" not in [report.split for report in outcome.splits]:
+        call.console.warning(warning_without_validation(root))
+    what = "images and boxes" if outcome.packed else "the index; images stay where they are"
+    store = ["--store", outcome.store] if call.config.data.store else []
+    command = shlex.join(["ssdctl", "train", "--data", outcome.root, *store])
+    call.console.closing([("store", f"{outcome.store} ({what})")], [command])
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
@@ -90,24 +99,37 @@ def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
 
 
 def _tables(outcome: Outcome) -> Group:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
 
-    table = Table("split", "images", "boxes", "classes", "trainable")
+    from ssdctl.data.prepare import NO_BOXES, NO_BOXES_NOT_TRAINED
+
+    table = Table("split", "images", "boxes", "classes", "with boxes", box=SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
-    findings = Table("split", "number", "dropped or repaired", "image", "annotation", "for example")
-    findings.columns[1].justify = "right"
-    findings.columns[-1].overflow = "fold"
+    issues = Table("split", "count", "issue", "example", box=SIMPLE_HEAD)
+    issues.columns[1].justify = "right"
+    issues.columns[-1].overflow = "fold"
+    lines = []
     for report in outcome.splits:
         row = [f"{n:,}" for n in (report.images, report.boxes, report.classes, report.trainable)]
         table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
         for kind, number in report.counts().items():
+            if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
+                have = "image has" if number == 1 else "images have"
+                lines.append(f"{report.split}: {number:,} {have} {kind}")
+                continue
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:MAX_EXAMPLES]:
-                ids = (str(item.image_id), str(item.annotation_id or ""))
-                findings.add_row(*first, *ids, item.detail)
+                issues.add_row(*first, _example(item))
                 first = ("", "", "")
-    if not findings.rows:
-        return Group(table, "nothing was dropped or repaired")
-    return Group(table, findings, f"complete list: {Path(outcome.store) / 'report.json'}")
+    if not issues.rows:
+        return Group(table, *lines, "nothing was dropped or repaired")
+    return Group(table, *lines, issues, f"Full list: {Path(outcome.store) / 'report.json'}")
+
+
+def _example(item: Finding) -> str:
+    """Return one finding with the ids of its image and annotation."""
+    annotation = "" if item.annotation_id is None else f", annotation {item.annotation_id}"
+    return f"image {item.image_id}{annotation}: {item.detail}"

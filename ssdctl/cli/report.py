@@ -9,6 +9,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.runs import newest_run
 
 
 @command(
@@ -20,8 +21,13 @@ from ssdctl.cli.command import Call, command
 def report(
     call: Call,
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Run folders", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders [default: the newest run]",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(
@@ -36,7 +42,9 @@ def report(
     from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 
-    contents = read_runs([Path(run) for run in runs])
-    target = Path(out) if out else RunDir(Path(runs[0])).report
+    named = runs or [newest_run(call.console, has_checkpoint=False)]
+    contents = read_runs([Path(run) for run in named])
+    target = Path(out) if out else RunDir(Path(named[0])).report
     write_report(contents, target)
     call.console.result({"file": str(target)}, f"report: {target}")
+    call.console.closing([], [f"ssdctl predict {named[0]} photo.jpg --out drawn"])

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import aligned
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import DataError, Stopped
+from ssdctl.errors import DataError, SsdctlError, Stopped
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.default_folder import run_dir
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.progress import duration
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
-    from ssdctl.config import Config
+    from ssdctl.data.open_dataset import DatasetSize
+    from ssdctl.train.loop import Summary
+    from ssdctl.train.run import Run
     from ssdctl.train.schedule import TrainSchedule
 
 
@@ -75,12 +82,10 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
-        from ssdctl.data.store_folder import dataset_folders, with_absolute_data
+        from ssdctl.data.store_folder import with_absolute_data
         from ssdctl.train.loop import run_training
 
-        root, _ = dataset_folders(call.config.data)
-        call.console.info(f"dataset {root}, run folder {run}")
-        with TrainingDisplay(call.console) as display:
+        with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
                 with_absolute_data(call.resolved),
                 emit=display.show,
@@ -94,62 +99,153 @@ def train(
         signals.restore()
     if not is_main:
         return
+    _print_summary(call, summary)
+
+
+def _print_summary(call: Call, summary: Summary) -> None:
+    from ssdctl.runs.reader import read_run
+
+    run = RunDir(Path(summary.out))
     ap = "no AP" if summary.best_ap is None else f"best AP {summary.best_ap:.3f}"
     trained = ""
     if summary.images_per_second:  # else the run was already finished
         trained = (
-            f" in {summary.total_s:.0f} s, {summary.images_per_second:.1f} img/s, "
-            f"{summary.peak_memory_bytes / 1e9:.1f} GB at most"
+            f" in {duration(summary.total_s)}, {summary.images_per_second:.1f} img/s, "
+            f"peak memory {summary.peak_memory_bytes / 1e9:.1f} GB"
         )
-    human = f"{summary.out}: {summary.step} steps{trained}, {ap}"
-    call.console.result(summary._asdict(), human)
+    call.console.result(summary._asdict(), f"{run.path}: {summary.step} steps{trained}, {ap}")
+    facts = [("last", f"{run.last} (step {summary.step:,})")]
+    best = read_run(run.path).best if run.best.is_file() else None
+    if best is not None and best["AP"] >= 0:
+        facts = [("best", f"{run.best} (AP {best['AP']:.3f}, step {best['step']:,.0f})")]
+    facts.append(("wrote", f"{run.path} (checkpoints, metrics.jsonl, config.toml)"))
+    path = shlex.quote(str(run.path))
+    commands = [f"ssdctl predict {path} photo.jpg --out drawn"]
+    if best is not None:
+        commands.append(f"ssdctl report {path}")
+    call.console.closing(facts, commands)
 
 
 def _show_plan(call: Call) -> None:
-    from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES, WHAT_IS_DROPPED
-    from ssdctl.data.open_dataset import count_trainable
-    from ssdctl.data.store_folder import dataset_folders
-    from ssdctl.train.small_data import adapted_plan
+    from ssdctl.config.devices import DEVICE_TYPES
+    from ssdctl.data.dataset import (
+        COCO_NUM_CLASSES,
+        WHAT_IS_DROPPED,
+        warning_without_validation,
+    )
+    from ssdctl.train import description
+    from ssdctl.train.run import finalize
     from ssdctl.train.weight_sources import check_weight_sources
 
-    root, folder = dataset_folders(call.config.data)
-    if not root.exists():
-        images, classes = COCO_NUM_IMAGES, COCO_NUM_CLASSES
-        if not call.config.train.fake_data:
-            call.console.warning(
-                f"{root}: no such dataset folder; the plan assumes COCO's {COCO_NUM_IMAGES:,} "
-                "training images with boxes"
-            )
-    else:
-        images, classes = count_trainable(root, folder)
-    if not images:
+    root, size = _dataset_size(call)
+    if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    limit = call.config.train.limit_train
-    images, world_size = min(images, limit or images), find_ranks().world_size
-    plan, (resolved, rule) = adapted_plan(call.resolved, images, world_size)
-    config = resolved.config
-    check_weight_sources(config)
-    needs = "" if call.console.as_json else _disk_needed(config, classes)
-    recipe = rule or f"preset {config.train.preset}"
-    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
-    threads = f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else "")
-    table = _described(plan) + f"\n{'recipe':<20}{recipe}\n{'decode threads':<20}{threads}"
-    result = {**plan.as_json(), "recipe": recipe, "workers": workers, "cpu_quota": quota}
-    call.console.result(result, table + needs)
+    ranks, network = find_ranks(), None
+    if call.config.train.init is not None:
+        from ssdctl.train.setup import planned_network  # late: torch takes seconds
+
+        network = planned_network(call.resolved)
+    device = DEVICE_TYPES.get(call.config.train.device)
+    run = finalize(call.resolved, device, ranks, size.trainable, network=network)
+    for notice in run.notices:
+        call.console.warning(notice)
+    resolved, plan, config, images = run.resolved, run.plan, run.config, run.plan.images
+    check_weight_sources(call.config)
+    if not size.validation and root.exists() and not config.train.fake_data:
+        call.console.warning(warning_without_validation(root))
+    if warning := description.warning_of_cut(resolved, plan):
+        call.console.warning(warning)
+    workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
+    data = {
+        **plan.as_json(),
+        "recipe": run.rule or f"preset {config.train.preset}",
+        "workers": workers,
+        "cpu_quota": quota,
+    }
+    if call.console.as_json:
+        call.console.result(data)
+        return
+    evaluations = description.evaluations_after(resolved, plan, 0) if size.validation else []
+    shown = min(size.validation, config.train.overfit or size.validation)
+    data_line = f"assumed: COCO, {images:,} training images, {COCO_NUM_CLASSES} classes"
+    if size.classes:
+        data_line = description.data_line(root, images, shown, size.classes)
+    rows = {
+        "data": data_line,
+        "network": description.network_line(config),
+        "device": f"{_device(config.train.device)}, precision {config.train.precision}",
+        "length": description.length_line(plan, len(evaluations)) + _known_time(run),
+        "recipe": description.recipe_line(resolved, plan),
+        "batch": f"{plan.global_batch_size}{_too_large(plan)}; {plan.steps_per_epoch:,} steps "
+        "per epoch",
+        "learning rate": f"{plan.peak_lr:g} after the warm-up = --lr {config.train.lr:g} "
+        f"(for a batch of 32) x {plan.global_batch_size} / 32",
+        "warm-up steps": f"{plan.warmup_steps:,}",
+        "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
+        "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
+        "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
+        "run": str(run.out),
+    }
+    if call.console.verbose and (details := description.details_line(resolved)):
+        rows["details"] = details
+    call.console.result(None, aligned(list(rows.items())))
 
 
-def _disk_needed(config: Config, classes: int) -> str:
-    """Return a line about the disk space that the checkpoints need and the free space."""
+def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
+    """Return the dataset and its size; COCO's, without classes, if none was named or is read.
+
+    Raises:
+        DataError: The dataset that --data names does not exist, or is invalid.
+    """
+    from ssdctl.data.dataset import COCO_NUM_IMAGES
+    from ssdctl.data.open_dataset import DatasetSize, count_images
+    from ssdctl.data.store_folder import dataset_folders
+
+    root, folder = dataset_folders(call.config.data)
+    if root.exists() or (call.config.data.root and not call.config.train.fake_data):
+        return root, count_images(root, folder)
+    if not call.config.train.fake_data:
+        call.console.warning(
+            f"no --data, and no dataset in {root}: the plan assumes COCO's {COCO_NUM_IMAGES:,} "
+            "training images with boxes"
+        )
+    return root, DatasetSize(COCO_NUM_IMAGES, 0, [])
+
+
+def _device(name: str) -> str:
+    """Return the device of a run on this machine, without opening it."""
+    from ssdctl.doctor.hardware import find_hardware
+
+    if name != "auto":
+        return name
+    found = find_hardware()
+    return f"{'cuda' if found.num_nvidia else 'hpu' if found.num_gaudi else 'cpu'} (auto)"
+
+
+def _known_time(run: Run) -> str:
+    """Return the time that the steps take if the run has been started before; else nothing."""
+    from ssdctl.runs.reader import read_run
+
+    try:
+        rate = read_run(run.out).train[-1]["images_per_second"]
+        seconds = run.plan.total_steps * run.plan.global_batch_size / float(rate)
+    except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
+        return ""
+    return f", {duration(seconds)} at the run's last {rate:.1f} img/s"
+
+
+def _disk_needed(run: Run, classes: int) -> str:
+    """Return the disk space that the checkpoints need, and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes
 
+    config = run.config
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
     return (
-        f"\n{'checkpoints':<20}{each / 1e6:,.0f} MB each, "
-        f"{kept * each / 1e9:.1f} GB at most "
+        f"{each / 1e6:,.0f} MB each, {kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_dir(config).path.absolute()) / 1e9:,.0f} GB are free"
+        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
     )
 
 
@@ -157,16 +253,3 @@ def _too_large(plan: TrainSchedule) -> str:
     if plan.global_batch_size <= plan.images:
         return ""
     return ", more than there are images: a step uses some of them several times"
-
-
-def _described(plan: TrainSchedule) -> str:
-    rows = {
-        "images": f"{plan.images:,}",
-        "global batch": f"{plan.global_batch_size}{_too_large(plan)}",
-        "steps per epoch": f"{plan.steps_per_epoch:,}",
-        "total steps": f"{plan.total_steps:,} ({plan.epoch(plan.total_steps):.1f} epochs)",
-        "warm-up steps": f"{plan.warmup_steps:,}",
-        "peak learning rate": f"{plan.peak_lr:g}",
-        "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-    }
-    return "\n".join(f"{name:<20}{value}" for name, value in rows.items())

@@ -116,8 +116,12 @@ def convert(root: Path, options: Conversion, folder: Path | None = None) -> dict
         }
     target = folder or root
     splits = _write(root, target, source, options, parts)
-    counts = ", ".join(f"{s} {num_images(p.content, p.origin):,}" for s, p in parts.items())
-    log.info("%s names the splits: %s images (made from %s)", target / TOML, counts, source)
+    counts = ", ".join(f"{num_images(p.content, p.origin):,} {s}" for s, p in parts.items())
+    if folder is None:
+        read = "" if source == ORIGINAL else f", read from {source.upper()}"
+        log.info("wrote %s and annotations/ beside it (%s images%s)", target / TOML, counts, read)
+    else:
+        log.info("Converted from %s: %s images", source.upper(), counts)
     return splits
 
 
@@ -173,7 +177,7 @@ def convert_again(root: Path, folder: Path) -> None:
         if record.is_file():
             record.unlink()  # the folder had another layout before
         return
-    log.info("%s: recognised as %s", root, layout.describe())
+    log.info("%s: detected %s", root, layout.describe())
     version = _labels_version(root)
     convert(root, Conversion(), folder / CONVERTED)
     if _read_version(folder / CONVERTED) != version:

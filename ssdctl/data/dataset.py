@@ -10,6 +10,7 @@ annotations = "labels/train.json"     # COCO format
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -92,6 +93,14 @@ def require_root(root: Path) -> None:
             f"{root}: no such dataset folder",
             hint="name it with --data DIR, or fetch one: ssdctl download --dest DIR",
         )
+
+
+def warning_without_validation(root: Path) -> str:
+    """Return a warning that a dataset has no validation split, with the command that makes one."""
+    return (
+        f"{root} has no validation split, so training reports no AP; to hold out a tenth of the "
+        f"images: ssdctl prepare --data {shlex.quote(str(root))} --split 0.9"
+    )
 
 
 def require_images(split: str, files: SplitFiles) -> None:

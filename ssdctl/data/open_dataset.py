@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -139,26 +140,46 @@ def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
         )
 
 
-def count_trainable(root: Path, folder: Path) -> tuple[int, int]:
-    """Return how many images and classes a run would train on; nothing is written.
+class DatasetSize(NamedTuple):
+    """What a run would train and validate on."""
+
+    trainable: int  # training images with boxes
+    validation: int  # images; 0: no validation split
+    classes: list[str]
+
+
+def count_images(root: Path, folder: Path) -> DatasetSize:
+    """Return how many images and which classes a run would train on; nothing is written.
 
     Raises:
         DataError: The annotations are invalid, or there is no training split.
     """
-    other_splits: list[Path] = []
     try:
         splits = find_splits(root, folder)
         files = require_split(splits, "train", root)
-        other_splits = [f.annotations for name, f in splits.items() if name != "train"]
         warn_of_changed_labels(root, folder)
         if is_prepared(root, folder):
             split = store.open_split(folder, "train", files)
-            return len(split.trainable), len(split.classes)
-        content = coco.read_content(files.annotations)
+            val = splits.get("val")
+            num_val = 0 if val is None else len(store.open_split(folder, "val", val).image_ids)
+            return DatasetSize(len(split.trainable), num_val, [c.name for c in split.classes])
+        contents = {
+            name: coco.read_content(files.annotations)
+            for name, files in splits.items()
+            if name != "test"
+        }
     except NotConvertedError:
-        files, content = require_split(read_unconverted(root), "train", root)
-    annotations = coco.parse(content, files.annotations, other_splits)
+        unconverted = read_unconverted(root)
+        splits = {name: files for name, (files, _) in unconverted.items()}
+        contents = {name: content for name, (_, content) in unconverted.items()}
+        files = require_split(splits, "train", root)
+    other_splits = [f.annotations for name, f in splits.items() if name != "train"]
+    annotations = coco.parse(contents["train"], files.annotations, other_splits)
     unresolved = [i for i in annotations.images if not (i.width and is_plain_name(i.file_name))]
     resolve_images(unresolved, files.images)
     boxes, _ = check(annotations, files.annotations)
-    return int((np.diff(boxes.starts) > 0).sum()), len(annotations.categories)
+    val_images = 0
+    if "val" in contents:
+        val_images = len(coco.parse(contents["val"], splits["val"].annotations).images)
+    classes = [c.name for c in annotations.categories]
+    return DatasetSize(int((np.diff(boxes.starts) > 0).sum()), val_images, classes)

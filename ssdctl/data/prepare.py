@@ -59,8 +59,8 @@ from ssdctl.runtime.printable import listed
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
-NO_BOXES = "image without boxes, not trained on"
-NO_BOXES_NOT_TRAINED = "image without boxes"  # of a split that is not trained on
+NO_BOXES = "no boxes (skipped in training)"
+NO_BOXES_NOT_TRAINED = "no boxes"  # of a split that is not trained on
 MAX_REPORT_BYTES = 1 << 28
 
 

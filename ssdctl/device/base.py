@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -173,9 +171,3 @@ def choose_execution(device: str, requested: str | None) -> str:
 def pageable_buffer(shape: tuple[int, ...]) -> Tensor:
     """Return `Device.host_buffer` of devices without a use for pinned memory."""
     return torch.empty(shape, dtype=torch.uint8)
-
-
-def compile_cache(name: str, local_rank: int = 0) -> Path:
-    """Return the folder of compiled graphs, which a resumed run does not compile again."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "ssdctl" / f"{name}-{local_rank}"

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.device.base import Device, Module, choose_execution
+from ssdctl.device.inductor import keep_one_graph
 from ssdctl.errors import UsageError
 from ssdctl.runtime.local_cache import is_on_network, private_cache_dir
 from ssdctl.runtime.packages import package_release
@@ -45,6 +47,7 @@ class Hpu(Device):
 
     def __init__(self, execution: str) -> None:
         self.execution = execution
+        _require_mode(execution)
         # Both variables are read when the bridge is imported.
         os.environ[MODE] = str(int(execution == "lazy"))
         self.notices = _set_recipe_cache()
@@ -58,6 +61,7 @@ class Hpu(Device):
 
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
+            keep_one_graph()
             module.compile(backend="hpu_backend", dynamic=False)
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -121,6 +125,27 @@ def _set_recipe_cache() -> tuple[str, ...]:
         )
     os.environ[RECIPES] = f"{cache},false,{RECIPES_MB}"
     return ()
+
+
+def _require_mode(execution: str) -> None:
+    """Check that the bridge is not loaded yet, or was loaded in the mode of this execution.
+
+    From torch 2.5 on `import torch` loads it, unless PT_HPU_AUTOLOAD is 0 (ssdctl/__init__.py).
+
+    Raises:
+        UsageError: It was loaded in the other mode, which cannot be changed.
+    """
+    if f"{BRIDGE}.torch.core" not in sys.modules:
+        return
+    default = "1" if _default_execution() == "lazy" else "0"
+    is_lazy = os.environ.get(MODE, default) != "0"
+    if is_lazy != (execution == "lazy"):
+        loaded, wanted = ("lazy", "0") if is_lazy else ("eager", "1")
+        raise UsageError(
+            f"device hpu: {BRIDGE} is already loaded in {loaded} mode, which does not fit "
+            f"execution {execution}",
+            hint=f"import ssdctl before torch, or start Python with {MODE}={wanted}",
+        )
 
 
 def _default_execution() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdctl.device.base import compile_cache
+from ssdctl.runtime.local_cache import private_cache_dir
 from ssdctl.runtime.torch_compat import installed_version
 
 OLDEST_COMBO_KERNELS = (2, 9)  # PyTorch; before, they were an early experiment
@@ -78,10 +78,24 @@ def keep_pool_backward() -> None:
     decompositions.pop(torch.ops.aten.max_pool2d_with_indices_backward.default, None)
 
 
+def keep_one_graph() -> None:
+    """Stop DistributedDataParallel from splitting compiled steps at the borders of its buckets.
+
+    Before torch 2.8 the parts have no static inputs, so CUDA graphs are recorded again and again
+    (pytorch/pytorch#155746). Habana's example of compiled training does the same.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.optimize_ddp = False
+
+
 def compile_in_place(module: nn.Module, **options: Any) -> None:
     """Compile a module's calls as one graph; graph breaks are errors.
 
     Shapes are static unless the options override it.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compile_cache("inductor")))
+    # On a network file system, ranks of several nodes fail at a cold start.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ and (cache := private_cache_dir("inductor")):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    keep_one_graph()
     module.compile(**{"fullgraph": True, "dynamic": False, **options})

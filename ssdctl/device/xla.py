@@ -22,9 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from ssdctl.config.devices import DEVICE_TYPES
-from ssdctl.device.base import Device, Module, choose_execution, compile_cache
+from ssdctl.device.base import Device, Module, choose_execution
 from ssdctl.errors import UsageError
-from ssdctl.files import make_dir
+from ssdctl.runtime.local_cache import private_cache_dir
 
 PACKAGE = "torch_xla"
 
@@ -48,8 +48,11 @@ class Xla(Device):
         self._metrics = importlib.import_module(f"{PACKAGE}.debug.metrics")
         runtime = importlib.import_module(f"{PACKAGE}.runtime")
         # PJRT's CPU client can write compiled graphs, but not read them.
-        if "XLA_PERSISTENT_CACHE_PATH" not in os.environ and runtime.device_type() != "CPU":
-            runtime.initialize_cache(str(make_dir(compile_cache("xla", local_rank))))
+        wants_cache = "XLA_PERSISTENT_CACHE_PATH" not in os.environ
+        if wants_cache and runtime.device_type() != "CPU":
+            cache = private_cache_dir(f"xla-{local_rank}")
+            if cache is not None:
+                runtime.initialize_cache(str(cache))
         _claim_chips(local_rank, runtime)
         self.num_cores = int(runtime.addressable_runtime_device_count())
         self._split_batch: Any = None
@@ -171,7 +174,8 @@ def open_xla(local_rank: int, execution: str | None) -> Xla:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UsageError(
             f"device xla: the package {PACKAGE} is not installed here",
-            hint="pip install torch_xla, in the version of the installed torch",
+            hint="pip install 'torch_xla[tpu]==2.9.*' 'torch==2.9.*': its newest release fits only "
+            "that torch, and libtpu is in its extra tpu",
         )
     choose_execution("xla", execution)
     try:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 OK, WARN, FAIL = "ok", "warn", "fail"
+ABSENT = "absent"  # optional, and not wanted by the config
 
 
 class CheckResult(NamedTuple):
-    """One result: `state` is ok, warn or fail; `remedy` is what to do about it."""
+    """One result: `state` is ok, warn, fail or absent; `remedy` is what to do about it."""
 
     name: str
     state: str
@@ -26,7 +27,7 @@ def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> CheckResu
     """Return the result for an absent component: a failure only if the config needs it."""
     if is_wanted:
         return CheckResult(name, FAIL, detail, remedy)
-    return CheckResult(name, OK, detail)
+    return CheckResult(name, ABSENT, detail)
 
 
 def redacted(checks: Iterable[CheckResult]) -> list[CheckResult]:

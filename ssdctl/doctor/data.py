@@ -10,7 +10,7 @@ from ssdctl.config import Config
 from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
+from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult
 from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
 from ssdctl.download.sources import COCO2017, weights_named
 from ssdctl.errors import SsdctlError
@@ -24,11 +24,17 @@ def check_data(config: Config) -> list[CheckResult]:
     """Return the results for the dataset, the store, the disk and the weights of a config."""
     root, folder = dataset_folders(config.data)
     dataset = _dataset(root, folder)
+    if config.data.root is None and not root.exists():
+        dataset = CheckResult("dataset", ABSENT, *_no_dataset(root))
     results = [dataset]
     if dataset.state == OK:
         results.append(_store(root, folder))
     is_ready = len(results) > 1 and results[-1].state == OK
     return [*results, _space(root, folder, dataset.state == OK, is_ready), _weights(config)]
+
+
+def _no_dataset(root: Path) -> tuple[str, str]:
+    return f"none given, and no {root}", "give --data DIR; `ssdctl download` fetches COCO"
 
 
 def nearest_folder(path: Path) -> Path:
@@ -117,4 +123,6 @@ def _weights(config: Config) -> CheckResult:
         return CheckResult("weights", WARN, detail, f"{remedy} replaces it")
     if not os.access(nearest_folder(cached.parent), os.W_OK):
         remedy += ", with TORCH_HOME set to a folder that can be written"
-    return CheckResult("weights", WARN, f"{name}: not in {cached.parent}", remedy)
+        return CheckResult("weights", WARN, f"{name}: not in {cached.parent}", remedy)
+    detail = f"{name}: not in {cached.parent} yet; the first training downloads it"
+    return CheckResult("weights", ABSENT, detail, remedy)

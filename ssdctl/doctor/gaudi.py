@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ssdctl.config import Config
 from ssdctl.doctor import hardware
-from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult, absent
+from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult, absent
 from ssdctl.doctor.hardware import Hardware
 from ssdctl.doctor.subprocess_probe import DRIVER_S, ProbeRunner
 from ssdctl.runtime.packages import package_version
@@ -126,7 +126,7 @@ def _huge_pages(num_cards: int) -> CheckResult:
     pages = int(table.get("HugePages_Total") or 0)
     detail = f"{pages:,} of {table.get('Hugepagesize', '?')}"
     if not num_cards:
-        return CheckResult("huge pages", OK, f"{detail}; not needed without Gaudi cards")
+        return CheckResult("huge pages", ABSENT, f"{detail}; not needed without Gaudi cards")
     needed = HUGE_PAGES_PER_CARD * num_cards
     if pages < needed:
         remedy = (

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
+from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.subprocess_probe import ProbeOutput
 from ssdctl.runtime.packages import package_version
 from ssdctl.runtime.torch_compat import dali_extra
@@ -126,10 +126,11 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult
             wrong.append(CheckResult(f"extra {extra}", state, detail, remedy))
         else:
             absent.append(f"{extra} ({purpose})")
-    detail = "; not installed: ".join(", ".join(part) for part in (installed, absent) if part)
-    if not installed:
-        detail = f"not installed: {', '.join(absent)}"
-    return [*wrong, CheckResult("extras", OK, detail)]
+    if installed:
+        wrong.append(CheckResult("extras", OK, ", ".join(installed)))
+    if absent:
+        wrong.append(CheckResult("other extras", ABSENT, f"not installed: {', '.join(absent)}"))
+    return wrong
 
 
 def _import(torch: ProbeOutput) -> CheckResult:

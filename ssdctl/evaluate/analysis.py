@@ -143,7 +143,7 @@ def diagnosis(evaluation: Evaluation) -> str:
 
 def f1_curve(entry: ClassAnalysis) -> list[float]:
     """Return a class's F1 at IoU 0.5 for the score thresholds 0, 0.01 ... 1; empty if unknown."""
-    if not entry.scores:
+    if not entry.scores or len(entry.scores) != len(entry.precision):
         return []
     precision, cut = np.array(entry.precision), np.array(entry.scores)
     recall = np.linspace(0, 1, len(precision))

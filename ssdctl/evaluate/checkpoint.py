@@ -75,9 +75,9 @@ def evaluate_checkpoint(
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
     rows = _chosen_rows(split, settings.annotated_only, settings.limit)
-    place = f"{settings.split} of {root}" + ("" if data.root else ", the default dataset")
+    place = f"{root} {settings.split}" + ("" if data.root else " (the default dataset)")
     counted = _counted(split, rows, settings)
-    log.info("%s: step %s, on %s of %s", path, checkpoint.step, counted, place)
+    log.info("%s (step %s) on %s: %s", path, checkpoint.step, place, counted)
     if not split.usable[rows].all():
         bad = split.image_ids[rows[~split.usable[rows]]].tolist()
         log.warning(
@@ -86,7 +86,8 @@ def evaluate_checkpoint(
             bad[:5],
         )
     threads = settings.workers or usable_cores(ranks.world_size)
-    options = DetectOptions.of(settings, settings.precision, threads)
+    precision = choose_precision(checkpoint, settings, device)
+    options = DetectOptions.of(settings, precision, threads)
     detector = open_detector(checkpoint, device, options.detector)
     share = rows[ranks.rank :: ranks.world_size]
     parts = run_and_gather(
@@ -123,8 +124,31 @@ def evaluate_checkpoint(
         split=settings.split,
         images=len(rows),
         detections=len(detections.scores),
+        precision=precision,
+        score_threshold=detector.score_threshold,
     )
     return analyse(scoring, detections, about)
+
+
+def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: Device) -> str:
+    """Return the precision to evaluate in: the chosen one, else the run's, else fp32.
+
+    In the run's precision a checkpoint has the AP that training printed. A precision in which that
+    AP differs in the last digits is reported.
+    """
+    trained = checkpoint.config.get("train.precision", "fp32")
+    precision = settings.precision
+    if precision == "auto":
+        precision = trained if trained in device.precisions else "fp32"
+    if precision != trained and checkpoint.is_of_run:
+        reason = "" if trained in device.precisions else f", which {device.label} does not compute"
+        log.info(
+            "computing in %s; training computed its AP in %s%s: the last digits differ",
+            precision,
+            trained,
+            reason,
+        )
+    return precision
 
 
 def _open_on_all_ranks(
@@ -144,14 +168,9 @@ def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig)
     empty = int((np.diff(split.starts)[rows] == 0).sum())
     if settings.annotated_only:
         left_out = int((np.diff(split.starts) == 0).sum())
-        return (
-            f"{len(rows)} images ({left_out} without annotations left out, as third-party tools do)"
-        )
+        return f"{len(rows)} images, {left_out} without objects skipped"
     if empty:
-        return (
-            f"{len(rows)} images ({empty} have no annotations; --annotated-only leaves them out, "
-            "as third-party tools do)"
-        )
+        return f"{len(rows)} images, {empty} without objects (counted; skip with --annotated-only)"
     return f"{len(rows)} images"
 
 

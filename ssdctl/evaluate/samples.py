@@ -105,7 +105,8 @@ def _image_errors(
     errors = per_image(image_of_detection[is_wrong])
     errors = errors + per_image(image_of_object[~is_found & ~is_crowd])
     hits = per_image(image_of_detection[is_right])
-    return 2 * hits / np.maximum(2 * hits + errors, 1), errors
+    f1 = np.where(errors > 0, 2 * hits / np.maximum(2 * hits + errors, 1), 1)
+    return f1, errors
 
 
 def _iou(

@@ -16,7 +16,7 @@ from ssdctl.errors import UsageError
 from ssdctl.evaluate.results_file import evaluate_results
 from ssdctl.inference.model_source import is_model_folder, locate_checkpoint
 from ssdctl.runs.evaluation import Evaluation
-from ssdctl.runs.layout import RunDir
+from ssdctl.runs.layout import RunDir, find_checkpoint
 from ssdctl.runtime.progress import Progress
 
 
@@ -32,9 +32,13 @@ def locate_source(what: str | os.PathLike[str], *, mirror: str | None = None) ->
     return path
 
 
-def files_to_score(path: Path) -> list[Path]:
-    """Return the file itself, or the checkpoints of a run folder."""
-    return RunDir(path).all_checkpoints() if path.is_dir() else [path]
+def files_to_score(path: Path, *, every: bool = False) -> list[Path]:
+    """Return the file itself, or of a run folder the best checkpoint or every one.
+
+    Raises:
+        UsageError: A folder without checkpoints.
+    """
+    return RunDir(path).all_checkpoints() if every else [find_checkpoint(path)]
 
 
 def evaluate_files(

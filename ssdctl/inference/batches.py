@@ -40,8 +40,9 @@ def predict_sources(
 
     found = predictor.detect_ahead(sources, opened, batch_size=batch_size, threads=threads)
     with contextlib.closing(found):
-        for item, detections in found:
+        for item, detections, seconds in found:
             if isinstance(item, UnreadablePicture):
                 yield item
             else:
-                yield Prediction(item.source, item.content, item.prepared.size, detections)
+                size = item.prepared.size
+                yield Prediction(item.source, item.content, size, detections, seconds)

@@ -44,7 +44,7 @@ class BoxLabel(NamedTuple):
     score: float | None = None
 
 
-class Style(NamedTuple):
+class DrawingStyle(NamedTuple):
     """What is drawn, and how.
 
     Attributes:
@@ -59,7 +59,7 @@ class Style(NamedTuple):
     scores: bool = True
 
 
-DEFAULT_STYLE = Style()
+DEFAULT_STYLE = DrawingStyle()
 
 
 def class_color(label: int) -> str:
@@ -105,7 +105,7 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def draw(
-    image: Image.Image, boxes: Sequence[BoxLabel], style: Style = DEFAULT_STYLE
+    image: Image.Image, boxes: Sequence[BoxLabel], style: DrawingStyle = DEFAULT_STYLE
 ) -> Image.Image:
     """Return a copy of the image in RGB with its boxes.
 
@@ -159,7 +159,7 @@ def _halo(line: int) -> int:
     return max(line // 3, 1)
 
 
-def _text(entry: BoxLabel, style: Style) -> str:
+def _text(entry: BoxLabel, style: DrawingStyle) -> str:
     """Return the text beside a box; empty: none."""
     name = one_line(entry.name) if style.labels else ""
     score = "" if entry.score is None or not style.scores else f"{entry.score:.2f}"

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -37,6 +39,8 @@ from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_wind
 from ssdctl.model import postprocess
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.map_ahead import map_ahead
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_NAMED = 20  # class names listed in a message
@@ -174,7 +178,7 @@ class Predictor:
         with contextlib.closing(
             self.detect_ahead(pictures, opened, batch_size=batch_size, threads=usable_cores())
         ) as found:
-            for item, detections in found:
+            for item, detections, _ in found:
                 if isinstance(item, SsdctlError):
                     raise item
                 yield Result(detections, item.size, item.source, open_picture)
@@ -186,8 +190,10 @@ class Predictor:
         *,
         batch_size: int,
         threads: int,
-    ) -> Generator[tuple[Any, list[Detection]], None, None]:
-        """Yield what `opened` returns for each item, and the objects on it, in the items' order.
+    ) -> Generator[tuple[Any, list[Detection], float], None, None]:
+        """Yield what `opened` returns for each item, the objects on it, and its share of the time.
+
+        The order is that of the items. The time is that of the network and NMS, in seconds.
 
         Threads open the pictures of the next batches and keep only what the network gets. With
         tiles, one whole picture is opened in advance. Closing the iterator ends downloads.
@@ -209,9 +215,11 @@ class Predictor:
             ready = map_ahead(pool, lambda item: opened(item, cancelled), items, ahead)
             while batch := list(itertools.islice(ready, at_once)):
                 good = [item.prepared for item in batch if hasattr(item, "prepared")]
+                start = time.perf_counter()
                 detections = iter(self.predict_prepared(good, batch_size))
+                seconds = (time.perf_counter() - start) / max(len(good), 1)
                 for item in batch:
-                    yield item, next(detections) if hasattr(item, "prepared") else []
+                    yield item, next(detections) if hasattr(item, "prepared") else [], seconds
         finally:  # also after Ctrl-C
             cancelled.set()
             pool.shutdown(cancel_futures=True)
@@ -344,9 +352,11 @@ def load(
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:
     """Return the classes of a checkpoint; numbered if a third-party file does not name them."""
-    return checkpoint.classes or [
-        ClassName(None, f"class {label}") for label in range(1, checkpoint.architecture.num_classes)
-    ]
+    if checkpoint.classes:
+        return checkpoint.classes
+    count = checkpoint.architecture.num_classes - 1
+    log.info("%s does not name its %d classes: they are numbered", checkpoint.path, count)
+    return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
 
 
 def open_picture(picture: Picture, cancelled: threading.Event | None = None) -> Image.Image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.errors import SsdctlError, missing_package
-from ssdctl.inference.drawing import BoxLabel, Style, draw
+from ssdctl.inference.drawing import BoxLabel, DrawingStyle, draw
 from ssdctl.inference.sources import Source
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Result(list[Detection]):
         Raises:
             DataError: The file does not exist any more.
         """
-        style = Style(line_width, labels, scores)
+        style = DrawingStyle(line_width, labels, scores)
         return draw(self._open_picture(self.picture), [d.as_box_label() for d in self], style)
 
     def _repr_png_(self) -> bytes:
@@ -146,6 +147,12 @@ class Result(list[Detection]):
         )
 
 
+def counted(found: Sequence[Detection]) -> str:
+    """Return the detections by class, the most frequent first: `3 ring, 1 star`."""
+    counts = Counter(d.name for d in found)
+    return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "no objects"
+
+
 class Prediction(NamedTuple):
     """The result of one picture."""
 
@@ -153,6 +160,7 @@ class Prediction(NamedTuple):
     content: Path | io.BytesIO  # the encoded picture: a file, or what was fetched
     size: tuple[int, int]  # width and height in pixels, upright
     found: Sequence[Detection]
+    seconds: float  # in the network and NMS; its share of the batch
 
     def as_json(self) -> dict[str, Any]:
         """Return it as `ssdctl predict --json` prints it."""

@@ -76,7 +76,7 @@ class JsonWriter:
     def close(self) -> str:
         """Write detections.json."""
         _write_json(self._path, self._records)
-        return f"{len(self._records)} pictures in {self._path}"
+        return f"boxes in {self._path}"
 
 
 class CocoWriter:

@@ -139,7 +139,10 @@ def _scheme_hint(scheme: str) -> str:
 def find_sources(
     names: Sequence[str], *, recursive: bool = False, stdin: IO[bytes] | None = None
 ) -> list[Source]:
-    """Return the pictures that the arguments name, in their order.
+    """Return the images that the arguments name, in their order.
+
+    A name that matches nothing is kept as a file, which fails when it is opened: the others are
+    still done.
 
     Args:
         names: Files, folders, patterns (`**` for all folders below), http(s) URLs, or `-`.
@@ -148,7 +151,7 @@ def find_sources(
             standard input.
 
     Raises:
-        UsageError: A name that matches nothing, a folder without pictures, another URL.
+        UsageError: A folder without images, another URL.
     """
     sources: list[Source] = []
     for name in names:
@@ -164,12 +167,25 @@ def find_sources(
         elif glob.has_magic(name):
             matches = sorted(glob.glob(name, recursive=True))  # noqa: PTH207 - Path's takes no absolute pattern
             files = [Path(match) for match in matches if Path(match).is_file()]
-            if not files:
-                raise UsageError(f"{name}: matches no file")
-            sources += map(FileSource, files)
+            sources += map(FileSource, files or [path])
         else:
-            raise UsageError(f"{path}: no such file or folder")
+            sources.append(FileSource(path))
     return sources
+
+
+def looks_like_image(name: str) -> bool:
+    """Return whether an argument names images or a video, and not a checkpoint, by its form.
+
+    Paths of images, videos and cameras, patterns, web addresses, `-`, and folders with images.
+    """
+    path = Path(name)
+    if name == STDIN or is_camera(name) or name.lower().startswith(("http://", "https://")):
+        return True
+    if path.is_dir():
+        return any(p.suffix.lower() in IMAGE_SUFFIXES for p in path.iterdir())
+    if path.suffix.lower() in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES):
+        return True
+    return glob.has_magic(name) and not path.exists()
 
 
 def is_camera(name: str) -> bool:

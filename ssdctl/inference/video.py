@@ -24,7 +24,7 @@ from PIL import Image
 
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, UsageError, missing_package
-from ssdctl.inference.drawing import draw
+from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle, draw
 from ssdctl.inference.predict import TILES_PER_PASS, Predictor, View, view_of
 from ssdctl.inference.results import Detection
 from ssdctl.inference.sources import is_camera
@@ -187,10 +187,11 @@ class VideoWriter:
     Args:
         file: Seekable; MP4 is completed at its end.
         rate: Frames per second, as a hint for the encoder; times are those of the frames.
+        style: How the detections are drawn.
     """
 
-    def __init__(self, file: IO[bytes], rate: float) -> None:
-        self._av = _package()
+    def __init__(self, file: IO[bytes], rate: float, style: DrawingStyle = DEFAULT_STYLE) -> None:
+        self._av, self._style = _package(), style
         self._container = self._av.open(file, "w", format="mp4")
         self._rate = max(round(rate), 1)
         self._stream: Any = None
@@ -198,7 +199,8 @@ class VideoWriter:
 
     def add(self, frame: Frame, found: list[Detection]) -> None:
         """Draw the detections, and encode the frame."""
-        image = draw(Image.fromarray(frame.pixels), [d.as_box_label() for d in found])
+        boxes = [d.as_box_label() for d in found]
+        image = draw(Image.fromarray(frame.pixels), boxes, self._style)
         # The usual pixel format stores colours for squares of 2 x 2 pixels.
         even = image.crop((0, 0, max(image.width // 2 * 2, 2), max(image.height // 2 * 2, 2)))
         if self._stream is None:

@@ -1,4 +1,4 @@
-"""Sample pictures of an evaluation, with the boxes that the page draws. Torch-free."""
+"""Sample images of an evaluation, with the boxes that the page draws. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,40 +16,46 @@ from ssdctl.data.image_decode import Pixels, decode
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import safe_join
-from ssdctl.runs.evaluation import SHOWN_SCORE, Box, Evaluation, SampleImage
+from ssdctl.runs.evaluation import Box, Evaluation, SampleImage
 
-WIDTH = 300  # pixels of one picture, as embedded
+MAX_SIDE = 480  # pixels of an embedded image
+QUALITY = 78  # of its JPEG
 Reader = Callable[[SampleImage], tuple[Pixels, int]]
 
 
-class SamplePicture(NamedTuple):
-    """One sample: the picture, its ground truth and its detections in pixels of the picture."""
+class EmbeddedImage(NamedTuple):
+    """One sample: the image, its objects and its detections in pixels of the embedded image."""
 
-    image_id: int
-    file_name: str
+    name: str
     url: str
     width: int
     height: int
-    truth: list[list[float]]  # number of the class, left, top, right, bottom
-    detections: list[list[float]]  # the same and the score, in descending order of it
-    num_detections: int  # with a score of 0.3 or more
+    is_worst: bool
+    truth: list[list[float]]  # number of the class, left, top, right, bottom, 1 if a crowd
+    detections: list[list[float]]  # the first five and the score, in descending order of it
 
 
-def sample_pictures(evaluation: Evaluation | None, limit: int) -> tuple[list[SamplePicture], str]:
-    """Return at most `limit` samples of an evaluation, or the reason why there are none."""
+def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[EmbeddedImage], str]:
+    """Return at most `limit` samples of an evaluation, or the reason why there are none.
+
+    Half of the limit is for the worst images, half for random ones.
+    """
     if evaluation is None:
         return [], "the run was not evaluated yet; ssdctl evaluate CKPT --report RUN does it"
     try:
         read = _reader(evaluation)
     except (SsdctlError, OSError) as error:
         return [], str(error)
-    pictures, problem = [], "no image was scored"
-    for sample in evaluation.samples[:limit]:
+    images, problem = [], "no image was scored"
+    worst = [s for s in evaluation.samples if s.is_worst]
+    others = [s for s in evaluation.samples if not s.is_worst]
+    num_worst = min(len(worst), max(limit - len(others), limit // 2))
+    for sample in worst[:num_worst] + others[: limit - num_worst]:
         try:
-            pictures.append(_picture(evaluation, sample, read))
+            images.append(_embed(evaluation, sample, read))
         except (SsdctlError, OSError, SyntaxError, ValueError) as error:
             problem = f"image {sample.image_id} cannot be shown: {error}"
-    return pictures, problem
+    return images, problem
 
 
 def _reader(evaluation: Evaluation) -> Reader:
@@ -84,42 +90,39 @@ def _reader(evaluation: Evaluation) -> Reader:
     return read
 
 
-def _picture(evaluation: Evaluation, sample: SampleImage, read: Reader) -> SamplePicture:
+def _embed(evaluation: Evaluation, sample: SampleImage, read: Reader) -> EmbeddedImage:
     pixels, original_width = read(sample)
-    picture = Image.fromarray(pixels)
-    factor = min(WIDTH / picture.width, 1.0)
-    size = (max(round(picture.width * factor), 1), max(round(picture.height * factor), 1))
-    small = picture.resize(size, Image.Resampling.LANCZOS)
-    scale = small.width / original_width  # a store may have smaller images than the boxes
+    image = Image.fromarray(pixels)
+    image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    scale = image.width / original_width  # a store may have smaller images than the boxes
     numbers = {c.category_id: number for number, c in enumerate(evaluation.per_class)}
 
     def scaled(category_id: int, box: Box) -> list[float]:
-        return [numbers.get(category_id, -1), *_corners(box, scale, small)]
+        return [numbers.get(category_id, -1), *_corners(box, scale, image)]
 
-    return SamplePicture(
-        image_id=sample.image_id,
-        file_name=sample.file_name,
-        url=_url(small),
-        width=small.width,
-        height=small.height,
-        truth=[scaled(t.category_id, t.box) for t in sample.truth],
+    return EmbeddedImage(
+        name=sample.file_name,
+        url=_url(image),
+        width=image.width,
+        height=image.height,
+        is_worst=sample.is_worst,
+        truth=[[*scaled(t.category_id, t.box), int(t.is_crowd)] for t in sample.truth],
         detections=[[*scaled(d.category_id, d.box), d.score] for d in sample.found],
-        num_detections=sum(d.score >= SHOWN_SCORE for d in sample.found),
     )
 
 
-def _corners(box: Box, scale: float, picture: Image.Image) -> list[float]:
+def _corners(box: Box, scale: float, image: Image.Image) -> list[float]:
     left, top, width, height = (v * scale for v in box)
     corners = (
-        min(max(left, 0), picture.width),
-        min(max(top, 0), picture.height),
-        max(min(left + width, picture.width), 0),
-        max(min(top + height, picture.height), 0),
+        min(max(left, 0), image.width),
+        min(max(top, 0), image.height),
+        max(min(left + width, image.width), 0),
+        max(min(top + height, image.height), 0),
     )
     return [round(v, 1) for v in corners]
 
 
-def _url(picture: Image.Image) -> str:
+def _url(image: Image.Image) -> str:
     buffer = io.BytesIO()
-    picture.save(buffer, "JPEG", quality=80)
+    image.save(buffer, "JPEG", quality=QUALITY)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

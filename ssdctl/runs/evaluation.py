@@ -32,6 +32,8 @@ class EvaluationInfo(msgspec.Struct, frozen=True, kw_only=True):
     split: str
     images: int
     detections: int
+    precision: str | None = None  # of the network; None: a file of detections, or an older record
+    score_threshold: float | None = None  # that detections score more than; None as above
 
 
 class ErrorKind(msgspec.Struct, frozen=True):
@@ -122,7 +124,8 @@ class Evaluation(msgspec.Struct, frozen=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""
-        place = {"step": self.about.step, "epoch": self.about.epoch}
+        names = ("step", "epoch", "precision", "score_threshold")
+        place = {name: getattr(self.about, name) for name in names}
         classes = msgspec.to_builtins(self.per_class)
         return {
             **{k: v for k, v in place.items() if v is not None},

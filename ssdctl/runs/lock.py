@@ -95,3 +95,21 @@ def _owner(path: Path) -> str:
             return file.read(MAX_OWNER)
     except OSError:
         return ""
+
+
+def running_on(out: Path) -> str | None:
+    """Return the name of the machine where a process trains in a folder; None if none does.
+
+    If that is another machine, its process may have ended without removing the lock.
+    """
+    process, _, host = _owner(RunDir(out).lock).partition(" on ")
+    if not process.isdecimal():
+        return None
+    if host == socket.gethostname():
+        try:
+            os.kill(int(process), 0)  # only tests whether it exists
+        except PermissionError:  # another user's
+            pass
+        except (OSError, OverflowError):
+            return None
+    return host

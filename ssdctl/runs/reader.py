@@ -6,6 +6,7 @@ A folder of `evaluate --report` contains only an evaluation; it is read too.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,32 @@ class RunData(NamedTuple):
             ):
                 return {k: float(v) for k, v in event["AP"].items() if is_number(v)}
         return {c.name: c.AP for c in self.evaluation.per_class} if self.evaluation else {}
+
+    @property
+    def started(self) -> dict[str, Any]:
+        """What the first start of training recorded; empty without one."""
+        return next((e for e in self.events if e["event"] == "started"), {})
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds that training took; None if unknown, as after a crash."""
+        totals = [e.get("total_s") for e in self.events if e["event"] in ("finished", "stopped")]
+        starts = sum(e["event"] == "started" for e in self.events)
+        known = [float(t) for t in totals if t is not None and is_number(t)]
+        return sum(known) if known and len(known) == starts else None
+
+    @property
+    def chosen_settings(self) -> list[tuple[str, str, str]]:
+        """The settings that neither a preset nor a default gave: name, value, source."""
+        rows, section = [], ""
+        for line in self.config.splitlines():
+            if header := re.fullmatch(r"\[(.+)\]", line):
+                section = header[1]
+            elif (row := re.fullmatch(r"(\w+) = (.*)  # (.*)", line)) and not row[3].startswith(
+                ("default", "preset ")
+            ):
+                rows.append((f"{section}.{row[1]}", row[2], row[3]))
+        return rows
 
     @property
     def shown_events(self) -> list[tuple[int, str, str]]:

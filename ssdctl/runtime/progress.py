@@ -1,15 +1,22 @@
-"""Show the progress of an iteration: on a terminal, in a notebook, or not at all."""
+"""Show progress: as one redrawn line on a terminal or in a notebook, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.live import Live
 
 # progress(items, total=..., label=..., unit=...) yields the items; see Console.progress.
 Progress = Callable[..., Iterable[Any]]
 T = TypeVar("T")
+NOTEBOOK_COLUMNS = 100
+REFRESH_HZ = 4
 
 
 def without_progress(items: Iterable[T], **_: Any) -> Iterable[T]:
@@ -20,19 +27,83 @@ def without_progress(items: Iterable[T], **_: Any) -> Iterable[T]:
 def progress_bar(
     items: Iterable[T], *, total: int | None = None, label: str = "", unit: str = "it"
 ) -> Iterator[T]:
-    """Yield the items, with a progress bar on a terminal and in a notebook."""
-    yield from open_bar(total, label, unit, items=items)
+    """Yield the items, with a progress bar on a terminal and in a notebook.
+
+    Args:
+        items: What to iterate over.
+        total: How many there are; None: unknown.
+        label: What is done with them.
+        unit: What one of them is.
+    """
+    if not can_redraw():
+        yield from items
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text(f"{speed:,.1f} {unit}/s" if speed else "", style="cyan")
+
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        Rate(),
+        TimeLeft(),
+        console=_console(),
+        transient=True,
+        refresh_per_second=REFRESH_HZ,
+    )
+    with bar:
+        yield from bar.track(items, total=total, description=label)
 
 
-def open_bar(
-    total: int | None, label: str, unit: str, *, items: Iterable[Any] | None = None
-) -> Any:
-    """Return a tqdm progress bar; it shows nothing if stderr is a file."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without ipywidgets it shows text, and warns of it
-        from tqdm.auto import tqdm
-    is_shown = _is_notebook() or sys.stderr.isatty()
-    return tqdm(items, total=total, desc=label, unit=unit, leave=False, disable=not is_shown)
+def can_redraw() -> bool:
+    """Return whether stderr is a terminal, or this is a notebook."""
+    return _is_notebook() or sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def live_line(get_line: Callable[[int], RenderableType]) -> Iterator[Live]:
+    """Redraw a line several times a second for the duration of the block, and remove it then.
+
+    Args:
+        get_line: Returns the line for a number of columns; called on another thread.
+    """
+    from rich.live import Live
+
+    console = _console()
+    live = Live(
+        get_renderable=lambda: get_line(console.width),
+        console=console,
+        refresh_per_second=REFRESH_HZ,
+        transient=True,
+        redirect_stdout=False,
+    )
+    with live:
+        yield live
+
+
+def _console() -> Console:
+    """Return a rich console on stderr or in the notebook."""
+    from rich.console import Console
+
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "emoji": False}
+    if not _is_notebook():
+        return Console(file=sys.stderr, **plain)
+    if importlib.util.find_spec("ipywidgets") is not None:
+        return Console(**plain)
+    # Without widgets rich shows nothing, but a cell's output obeys a carriage return.
+    return Console(
+        file=sys.stderr,
+        force_terminal=True,
+        force_jupyter=False,
+        width=NOTEBOOK_COLUMNS,
+        **plain,
+    )
 
 
 def _is_notebook() -> bool:

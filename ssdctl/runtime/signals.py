@@ -6,6 +6,7 @@
 SIGTERM, SIGINT, SIGUSR1 (Slurm's warning) and SIGHUP (a lost terminal) request a save and a stop
 with exit 75; under nohup SIGHUP stays ignored. A second SIGINT interrupts at once: exit 130. Before
 the first step there is nothing to save, so the run ends immediately.
+`announced` answers a signal at once, whatever the main thread computes.
 """
 
 from __future__ import annotations
@@ -76,6 +77,42 @@ def handled() -> Iterator[None]:
         for number, handler in earlier.items():
             if handler is not None:  # None: not installed by Python
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def announced(show: Callable[[str], None]) -> Iterator[None]:
+    """Call `show` with one line as soon as the first signal of the block arrives, in a thread.
+
+    The handlers run in the main thread after its current operation, which may take seconds.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        for (number,) in iter(lambda: os.read(reader, 1), b""):
+            if number in STOP_SIGNALS:
+                show(_announcement(number))
+                break
+
+    earlier = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        os.close(writer)  # ends the thread
+        thread.join()
+        os.close(reader)
+
+
+def _announcement(number: int) -> str:
+    if number == signal.SIGINT:
+        return "stopping after this step... (Ctrl-C again to quit without saving)"
+    return f"{signal.Signals(number).name}: stopping after this step..."
 
 
 def stop_requested() -> str | None:

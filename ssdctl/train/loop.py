@@ -1,9 +1,9 @@
 """The training loop.
 
-    summary = run_training(resolved, emit=show, progress=tqdm_like)
+    summary = run_training(resolved, emit=show, progress=progress_bar)
 
-`emit` is called with every record of metrics.jsonl after it is written. Messages go to the logger
-`ssdctl.train`.
+`emit` is called with every record of metrics.jsonl after it is written, and with the records for
+the display that ssdctl/runs/progress.py lists. Messages go to the logger `ssdctl.train`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints
 from ssdctl.train.nonfinite import NonFiniteGuard
@@ -46,7 +47,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore, step_of_plan
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
+from ssdctl.train.setup import Setup, deterministic_kernels, prepare_run
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -82,9 +83,12 @@ def run_training(
     config = resolved.config.train
     with signals.ending_at_once():
         device = open_device(config.device, ranks.local_rank, config.execution)
-    with process_group(ranks, device, config.rank_timeout):
-        resolved, precision_notice = with_usable_precision(resolved, device)
-        for notice in (*device.notices, *filter(None, [precision_notice])):
+    with (
+        deterministic_kernels(config.deterministic),
+        without_dynamo(),
+        process_group(ranks, device, config.rank_timeout),
+    ):
+        for notice in device.notices:
             log.warning("%s", notice)
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
@@ -129,7 +133,7 @@ class _Trainer:
                     self.step,
                 )
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
-        self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
+        self.progress_log = ProgressLog(setup, self.step, emit, self.throughput)
         past = self.progress_log.past_evaluations()
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step = collectives.broadcast(last, setup.ranks)
@@ -143,7 +147,12 @@ class _Trainer:
         self.is_save_requested = False
         self.guard = NonFiniteGuard(config.on_nonfinite)
         self.memory_hints = functools.partial(
-            out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
+            out_of_memory_hints,
+            setup.architecture,
+            config,
+            self.plan.batch_size,
+            setup.device,
+            setup.precision,
         )
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.out).profile, setup.device, setup.ranks
@@ -200,6 +209,7 @@ class _Trainer:
             result = train_step(batches, lr)
         self.step += 1
         self.throughput.step_done()
+        self.progress_log.position(self.step)
         self.guard.watch(self.step, result.is_bad, self._image_ids(batches))
         if self.ema is not None:
             self.ema.update()
@@ -273,13 +283,14 @@ class _Trainer:
         self._collect_evaluation(wait=True)
         self._save()
         self.checkpoint_writer.wait()
-        self.progress_log.event("stopped", self.step, signal=signal_name)
+        total_s = round(self.throughput.total_s, 1)
+        self.progress_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
         self.progress_log.close(self.step, is_success=False)
         # mpirun ends the other ranks soon after the first exits: not during a save.
         collectives.barrier(self.setup.ranks)
         raise Stopped(
-            f"stopped by {signal_name or 'another rank'} after step {self.step}; "
-            f"everything is saved in {self.setup.out}",
+            f"stopped by {signal_name or 'another rank'} at step {self.step}/"
+            f"{self.plan.total_steps}; progress saved in {self.setup.out}",
             hint="run the same command again to continue",
         )
 
@@ -356,6 +367,7 @@ class _Trainer:
         else:
             with self.ema.in_place():
                 detections = self.validator.detect()
+        self.progress_log.position(self.step)
         if any(collectives.any_rank([signals.stop_requested() is not None], setup.ranks)):
             # Stops: not all images were evaluated; the resumed run evaluates again.
             self._between_steps(wait=True)
@@ -413,8 +425,6 @@ class _Trainer:
     def _finish(self, *, ended_early: bool) -> Summary:
         was_finished = self.throughput.images == 0 and self.evaluated_step == self.step
         self.progress_log.training_ended()
-        if self.setup.val is None:
-            log.info("no validation split: nothing to evaluate")
         if reason := self.early_stopping.reason_to_end():
             log.info("%s", reason)
         if not ended_early:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.config.render import snapshot
-from ssdctl.config.resolve import Resolved
+from ssdctl.data.dataset import warning_without_validation
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluate.coco_ap import Detections
 from ssdctl.files import write_text
@@ -24,6 +25,15 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment
 from ssdctl.runs.writer import open_run, tracker_id
 from ssdctl.train.bad_images import BadImages
+from ssdctl.train.description import (
+    data_line,
+    details_line,
+    evaluations_after,
+    length_line,
+    network_line,
+    recipe_line,
+    warning_of_cut,
+)
 from ssdctl.train.mllog import MLLog
 from ssdctl.train.nonfinite import BadStep
 from ssdctl.train.setup import Setup
@@ -41,16 +51,14 @@ class ProgressLog:
 
     Args:
         setup: The run.
-        resolved: Its config, with the source of every value.
         start_step: The step from which it continues.
-        emit: Called with every record.
+        emit: Called with every record, and with what is only shown (ssdctl/runs/progress.py).
         throughput: Measures the rate of the steps.
     """
 
     def __init__(
         self,
         setup: Setup,
-        resolved: Resolved,
         start_step: int,
         emit: Callable[[Record], None],
         throughput: ThroughputMeter,
@@ -67,7 +75,8 @@ class ProgressLog:
         self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         self._mllog: MLLog | None = None
         if setup.ranks.is_main:
-            self._open(resolved, start_step)
+            self._open(start_step)
+            self._describe(start_step)
         self.event(
             "started",
             start_step,
@@ -79,19 +88,17 @@ class ProgressLog:
             world_size=setup.ranks.world_size,
         )
 
-    def _open(self, resolved: Resolved, start_step: int) -> None:
+    def _open(self, start_step: int) -> None:
         setup, config = self._setup, self._setup.config.train
-        resolved = resolved.with_value("train.precision", setup.precision)
-        resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
         facts = environment(setup.device.label, setup.ranks.world_size)
-        self._metrics = open_run(self._run, resolved, facts, start_step)
+        self._metrics = open_run(self._run, setup.run.resolved, facts, start_step)
         if classes := find_trackers(config):
             run = TrackedRun(
                 id=tracker_id(self._run),
                 name=self._run.path.resolve().name,
                 folder=self._run.path,
                 start_step=start_step,
-                config=snapshot(resolved.config),
+                config=snapshot(setup.config),
                 environment=facts,
                 records=self._metrics.past_records,
             )
@@ -112,6 +119,50 @@ class ProgressLog:
                 world_size=setup.ranks.world_size,
                 val_images=0 if setup.val is None else len(setup.val.image_ids),
             )
+
+    def _describe(self, start_step: int) -> None:
+        """Emit what the run is about to do, and warn of what it will lack."""
+        setup, config, resolved = self._setup, self._setup.config, self._setup.run.resolved
+        root, _ = dataset_folders(config.data)
+        val_images = 0
+        if setup.val is not None:
+            val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
+        evaluations = evaluations_after(resolved, setup.plan, start_step) if val_images else []
+        devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
+        threads = f", {setup.threads} decode thread{'s' * (setup.threads > 1)}"
+        names = [c.name for c in setup.train.classes]
+        facts = [
+            ("data", data_line(root, setup.plan.images, val_images, names)),
+            ("network", network_line(config, step=start_step)),
+            ("device", f"{devices}{setup.device.label}, {setup.precision}{threads}"),
+            ("length", length_line(setup.plan, len(evaluations))),
+            ("recipe", recipe_line(resolved, setup.plan)),
+            ("run", str(setup.out)),
+        ]
+        past = [ap for r in self.past_evaluations() if (ap := float(r["AP"])) >= 0]
+        self._emit(
+            {
+                "kind": "start",
+                "step": start_step,
+                "facts": facts,
+                "details": details_line(resolved),
+                "images": setup.plan.images,
+                "total_steps": setup.plan.total_steps,
+                "global_batch_size": setup.plan.global_batch_size,
+                "evaluations": evaluations,
+                "evaluation_images": val_images,
+                "best_ap": max(past, default=None),
+            }
+        )
+        if setup.val is None and not config.train.fake_data:
+            log.warning("%s", warning_without_validation(root))
+        if warning := warning_of_cut(resolved, setup.plan):
+            log.warning("%s", warning)
+
+    def position(self, step: int, *, is_evaluating: bool = False) -> None:
+        """Tell the display, and only it, how far the run is. Costs no time on the device."""
+        if self._setup.ranks.is_main:
+            self._emit({"kind": "position", "step": step, "is_evaluating": is_evaluating})
 
     def past_evaluations(self) -> list[Record]:
         """Return the recorded evaluations; none on ranks other than the first."""
@@ -208,7 +259,8 @@ class ProgressLog:
         )
 
     def evaluation_started(self, step: int) -> None:
-        """Record the start of an evaluation, in MLPerf's log only."""
+        """Show the start of an evaluation, and record it in MLPerf's log."""
+        self.position(step, is_evaluating=True)
         if self._mllog is not None:
             self._mllog.block_ended()
             self._mllog.start("eval", epoch_num=self._epoch_number(step))

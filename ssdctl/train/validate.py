@@ -89,6 +89,7 @@ class Validator:
             split="val" if setup.val_rows is None else "train",
             images=len(setup.val.image_ids if image_ids is None else image_ids),
             detections=len(detections.scores),
+            precision=setup.precision,
         )
         self._scoring = BackgroundScoring(setup.val.annotations, detections, about, image_ids)
 

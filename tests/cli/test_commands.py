@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Result
@@ -73,7 +74,7 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["evaluate", "text.pt"], 5, "not a checkpoint"),
         (["evaluate", "text.json", "--data", "."], 3, "no dataset found"),
         (["predict", "text.pt", "text.pt"], 5, "not a checkpoint"),
-        (["predict", "none.pt", "none.jpg"], 2, "none.jpg"),
+        (["predict", "none.pt", "none.jpg"], 2, "none.pt"),
         (["prepare", "--data", "none"], 3, "no such dataset folder"),
         (["report", "."], 2, "run folder"),
         (["export", "text.pt", "--format", "mlperf", "--out", "x"], 5, "not a checkpoint"),
@@ -137,14 +138,42 @@ def test_plan_as_json(cli: Cli, shapes: Path) -> None:
     assert not Path("runs").exists()
 
 
-def test_a_plan_without_a_dataset_assumes_coco(cli: Cli) -> None:
-    for options in (["--data", "none"], []):
-        result = cli("train", "--dry-run", "--json", "--bs", 32, *options)
-        assert result.code == 0, result.err
-        plan = json.loads(result.out)
-        assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
-        assert "117,266" in result.err
-        assert "no such dataset folder" in result.err
+def test_only_a_plan_without_data_assumes_coco(cli: Cli) -> None:
+    result = cli("train", "--dry-run", "--json", "--bs", 32)
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
+    assert (plan["images"], plan["steps_per_epoch"]) == (117_266, 3664)
+    assert "117,266" in result.err
+    wrong = cli("train", "--dry-run", "--data", "none")
+    assert (wrong.code, wrong.out) == (3, "")
+    assert "none" in wrong.err
+    assert cli("train", "--dry-run", "--fake-data", "--data", "none").code == 0
+
+
+def test_a_plan_shows_what_a_run_starts_with(cli: Cli, shapes: Path) -> None:
+    plan = cli("train", "--data", shapes, "--init", "x.pt", "--bs", 4, "--dry-run", "--lr", 1e-3)
+    assert plan.code == 2
+    plan = cli("train", "--data", shapes, "--bs", 4, "--dry-run", "--lr", 1e-3, "--device", "cpu")
+    for word in ("cpu", "ball", "ring", "resnet34", "0.001", "0.000125"):
+        assert word in plan.out
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        (["--steps", 20], False),  # the small-data rule fits its schedule to it
+        (["--steps", 20, "--preset", "stable-r34"], True),
+        (["--steps", 20, "--lr-decay", "cosine", "--decay-epochs", "1,65"], True),
+        (["--preset", "stable-r34"], False),
+        (["--steps", 20, "--fake-data", "--preset", "stable-r34"], False),
+    ],
+)
+def test_a_plan_tells_what_steps_do_not_reach(
+    cli: Cli, shapes: Path, options: list[object], is_told: bool
+) -> None:
+    result = cli("train", "--data", shapes, "--dry-run", *options)
+    assert result.code == 0, result.err
+    assert ("--steps 20" in result.err) == is_told
 
 
 @pytest.mark.parametrize(
@@ -282,7 +311,7 @@ def test_scored_images_can_be_selected(
             assert result.code == 0, result.err
             counted.append(json.loads(result.out)["images"])
         assert counted == [9, 7, 3]
-    assert "2 without annotations left out" in " ".join(result.err.split())
+    assert "2 without objects skipped" in " ".join(result.err.split())
 
 
 @pytest.mark.parametrize(
@@ -310,27 +339,58 @@ def test_annotations_without_objects_are_an_error(
 
 
 def test_evaluate_a_run_folder(cli: Cli, tiny_run: Path) -> None:
-    result = cli("evaluate", tiny_run, "--json", "--device", "cpu", "--limit", 2)
-    answers = json.loads(result.out)["checkpoints"]
-    assert [(c["step"], c["images"]) for c in answers] == [(3, 2)]
-    shutil.copytree(tiny_run, "run")  # here the best is not a link to the newest
-    result = cli("evaluate", "run", "--json", "--device", "cpu", "--limit", 1)
-    names = [Path(c["checkpoint"]).name for c in json.loads(result.out)["checkpoints"]]
-    assert names == ["best.pt", "step-00000003.pt"]
+    """The best checkpoint, or every one with --all."""
+    shutil.copytree(tiny_run, "run")
+    checkpoints = Path("run/checkpoints")
+    (checkpoints / "best.pt").unlink()  # a copy is not a link: another checkpoint
+    shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "step-00000002.pt")
+    shutil.copy(checkpoints / "step-00000003.pt", checkpoints / "best.pt")
+    options = ("--device", "cpu", "--limit", 2)
+    best = json.loads(cli("evaluate", "run", "--json", *options).out)
+    assert (best["checkpoint"], best["images"]) == ("run/checkpoints/best.pt", 2)
+    entries = json.loads(cli("evaluate", "run", "--all", "--json", *options).out)["checkpoints"]
+    names = [Path(entry["checkpoint"]).name for entry in entries]
+    assert names == ["best.pt", "step-00000002.pt", "step-00000003.pt"]
+    assert entries[0] == best
+    table = cli("evaluate", "run", "--all", *options)
+    assert table.code == 0, table.err
+    assert [table.out.count(name) for name in names] == [1, 1, 1]
+    assert max(map(len, table.out.splitlines())) <= 80
+    refused = cli("evaluate", checkpoints / "best.pt", "--all", *options)
+    assert (refused.code, refused.out) == (2, "")
 
 
-def test_tables_of_several_checkpoints_name_the_checkpoint(
-    cli: Cli, tiny_run: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_run, run)
-    (run / "checkpoints/best.pt").unlink()  # a copy is not a link: another checkpoint
-    newest = run / "checkpoints/step-00000003.pt"
-    shutil.copy(newest, run / "checkpoints/step-00000002.pt")
-    result = cli("evaluate", run, "-q", "--device", "cpu", "--limit", 1)
+def test_evaluate_begins_with_the_ap(cli: Cli, tiny_run: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    low = ("--device", "cpu", "--limit", 3, "--score-threshold", 0.02)
+    result = cli("evaluate", tiny_run, *low)
     assert result.code == 0, result.err
-    words = result.out.index("step-00000002.pt"), result.out.index(str(newest))
-    assert words[0] < result.out.index("AP50") < words[1] < result.out.rindex("AP50")
+    first, *others = result.out.splitlines()
+    figures = json.loads(cli("evaluate", tiny_run, "--json", *low).out)
+    objects = sum(entry["objects"] for entry in figures["per_class"])
+    for shown in (f"AP {figures['AP']:.3f}", "3 images", f"{objects} objects", "fp32"):
+        assert shown in first
+    text = "\n".join(others)
+    for entry in (*figures["per_class"], *figures["errors"]):
+        assert re.search(rf"^{entry.get('name', '')}", text, re.MULTILINE)
+    assert "0.02" in text  # the score threshold
+    assert max(map(len, others)) <= 80
+    quiet = cli("evaluate", tiny_run, "-q", *low)
+    assert (quiet.out, quiet.err) == (first + "\n", "")
+
+
+def test_evaluate_computes_in_the_precision_of_the_run(cli: Cli, checkpoint: Path) -> None:
+    import torch
+
+    payload = torch.load(checkpoint, weights_only=True)
+    for trained, chosen in (("bf16", "bf16"), ("fp16", "fp32")):  # a CPU does not compute in fp16
+        payload["config"]["train.precision"] = trained
+        torch.save(payload, "other.pt")
+        result = cli("evaluate", "other.pt", "--device", "cpu", "--limit", 2, "--json")
+        assert json.loads(result.out)["precision"] == chosen
+        assert (trained in result.err) == (trained != chosen)
+    result = cli("evaluate", "other.pt", "--device", "cpu", "--limit", 2, "--bf16", "--json")
+    assert json.loads(result.out)["precision"] == "bf16"
 
 
 def test_zero_detections_are_a_warning(cli: Cli, checkpoint: Path) -> None:
@@ -364,7 +424,7 @@ def test_predict_draws_and_lists(cli: Cli, checkpoint: Path, shapes: Path, tmp_p
             assert 0 <= left <= right
             assert 0 <= top <= bottom
             assert detection["score"] >= 0.01
-    assert len(list(Path("drawn").glob("*.png"))) == 2
+    assert sorted(p.name for p in Path("drawn").glob("*.jpg")) == [p.name for p in pictures]
 
 
 def test_export_to_third_party_formats(cli: Cli, checkpoint: Path) -> None:
@@ -416,10 +476,13 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
+    from ssdctl.config.sources import of_call
     from ssdctl.data.open_dataset import open_dataset
 
-    backbone = Override("model.backbone", "resnet18", "--backbone")
-    config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
+    backbone = Override("model.backbone", "resnet18", of_call("--backbone"))
+    config = resolve(
+        overrides=[backbone, Override("evaluate.batch_size", 2, of_call("--bs"))]
+    ).config
     split = open_dataset(shapes, tmp_path / "store")["val"]
     figures = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert figures["detect_images_per_second"] > 0

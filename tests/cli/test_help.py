@@ -125,7 +125,7 @@ def test_version_names_what_a_bug_report_needs(cli: Cli) -> None:
         ("config shw", "'shw'", "'show'"),
         ("train --epoch 3", "--epoch", "--epochs"),
         ("train --flux-capacitor", "--flux-capacitor", "ssdctl train --help"),
-        ("export", "CKPT", "ssdctl export [OPTIONS] CKPT"),
+        ("export", "--format", "ssdctl export --help"),
         ("download --dest", "--dest", "--help"),
         ("push a hf://b/c --samples many", "--samples", "ssdctl push --help"),
         ("train --loca-rank=3 -s 3", "-s", None),

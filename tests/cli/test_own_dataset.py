@@ -85,7 +85,14 @@ def test_dataset_toml_without_validation(tmp_path: Path, cli: Callable[..., Resu
     root = tmp_path / "mine"
     make(root, "photos", root / "labels.json", 4, ".jpg")
     (root / "dataset.toml").write_text('[train]\nimages = "photos"\nannotations = "labels.json"\n')
-    assert "no validation split" in trained(cli, root)
+    remedy = f"ssdctl prepare --data {root} --split"
+    for message in (
+        cli("train", "--data", root, "--dry-run").err,
+        cli("prepare", "--data", root).err,
+        trained(cli, root),
+    ):
+        assert "no validation split" in message
+        assert remedy in message
     result = cli("evaluate", root / "run/checkpoints/last.pt", "--device", "cpu")
     assert result.code == 3
     assert "has no split val" in result.err

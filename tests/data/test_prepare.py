@@ -24,7 +24,7 @@ from PIL import Image
 from ssdctl.data import image_check_jobs
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.image_check import DAMAGED
-from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import NO_BOXES, prepare
 from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
 from ssdctl.errors import DataError, DiskError
@@ -65,7 +65,8 @@ def test_store_contains_the_dataset(dataset: Path, tmp_path: Path, pack: bool) -
     assert report.boxes == len(document["annotations"])
     assert report.trainable == len(split.trainable)
     for place in (store, tmp_path / "none"):  # prepared or not
-        assert count_trainable(dataset, place) == (len(split.trainable), len(split.classes))
+        size = count_images(dataset, place)
+        assert size == (len(split.trainable), 9, [c.name for c in split.classes])
 
 
 def test_any_arrow_reader_opens_the_index(dataset: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,11 @@ from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
 from ssdctl.distributed import rendezvous
 from ssdctl.distributed.process_group import process_group
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import local_cache
 from ssdctl.train.optimizer import is_adamw, load_optimizer
-from ssdctl.train.setup import choose_precision, with_usable_precision
+from ssdctl.train.run import finalize
 
 Cli = Callable[..., Result]
 STANDIN = Path(__file__).parent.parent / "standin"
@@ -278,16 +279,13 @@ def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
 def test_a_presets_precision_falls_back_but_the_users_does_not(calls: list[str]) -> None:
     """fp16, which the card lacks."""
     device = open_device("hpu")
-    resolved, notice = with_usable_precision(
-        resolve(environment={"SSDCTL_TRAIN__PRESET": "nvidia-r50"}), device
-    )
-    assert resolved.config.train.precision == "bf16"
-    assert "fp16" in (notice or "")
+    preset = resolve(environment={"SSDCTL_TRAIN__PRESET": "nvidia-r50"})
+    run = finalize(preset, device, SINGLE_PROCESS, 10_000)
+    assert run.precision == "bf16"
+    assert "fp16" in " ".join(run.notices)
     own = resolve(environment={"SSDCTL_TRAIN__PRECISION": "fp16"})
-    resolved, notice = with_usable_precision(own, device)
-    assert (resolved.config.train.precision, notice) == ("fp16", None)
     with pytest.raises(UsageError, match="fp16"):
-        choose_precision("fp16", device)
+        finalize(own, device, SINGLE_PROCESS, 10_000)
 
 
 def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -297,3 +295,38 @@ def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None
     assert result.code == 0, result.err
     assert calls.count("mark_step") > 1
     assert "Intel Gaudi" in (tmp_path / "run/environment.json").read_text()
+
+
+AUTOLOAD = """
+import subprocess
+import sys
+{imports}
+print("habana_frameworks.torch.core" in sys.modules)
+from ssdctl.device import hpu, open_device
+from ssdctl.errors import UsageError
+
+hpu.TORCH_DEVICE = "cpu"
+try:
+    print(open_device("hpu", execution="compile").execution)
+except UsageError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "loaded", "opened"),
+    [("import ssdctl, torch", "False", "compile"), ("import torch", "True", "refused")],
+)
+def test_the_bridge_is_not_loaded_before_its_mode_is_set(
+    tmp_path: Path, imports: str, loaded: str, opened: str
+) -> None:
+    variables = {k: v for k, v in os.environ.items() if k not in (hpu.MODE, "PT_HPU_AUTOLOAD")}
+    path = os.pathsep.join([str(STANDIN), os.environ["PYTHONPATH"], *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", AUTOLOAD.format(imports=imports)],
+        env={**variables, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    assert [lines[0], lines[1].split()[0]] == [loaded, opened], done.stderr

@@ -96,7 +96,8 @@ def test_backbone_weights(
     monkeypatch.setattr(sources, "WEIGHTS", (Weights(file, "resnet34-imagenet-v1", ""),))
     cache = Path(os.environ["TORCH_HOME"]) / "hub" / "checkpoints"
     check = run_doctor()[1]["weights"]
-    assert state(check) == ("warn", f"resnet34-imagenet-v1: not in {cache}")
+    assert check["state"] == "absent"
+    assert f"resnet34-imagenet-v1: not in {cache}" in check["detail"]
     assert check["remedy"] == "ssdctl fetch-weights resnet34-imagenet-v1"
     cache.mkdir(parents=True)
     (cache / "tiny.pth").write_bytes(content)

@@ -57,7 +57,7 @@ def test_old_gpus(
 
 @pytest.mark.process
 def test_a_gpu_that_torch_cannot_use(run_doctor: RunDoctor, machine: Machine) -> None:
-    assert state(run_doctor()[1]["cuda"]) == ("ok", "no GPU")
+    assert state(run_doctor()[1]["cuda"]) == ("absent", "no GPU")
     machine.card(hardware.NVIDIA, kind="0x030200")
     machine.card(hardware.NVIDIA, number=1, kind="0x040300")  # its sound
     machine.program("nvidia-smi", "echo 'cannot talk to the driver'; exit 9")
@@ -150,7 +150,7 @@ def test_a_gaudi_bridge_that_is_broken_or_without_a_card(
 
 @pytest.mark.process
 def test_gaudi_cards_without_the_vendors_software(run_doctor: RunDoctor, machine: Machine) -> None:
-    assert state(run_doctor()[1]["hpu"]) == ("ok", "no Gaudi card, no bridge")
+    assert state(run_doctor()[1]["hpu"]) == ("absent", "no Gaudi card, no bridge")
     assert "not needed" in run_doctor()[1]["huge pages"]["detail"]
     code, checks = run_doctor("--set", "train.device=hpu")
     assert (code, checks["hpu"]["state"]) == (2, "fail")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor, ImageDraw
 
-from ssdctl.inference.drawing import PALETTE, BoxLabel, Style, class_color, draw, ink_on
+from ssdctl.inference.drawing import PALETTE, BoxLabel, DrawingStyle, class_color, draw, ink_on
 
 GRAY = (127, 127, 127)
 
@@ -80,7 +80,7 @@ def test_no_line_crosses_a_label() -> None:
 @pytest.mark.parametrize("background", ["white", "black", PALETTE[2]])
 def test_a_box_is_visible_on_any_background(background: str) -> None:
     image = Image.new("RGB", (100, 100), background)
-    style = Style(labels=False, scores=False)
+    style = DrawingStyle(labels=False, scores=False)
     drawn = np.asarray(draw(image, [BoxLabel((20, 20, 80, 80), "a", 3)], style)).astype(int)
     distance = np.abs(drawn - np.array(ImageColor.getrgb(background))).max(axis=2)
     assert distance[50, 15:25].max() > 60
@@ -92,7 +92,7 @@ def test_lines_and_text_grow_with_the_image() -> None:
     for factor in (0.25, 1, 6):
         width, height = int(640 * factor), int(480 * factor)
         box = BoxLabel((width * 0.3, height * 0.3, width * 0.7, height * 0.7), "cat", 1, 0.5)
-        line = draw(blank(width, height), [box], Style(labels=False, scores=False))
+        line = draw(blank(width, height), [box], DrawingStyle(labels=False, scores=False))
         shares.append(pixels_of(line, 1) / (width * height))
         labeled = np.asarray(draw(blank(width, height), [box]))
         rows = (labeled[: int(box.box[1]) - 1] != GRAY).any(axis=(1, 2))
@@ -106,11 +106,15 @@ def test_style_hides_names_and_scores_and_sets_the_line() -> None:
     box = [BoxLabel((50, 50, 250, 250), "cat", 1, 0.5)]
     counts = [
         pixels_of(draw(blank(300, 300), box, style), 1)
-        for style in (Style(), Style(scores=False), Style(labels=False, scores=False))
+        for style in (
+            DrawingStyle(),
+            DrawingStyle(scores=False),
+            DrawingStyle(labels=False, scores=False),
+        )
     ]
     assert counts == sorted(counts, reverse=True)
     assert len(set(counts)) == 3
-    thick = draw(blank(300, 300), box, Style(line_width=9, labels=False, scores=False))
+    thick = draw(blank(300, 300), box, DrawingStyle(line_width=9, labels=False, scores=False))
     assert pixels_of(thick, 1) > 3 * counts[2]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -268,11 +270,76 @@ def test_folders_patterns_and_bad_files(cli: Cli, checkpoint: Path, shapes: Path
     names = [a["image"] for a in answers]
     assert names == [*(f"photos/{p.name}" for p in pictures[:2]), f"photos/deep/{pictures[0].name}"]
     assert json.loads(Path("drawn/detections.json").read_text()) == answers
-    drawn = sorted(p.name for p in Path("drawn").glob("*.png"))
+    drawn = sorted(p.name for p in Path("drawn").glob("*.jpg"))
     stems = [pictures[0].stem, pictures[1].stem]
-    assert drawn == sorted([f"{stems[0]}.png", f"{stems[1]}.png", f"{stems[0]}-2.png"])
-    with Image.open(f"drawn/{stems[0]}.png") as image:
+    assert drawn == sorted([f"{stems[0]}.jpg", f"{stems[1]}.jpg", f"{stems[0]}-2.jpg"])
+    with Image.open(f"drawn/{stems[0]}.jpg") as image:
         assert image.size == (answers[0]["width"], answers[0]["height"])
+
+
+def test_drawn_images_keep_their_format_and_failures_are_named(
+    cli: Cli, checkpoint: Path, picture: Path
+) -> None:
+    Path("photos").mkdir()
+    with Image.open(picture) as image:
+        for suffix in ("JPG", "png", "webp", "bmp", "tif", "gif"):
+            image.save(f"photos/{suffix.lower()}.{suffix}")
+    common = ("--out", "drawn", "--device", "cpu", "--score", 0.02, "--bs", 4)
+    result = cli("predict", checkpoint, "none.jpg", "photos", "*.none", *common)
+    assert result.code == 3
+    assert "2 of 8" in result.err
+    assert all(name in result.err.splitlines()[-2] for name in ("none.jpg", "*.none"))
+    formats = {}
+    for path in Path("drawn").iterdir():
+        if path.suffix != ".json":
+            with Image.open(path) as drawn:
+                formats[path.name] = drawn.format
+    assert formats == {
+        "jpg.JPG": "JPEG", "png.png": "PNG", "webp.webp": "WEBP", "bmp.bmp": "BMP",
+        "tif.tif": "TIFF", "gif.png": "PNG",
+    }  # fmt: skip
+    counts = [len(a["detections"]) for a in json.loads(Path("drawn/detections.json").read_text())]
+    lines = result.out.splitlines()
+    assert len(lines) == 6
+    for line, count in zip(lines, counts, strict=True):
+        assert sum(map(int, re.findall(r"(\d+) [a-z]+[,  ]", line))) == count
+        assert line.endswith(" ms)")
+    assert f"{sum(counts):,}" in next(x for x in result.err.splitlines() if "drawn/" in x)
+
+
+def test_an_image_alone_is_predicted_with_the_newest_run(
+    cli: Cli, tiny_run: Path, picture: Path, shapes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = cli("predict", picture, "--device", "cpu")
+    assert (absent.code, absent.out) == (2, "")
+    assert "runs" in absent.err
+    Path("runs").mkdir()
+    for name, time_s in (("old", 1000), ("new", 2000), ("newest-without-checkpoint", 3000)):
+        shutil.copytree(tiny_run, f"runs/{name}")
+        os.utime(f"runs/{name}/metrics.jsonl", (time_s, time_s))
+    shutil.rmtree("runs/newest-without-checkpoint/checkpoints")
+    for images in (["val/*.jpg"], ["val"], ["val/a.jpg"]):
+        shutil.copytree(shapes / "val2017", "val", dirs_exist_ok=True)
+        shutil.copy(picture, "val/a.jpg")
+        result = cli("predict", *images, "--device", "cpu", "--score", 0.02, "-v")
+        assert result.code == 0, result.err
+        assert result.err.splitlines()[0].split()[-1] == "runs/new"
+        assert "val/a.jpg" in result.out
+    named = cli("predict", "runs/old", "val/a.jpg", "--device", "cpu")
+    assert "runs/new" not in named.err
+    assert cli("predict", "runs/old", "--device", "cpu").code == 2  # no image
+
+
+def test_precision_and_style(cli: Cli, checkpoint: Path, picture: Path) -> None:
+    """-v prints the boxes; --bf16 computes others, and options change what is drawn."""
+    common = ("predict", checkpoint, picture, "--device", "cpu", "--score", 0.02)
+    assert cli(*common, "--bf16", "-v").out != cli(*common, "-v").out
+    sizes = []
+    for options in ([], ["--hide-scores"], ["--hide-scores", "--hide-labels"]):
+        assert cli(*common, "--out", "drawn", *options).code == 0
+        sizes.append(Path("drawn", picture.name).stat().st_size)
+    assert len(set(sizes)) == 3
+    assert cli(*common, "--line-width", 0).code == 2
 
 
 def test_pictures_are_not_replaced_by_drawn_ones(cli: Cli, checkpoint: Path) -> None:
@@ -287,7 +354,14 @@ def test_pictures_are_not_replaced_by_drawn_ones(cli: Cli, checkpoint: Path) -> 
     common = ("--out", "photos", "--device", "cpu")
     assert cli("predict", checkpoint, "photos", "--save", "json", *common).code == 0
     assert cli("predict", checkpoint, "b.jpg", *common).code == 0
-    assert Path("photos/b.png").is_file()
+    assert Path("photos/b.jpg").is_file()
+    Path("deep").mkdir()
+    shutil.copy("b.jpg", "deep/b.jpg")  # its drawn image gets the name of an input, b-2.jpg
+    shutil.copy("b.jpg", "b-2.jpg")
+    assert cli("predict", checkpoint, "b-2.jpg", "b.jpg", "deep", "--out", "x").code == 0
+    before = Path("b-2.jpg").read_bytes()
+    result = cli("predict", checkpoint, "deep/b.jpg", "deep/b.jpg", "b-2.jpg", "--out", ".")
+    assert (result.code, Path("b-2.jpg").read_bytes()) == (2, before)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_before_the_detection(
@@ -300,15 +374,11 @@ def test_a_folder_that_cannot_be_written_is_reported_before_the_detection(
         assert result.out == ""
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("*.jpg", "matches no file"), ("none.jpg", "no such file"), ("empty", "--recursive")],
-)
-def test_names_without_pictures(cli: Cli, checkpoint: Path, name: str, words: str) -> None:
+def test_an_empty_folder(cli: Cli, checkpoint: Path) -> None:
     Path("empty").mkdir()
-    result = cli("predict", checkpoint, name)
+    result = cli("predict", checkpoint, "empty")
     assert result.code == 2
-    assert words in result.err
+    assert "--recursive" in result.err
 
 
 def test_chosen_classes(cli: Cli, checkpoint: Path, predictor: Predictor, picture: Path) -> None:
@@ -403,3 +473,18 @@ def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) 
     assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
     with pytest.raises(UsageError, match="tile: 5"):
         ssdctl.load(checkpoint, device="cpu", tile=5)
+
+
+def test_a_third_party_file_without_class_names(
+    cli: Cli, checkpoint: Path, picture: Path, predictor: Predictor
+) -> None:
+    """Its label_map is None, as some programs write it: the classes get numbers, which is said."""
+    assert cli("export", checkpoint, "--format", "mlperf", "--out", "x.pt").code == 0
+    payload = torch.load("x.pt", weights_only=True)
+    torch.save({**payload, "label_map": None}, "x.pt")
+    result = cli("predict", "x.pt", picture, "--score", 0.02, "--device", "cpu", "--json")
+    assert result.code == 0, result.err
+    assert "x.pt" in result.err
+    found = json.loads(result.out)[0]["detections"]
+    assert [d["label"] for d in found] == predictor.predict(picture).labels.tolist()
+    assert all(d["name"].endswith(str(d["label"])) for d in found)

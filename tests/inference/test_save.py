@@ -37,10 +37,10 @@ def results() -> list[Prediction]:
         path = Path(folder) / "1.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
-        predictions.append(Prediction(FileSource(path), path, SIZE, [CAR, BUS, OUTSIDE]))
+        predictions.append(Prediction(FileSource(path), path, SIZE, [CAR, BUS, OUTSIDE], 0.0))
     content = io.BytesIO(path.read_bytes())
     source = UrlSource("https://host/pictures/2?size=full")
-    return [*predictions, Prediction(source, content, SIZE, [])]
+    return [*predictions, Prediction(source, content, SIZE, [], 0.0)]
 
 
 def save(format_: SaveFormat, results: list[Prediction]) -> Path:

@@ -15,7 +15,6 @@ from PIL import Image
 
 from ssdctl.evaluate.coco_ap import FIGURES
 from ssdctl.inference.drawing import MAX_LABEL, BoxLabel, draw, one_line
-from ssdctl.report import plots
 from ssdctl.runs.metrics import MetricsFile, read_metrics
 from ssdctl.runs.reader import read_run
 
@@ -131,14 +130,46 @@ def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) 
     assert "environment.json is not a JSON object" in (run / "report.html").read_text()
 
 
+def charts_of(run: Path) -> list[Any]:
+    """Return the charts' data of a run's page."""
+    page = (run / "report.html").read_text()
+    (text,) = re.findall(r'id="data">(.*?)</script>', page)
+    charts: list[Any] = json.loads(text)["charts"]
+    return charts
+
+
 @pytest.mark.process
 def test_a_curve_of_one_point(tmp_path: Path, cli: Cli) -> None:
     run = make_run(tmp_path / "run")
     first = (run / "metrics.jsonl").read_bytes().splitlines()[0]
     (run / "metrics.jsonl").write_bytes(first + b"\n")
     assert cli("report", run).code == 0
-    assert plots.sparkline([0.5]) == ""
-    assert "<polyline" in plots.sparkline([0.5, 0.4])
+    assert charts_of(run) == []  # two points make a line
+
+
+@pytest.mark.process
+def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Curves of other lengths than those of an evaluation."""
+    folder = tmp_path / "run"
+    evaluated(folder, shapes, cli)
+    content = json.loads((folder / "evaluation.json").read_text())
+    first, second, third, *_ = content["per_class"]
+    first["scores"] = first["scores"][:3]
+    second["precision"] = [0.5]
+    third["precision"], third["scores"] = [], []
+    content["curves"] = {"0.50": [1], "x": []}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    result = cli("report", folder)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.process
+def test_steps_that_do_not_grow(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [json.dumps(record("train", 0, loss=1.0)) for _ in range(3)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = cli("report", run)
+    assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
@@ -193,7 +224,7 @@ def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli)
     page = (folder / "report.html").read_text()
     assert page.count("</script>") == 2
     (text,) = re.findall(r'id="data">(.*?)</script>', page)
-    (data,) = json.loads(text)
+    (data,) = json.loads(text)["runs"]
     assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
 
 

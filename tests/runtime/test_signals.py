@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -49,3 +51,39 @@ def test_other_threads_do_not_handle_signals() -> None:
     thread.start()
     thread.join()
     assert inside == own
+
+
+@pytest.mark.usefixtures("_own_handler")
+def test_a_signal_is_announced_before_the_main_thread_can_act() -> None:
+    """As in a step: one call of a library, during which no handler in Python runs."""
+    answers: list[tuple[float, str]] = []
+
+    def show(text: str) -> None:
+        answers.append((time.monotonic(), text))
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    sent: list[float] = []
+    with signals.handled(), signals.announced(show):
+        timer = threading.Timer(0.05, interrupt)
+        timer.start()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)
+        computed = time.monotonic()
+        assert signals.stop_requested() == "SIGINT"
+        timer.join()
+    assert [sent[0] <= answered < computed for answered, _ in answers] == [True]
+    assert "Ctrl-C" in answers[0][1]
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == 1
+
+
+def test_without_a_signal_nothing_is_announced() -> None:
+    answers: list[str] = []
+    with signals.announced(answers.append):
+        pass
+    thread = threading.Thread(target=lambda: signals.announced(answers.append).__enter__())
+    thread.start()
+    thread.join()
+    assert answers == []

@@ -15,23 +15,25 @@ from torch import Tensor
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.config.resolve import Override, Resolved, resolve
-from ssdctl.train.schedule import TrainSchedule, make_plan
-from ssdctl.train.small_data import adapt_to_data, may_shorten_warmup
+from ssdctl.config.sources import of_call
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.train.run import finalize
+from ssdctl.train.schedule import TrainSchedule
+from ssdctl.train.small_data import adapt_to_data
 
 Cli = Callable[..., Result]
 RUN = "--backbone resnet18 --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
 
 
 def settings(**values: object) -> Resolved:
-    overrides = [Override(f"train.{key}", value, "--option") for key, value in values.items()]
+    overrides = [
+        Override(f"train.{key}", value, of_call("--option")) for key, value in values.items()
+    ]
     return resolve(overrides=overrides, environment={}, default_file=False)
 
 
 def plan_of(resolved: Resolved, images: int, world_size: int = 1) -> TrainSchedule:
-    adapted = adapt_to_data(resolved, images, world_size).resolved
-    return make_plan(
-        adapted.config.train, images, world_size, may_shorten_warmup=may_shorten_warmup(adapted)
-    )
+    return finalize(resolved, None, Ranks(0, world_size, 0), images).plan
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,15 @@ def test_more_steps_than_the_rule_takes_extend_the_run() -> None:
     plan = plan_of(settings(steps=3000), 100)
     assert plan.total_steps == 3000
     assert plan.decay_steps[-1] == 3000
-    assert plan_of(settings(steps=20), 100).total_steps == 20
+
+
+@pytest.mark.parametrize("steps", [1, 20, 61, 998])
+@pytest.mark.parametrize("images", [7, 100, 333])
+def test_fewer_steps_than_the_rule_takes_rescale_its_schedule(steps: int, images: int) -> None:
+    plan, full = plan_of(settings(steps=steps), images), plan_of(settings(), images)
+    assert plan.total_steps == plan.decay_steps[-1] == steps
+    assert plan.warmup_steps == max(steps // 20, 1)
+    assert plan.lr(steps) == pytest.approx(full.lr(full.total_steps))
 
 
 def test_the_global_batch_counts_ranks() -> None:
@@ -196,7 +206,7 @@ def test_the_validation_loss_is_the_training_loss_of_those_pictures(
     records = {line["kind"]: line for line in lines}
     for name in ("loss", "loss_box", "loss_class"):
         assert records["eval"][name] == pytest.approx(records["train"][name], rel=1e-3)
-    assert "validation loss" in result.err
+    assert "val loss" in result.err
     page = cli("report", "run", "--out", "page.html")
     assert page.code == 0, page.err
     assert "loss on the validation split" in Path("page.html").read_text()

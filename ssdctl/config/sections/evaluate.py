@@ -24,7 +24,10 @@ class EvaluateConfig(Section, frozen=True):
             aliases=("--val-batch-size", "--eval-batch-size", "--ebs"),
         ),
     ] = 16
-    precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        setting("Precision [default: the run's, else fp32]", choice_flags=True),
+    ] = "auto"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"
     workers: Annotated[
         NonNegativeInt,
@@ -105,4 +108,5 @@ class PredictConfig(Section, frozen=True):
         setting("Write boxes to --out in this format"),
     ] = None
     batch_size: Annotated[Count, setting("Batch size", flag="--bs", metavar="N")] = 8
+    precision: Annotated[Literal["bf16", "fp32"], setting("Precision", choice_flags=True)] = "fp32"
     device: Annotated[DeviceName, setting("Device to run on")] = "auto"

@@ -26,7 +26,7 @@ from ssdctl.data.formats.coco_writer import (
     document,
     with_classes,
 )
-from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, SsdctlError, UsageError
 
@@ -322,7 +322,7 @@ class TestYolo:
         (message,) = caplog.messages
         assert "changed, or were copied, since they were read" in message
         assert f"ssdctl prepare --data {root}" in message
-        count_trainable(root, store)  # train --dry-run
+        count_images(root, store)  # train --dry-run
         assert caplog.messages == [message, message]
         caplog.clear()
         convert_again(root, store)

@@ -18,7 +18,7 @@ from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.formats.find_layout import find_layout
-from ssdctl.data.open_dataset import count_trainable, open_dataset
+from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_split
 from ssdctl.data.store_folder import dataset_folders
@@ -41,6 +41,11 @@ def opened(data: Path, split: str = "train") -> Split:
     return open_split(store, split, find_splits(root, store)[split])
 
 
+def counts(root: Path, store: Path) -> tuple[int, int]:
+    size = count_images(root, store)
+    return size.trainable, len(size.classes)
+
+
 @pytest.mark.process
 def test_every_export_is_recognised_and_prepared(
     export: tuple[str, Path], cli: Callable[..., Result]
@@ -49,8 +54,7 @@ def test_every_export_is_recognised_and_prepared(
     _, source, expected_splits = exports.EXPORTS[name]
     assert find_layout(data).source == source
     before = {p for p in data.parent.rglob("*") if p.is_file()}
-    images, classes = count_trainable(*dataset_folders(DataConfig(root=str(data))))
-    assert (images, classes) == (5, 2)
+    assert counts(*dataset_folders(DataConfig(root=str(data)))) == (5, 2)
     assert {p for p in data.parent.rglob("*") if p.is_file()} == before  # a dry run writes nothing
     result = cli("prepare", "--data", data, "--json")
     assert result.code == 0, result.err
@@ -126,13 +130,13 @@ def test_a_supercategory_with_boxes_in_one_split_is_a_class_of_all(
     content["annotations"][0]["category_id"] = 0
     path.write_text(json.dumps(content))
     root, store = dataset_folders(DataConfig(root=str(tmp_path / "export")))
-    assert count_trainable(root, store) == (5, 3)
+    assert counts(root, store) == (5, 3)
     splits = open_dataset(root, store)
     expected = ["parts", *exports.NAMES]
     assert {k: [c.name for c in s.classes] for k, s in splits.items()} == dict.fromkeys(
         ("train", "val", "test"), expected
     )
-    assert count_trainable(root, store) == (5, 3)
+    assert counts(root, store) == (5, 3)
 
 
 def test_images_that_are_not_listed_are_counted(tmp_path: Path) -> None:
@@ -223,7 +227,7 @@ def test_a_dry_run_without_image_sizes(tmp_path: Path) -> None:
     for image in content["images"]:
         image |= {"width": 0, "file_name": image["file_name"].split("\\")[-1].split("/")[-1]}
     exports.write_json(root / "result.json", content)
-    assert count_trainable(*dataset_folders(DataConfig(root=str(root)))) == (5, 2)
+    assert counts(*dataset_folders(DataConfig(root=str(root)))) == (5, 2)
 
 
 @pytest.mark.parametrize("name", exports.EXPORTS)

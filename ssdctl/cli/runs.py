@@ -1,0 +1,83 @@
+"""`ssdctl runs`, and the run that other commands use if none is named."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ssdctl.cli.app import app
+from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import Console
+from ssdctl.runs.layout import RUNS
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from ssdctl.runs.overview import RunSummary
+
+
+@command(
+    app,
+    "runs",
+    panel="Results",
+    examples=["ssdctl runs", "ssdctl runs experiments --json"],
+)
+def runs(
+    call: Call,
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="Folder of runs"),
+    ] = str(RUNS),
+) -> None:
+    """List runs, the newest first: date, data, network, steps and best AP.
+
+    Runs in progress and runs with broken files are listed, too.
+    """
+    from ssdctl.runs.overview import summarize_runs
+
+    found = summarize_runs(Path(folder))
+    call.console.result(
+        [{**run._asdict(), "path": str(run.path), "date": _date(run)} for run in found],
+        (lambda: _table(found)) if found else f"{folder}: no runs",
+    )
+    if found:
+        call.console.closing([], [f"ssdctl report {found[0].path}"])
+
+
+def newest_run(console: Console, *, has_checkpoint: bool = True) -> str:
+    """Return the newest run of `runs/`, and name it in a line.
+
+    Raises:
+        UsageError: There is none.
+    """
+    from ssdctl.runs import overview
+
+    path = overview.newest_run(has_checkpoint=has_checkpoint)
+    console.info(f"using the newest run: {path}")
+    return str(path)
+
+
+def _table(found: list[RunSummary]) -> Group:
+    from rich.console import Group
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("date", no_wrap=True)
+    table.add_column("data", overflow="fold")
+    table.add_column("network", no_wrap=True)
+    table.add_column("steps", justify="right", no_wrap=True)
+    table.add_column("AP", justify="right", no_wrap=True)
+    for run in found:
+        ap = "-" if run.ap is None or run.ap < 0 else f"{run.ap:.3f}"
+        steps = f"{run.steps:,}"
+        table.add_row(str(run.path), _date(run), run.data, run.network, steps, ap)
+    notes = [f"{run.path}: {run.state}" for run in found if run.state]
+    return Group(table, *notes)
+
+
+def _date(run: RunSummary) -> str:
+    return datetime.datetime.fromtimestamp(run.time).isoformat(" ", "minutes")
