@@ -95,23 +95,25 @@ class Console:
         """Return whether stderr supports a display that redraws itself."""
         return sys.stderr.isatty() and not self.quiet and os.environ.get("TERM") != "dumb"
 
-    def info(self, text: str) -> None:
-        """Write a line of information to stderr, unless quiet."""
+    def info(self, text: str, style: str = "") -> None:
+        """Write a line of information to stderr, unless quiet; `style` is a key of `STYLES`."""
         if not self.quiet:
-            self._message(text)
+            self._message(text, style=style)
 
     def warning(self, text: str) -> None:
         """Write a warning to stderr, even if quiet."""
         self._message(text, label="warning", style="yellow")
 
-    def closing(self, facts: Sequence[tuple[str, str]], next_commands: Sequence[str] = ()) -> None:
+    def closing(
+        self, facts: Sequence[tuple[str, str | Path]], next_commands: Sequence[str] = ()
+    ) -> None:
         """Write the last block of a command to stderr: what it wrote, and what to run next.
 
         Nothing is written with -q or --json, and on ranks that are quiet; no commands inside
         another command, which has its own.
 
         Args:
-            facts: Lines of a name and a text, such as ("best", "RUN/checkpoints/best.pt (AP 0.4)").
+            facts: Lines of a name and a text or path, such as ("report", Path("run/report.html")).
             next_commands: Complete command lines.
         """
         if self.quiet or self.as_json:
@@ -119,21 +121,35 @@ class Console:
         names = ["next", *[""] * len(next_commands)]
         self.facts([*facts, *([] if self.is_nested else zip(names, next_commands, strict=False))])
 
-    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Write lines of a name and a text to stderr, aligned, unless quiet."""
+    def facts(self, rows: Sequence[tuple[str, str | Path]]) -> None:
+        """Write lines of a name and a text to stderr, aligned, unless quiet.
+
+        A path becomes a link where the terminal has links.
+        """
         if self.quiet:
             return
         width = max((len(name) for name, _ in rows), default=0)
         for name, text in rows:
             style = "green" if name == "best" else "bold"
-            line = aligned([(name, printable_line(redact_urls(text)))], sys.stderr, width)
-            painted = self.painted(name, style, sys.stderr)
-            self._write(painted + line.removeprefix(name), sys.stderr)
+            line = aligned([(name, printable_line(redact_urls(str(text))))], sys.stderr, width)
+            line = line.removeprefix(name)
+            if isinstance(text, Path):
+                line = self._linked(line, text)
+            self._write(self.painted(name, style, sys.stderr) + line, sys.stderr)
+
+    def _linked(self, line: str, path: Path) -> str:
+        """Return a line whose text is a link to a file (OSC 8), if stderr is a terminal."""
+        if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "linux"):
+            return line
+        text = line.lstrip()
+        start = f"\033]8;;{path.absolute().as_uri()}\033\\"
+        return f"{line[: len(line) - len(text)]}{start}{text}\033]8;;\033\\"
 
     def error(self, error: SsdctlError) -> None:
         """Write the message and the hint of an expected failure, or of a stop, to stderr."""
         is_stop = isinstance(error, (Interrupted, Stopped))
-        self._message(str(error), label="" if is_stop else "error", style="red")
+        label, style = ("", "") if is_stop else ("error", "red")
+        self._message(str(error), label=label, style=style)
         if error.hint:
             self._message(error.hint, label="hint", style="cyan")
 
@@ -195,6 +211,8 @@ class Console:
         # A leading newline is our own.
         text = printable(text) if text.startswith("\n") else printable_message(text)
         text = "\n".join(wrapped(line, sys.stderr, 2) for line in text.split("\n"))
+        if style and not label:
+            text = self.painted(text, style, sys.stderr)
         self._write(label + text, sys.stderr)
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:

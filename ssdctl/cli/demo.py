@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -13,6 +15,7 @@ from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
 from ssdctl.config import TrainConfig
 from ssdctl.runs.layout import RunDir
+from ssdctl.runs.progress import duration, step_time
 
 # Tuned on two cores (benchmarks/RESULTS.md), from random weights. There is no augmentation, because
 # each image is used only once.
@@ -20,14 +23,37 @@ BATCH_SIZE = 2
 RECIPE = (
     "--preset stable-r34 --backbone resnet18 --backbone-weights none --extra-norm batch "
     f"--augment none --optimizer adamw --weight-decay 0.01 --clip-grad 10 --bs {BATCH_SIZE} "
-    "--lr 8e-3 --warmup 15st --lr-decay cosine --decay-epochs 0.08,{end:.3f}"
+    "--lr 8e-3 --warmup 15st --lr-decay cosine --decay-epochs 0.08,{end:.3f} "
+    "--eval-every {every}st --log-every 10"
 )
-IMAGES = 1080
+IMAGES, VAL_IMAGES = 1080, 100
 USEFUL_STEPS = 300  # for AP 0.4: 280 reached 0.41
 FULL_STEPS = 520  # one pass over the images
 BUDGET_S = 270.0  # of the whole demo; the rest of five minutes is a reserve
-EVALUATION_STEPS = 40  # time of the two evaluations of 100 images, in training steps
-REPORT_S = 10.0
+EVALUATIONS = 5  # during the training
+EVALUATION_STEPS = 20  # time of an evaluation of 100 images, in training steps
+# Seconds of the stages on two idle cores, apart from what the steps and the drawing take.
+PREPARE_S, EVALUATE_S, REPORT_S, PREDICT_S = 4.0, 4.0, 6.0, 2.0
+WARM_UP_STEPS, TIMED_STEPS = 3, 5
+MEASURED_S = 5.0  # a slow machine takes fewer steps
+COLUMNS = 80  # of the commands that are printed
+SHEET_CELL = (440, 330)  # pixels of an image of the contact sheet
+SHEET_GAP = 8
+
+
+class Speed(NamedTuple):
+    """What was measured on this machine, in seconds."""
+
+    step_s: float  # a training step
+    image_s: float  # drawing and writing an image of the dataset
+
+
+class Stage(NamedTuple):
+    """One command of the demo."""
+
+    name: str
+    description: str
+    seconds: float  # expected
 
 
 @command(
@@ -49,38 +75,60 @@ def demo(
     command is printed before it runs. Run the demo again to continue an interrupted one.
     """
     start = time.monotonic()
-    folder = Path(out)
-    data, run = folder / "shapes", folder / "run"
-    common = ["--quiet"] if call.console.quiet or call.console.as_json else []
-    common += ["--verbose"] if call.console.verbose else []
-    common += ["--config", call.config_file] if call.config_file else []
-    common += [part for text in call.assignments for part in ("--set", text)]
+    folder, console = Path(out), call.console
+    data, run, sheet = folder / "shapes", folder / "run", folder / "detections.png"
+    console.info("ssdctl demo: train an object detector from random weights, offline", "bold")
+    steps, speed = steps_of_run(run), None
+    if steps is None:
+        console.info("Measuring the speed of this machine...")
+        speed = measured_speed(call.config.train)
+        steps = affordable_steps(speed, BUDGET_S - (time.monotonic() - start))
+    stages = expected_stages(steps, speed or Speed(0.0, 0.0))
+    _show_stages(call, stages, speed)
     commands: list[str] = []
 
-    def run_step(*arguments: str) -> None:
-        line = shlex.join(["ssdctl", *arguments])
-        call.console.info(f"\n$ {line}")
-        run_command([*arguments, *common], stdout_to_stderr=call.console.as_json)
-        commands.append(line)
+    def run_stage(*arguments: str) -> None:
+        stage = stages[len(commands)]
+        console.info(f"\n{len(commands) + 1}/{len(stages)} {stage.name}", "bold")
+        console.info("\n".join(echoed(arguments)), "dim")
+        run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+        commands.append(shlex.join(["ssdctl", *arguments]))
 
-    run_step("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
-             "--seed", str(seed))  # fmt: skip
-    run_step("prepare", "--data", str(data))
-    steps = steps_of_run(run)
-    if steps is None:
-        step_s = seconds_per_step(call.config.train)
-        steps = affordable_steps(step_s, BUDGET_S - (time.monotonic() - start))
-        call.console.info(f"\n{_training_length(steps, step_s)}")
-    run_step("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
-             *recipe(steps).split(), "--steps", str(steps))  # fmt: skip
-    run_step("evaluate", str(RunDir(run).best))
-    run_step("report", str(run))
-    _print_result(call, run, steps, commands, time.monotonic() - start)
+    run_stage("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
+              "--seed", str(seed))  # fmt: skip
+    run_stage("prepare", "--data", str(data))
+    run_stage("train", "--data", str(data), "--out", str(run), "--seed", str(seed),
+              *recipe(steps).split(), "--steps", str(steps))  # fmt: skip
+    run_stage("evaluate", str(RunDir(run).best))
+    run_stage("report", str(run))
+    images = held_out_images(data)
+    run_stage("predict", str(run), *map(str, images), "--out", str(folder / "drawn"))
+    write_contact_sheet([_drawn(folder / "drawn", image) for image in images], sheet)
+    _print_result(call, run, sheet, steps, commands, time.monotonic() - start)
+
+
+def _common_options(call: Call) -> list[str]:
+    """Return the options of the demo that each of its commands gets."""
+    options = ["--quiet"] if call.console.quiet or call.console.as_json else []
+    options += ["--verbose"] if call.console.verbose else []
+    options += ["--config", call.config_file] if call.config_file else []
+    return options + [part for text in call.assignments for part in ("--set", text)]
 
 
 def recipe(steps: int) -> str:
     """Return the options of a training whose learning rate decays until its last step."""
-    return RECIPE.format(end=steps / FULL_STEPS)
+    return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
+
+
+def measured_speed(config: TrainConfig) -> Speed:
+    """Measure a training step of the demo's network, and the drawing of an image."""
+    from ssdctl.data.shapes import draw_picture
+
+    step_s = seconds_per_step(config)
+    start = time.perf_counter()
+    for index in range(TIMED_STEPS):
+        draw_picture(0, "train", index)
+    return Speed(step_s, (time.perf_counter() - start) / TIMED_STEPS)
 
 
 def seconds_per_step(config: TrainConfig) -> float:
@@ -103,25 +151,28 @@ def seconds_per_step(config: TrainConfig) -> float:
     precision = choose_precision(config.precision, device)
     step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
-    times = []
-    for _ in range(4):
+    times: list[float] = []
+    while len(times) < WARM_UP_STEPS + TIMED_STEPS:
         start = time.perf_counter()
         step([batch], 1e-6)
         times.append(time.perf_counter() - start)
-    return min(times[1:])  # the first one allocates; others may be disturbed by other processes
+        if len(times) > WARM_UP_STEPS + 1 and sum(times) > MEASURED_S:
+            break
+    return statistics.median(times[WARM_UP_STEPS:])
 
 
-def affordable_steps(step_s: float, left_s: float) -> int:
+def affordable_steps(speed: Speed, left_s: float) -> int:
     """Return how many steps to train.
 
     Args:
-        step_s: Seconds per step.
-        left_s: Seconds left for training, evaluation and report.
+        speed: Of this machine.
+        left_s: Seconds left for the whole demo.
 
     Returns:
         A multiple of 10, at least `USEFUL_STEPS` and at most `FULL_STEPS`.
     """
-    steps = (left_s - REPORT_S) / step_s - EVALUATION_STEPS
+    others_s = sum(stage.seconds for stage in expected_stages(0, speed))
+    steps = (left_s - others_s) / speed.step_s
     return min(max(int(steps) // 10 * 10, USEFUL_STEPS), FULL_STEPS)
 
 
@@ -135,20 +186,105 @@ def steps_of_run(run: Path) -> int | None:
     return int(steps) if steps else None
 
 
-def _training_length(steps: int, step_s: float) -> str:
-    minutes = steps * step_s / 60
-    text = (
-        f"A step takes {step_s:.2f} s on this machine: training takes {steps} steps, "
-        f"{minutes:.1f} minutes"
-    )
-    if steps == FULL_STEPS:
-        return f"{text}, one pass over the images."
-    reason = "the minimum" if steps == USEFUL_STEPS else "as many as fit into 5 minutes"
-    more = f"{FULL_STEPS} steps would take {FULL_STEPS * step_s / 60:.1f} minutes"
-    return f"{text} ({reason}). {more} and reach an AP of about 0.5."
+def expected_stages(steps: int, speed: Speed) -> list[Stage]:
+    """Return the six stages with the seconds that they take on this machine."""
+    images, evaluation_s = IMAGES + VAL_IMAGES, EVALUATION_STEPS * speed.step_s
+    return [
+        Stage("shapes", f"draw {images:,} images of five kinds of objects", images * speed.image_s),
+        Stage("prepare", "check images and annotations, and pack them", PREPARE_S),
+        Stage(
+            "train",
+            f"{steps} steps of {BATCH_SIZE} images",
+            steps * speed.step_s + EVALUATIONS * evaluation_s,
+        ),
+        Stage("evaluate", f"COCO AP on {VAL_IMAGES} held-out images", EVALUATE_S + evaluation_s),
+        Stage("report", "one HTML page: curves, errors, samples", REPORT_S),
+        Stage("predict", "draw the detections on four held-out images", PREDICT_S),
+    ]
 
 
-def _print_result(call: Call, run: Path, steps: int, commands: list[str], spent_s: float) -> None:
+def _show_stages(call: Call, stages: Sequence[Stage], speed: Speed | None) -> None:
+    total_s = sum(stage.seconds for stage in stages)
+    for number, stage in enumerate(stages, 1):
+        time_s = "" if speed is None or stage.seconds < 15 else f"about {duration(stage.seconds)}"
+        call.console.info(f"  {number} {stage.name:<9} {stage.description:<45} {time_s}".rstrip())
+    stop = "Ctrl-C stops at any time; the same command continues."
+    if speed is None:
+        call.console.info(f"Continues an earlier start. {stop}")
+    else:
+        pace = f"{step_time(speed.step_s)} measured just now"
+        call.console.info(f"In all about {duration(total_s)} on this machine ({pace}). {stop}")
+
+
+def echoed(arguments: Sequence[str]) -> list[str]:
+    """Return a command for the terminal; a long one continues in lines that begin with options."""
+    words: list[str] = []  # an option with its value is one
+    for argument in arguments:
+        if words and words[-1].startswith("--") and " " not in words[-1] and argument[:2] != "--":
+            words[-1] += f" {shlex.quote(argument)}"
+        else:
+            words.append(shlex.quote(argument))
+    lines = ["$ ssdctl"]
+    for word in words:
+        if len(lines[-1]) + 1 + len(word) + 2 > COLUMNS:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return lines
+
+
+def held_out_images(data: Path) -> list[Path]:
+    """Return the first four validation images with at least three objects and no crowd."""
+    import msgspec
+
+    from ssdctl.data.dataset import find_splits
+    from ssdctl.data.formats import coco
+
+    files = find_splits(data)["val"]
+    content = msgspec.json.decode(coco.read_content(files.annotations)[:])
+    crowds: dict[int, list[int]] = {}
+    for box in content["annotations"]:
+        crowds.setdefault(box["image_id"], []).append(box["iscrowd"])
+    chosen = [
+        files.images / image["file_name"]
+        for image in content["images"]
+        if len(flags := crowds.get(image["id"], [])) >= 3 and not any(flags)
+    ]
+    return chosen[:4]
+
+
+def _drawn(folder: Path, image: Path) -> Path:
+    """Return the file in which `predict --out` drew an image."""
+    return next(path for path in sorted(folder.glob(f"{image.stem}.*")) if path.suffix != ".json")
+
+
+def write_contact_sheet(images: Sequence[Path], path: Path) -> None:
+    """Write up to four images as one, two in a row.
+
+    Raises:
+        DiskError: The file cannot be written.
+    """
+    from PIL import Image, ImageOps
+
+    from ssdctl.files import atomic_write
+
+    width, height = SHEET_CELL
+    rows = -(-len(images) // 2)
+    size = (2 * width + 3 * SHEET_GAP, rows * (height + SHEET_GAP) + SHEET_GAP)
+    sheet = Image.new("RGB", size, "white")
+    for number, image in enumerate(images):
+        with Image.open(image) as opened:
+            cell = ImageOps.pad(opened.convert("RGB"), SHEET_CELL, color="white")
+        row, column = divmod(number, 2)
+        corner = SHEET_GAP + column * (width + SHEET_GAP), SHEET_GAP + row * (height + SHEET_GAP)
+        sheet.paste(cell, corner)
+    with atomic_write(path) as file:
+        sheet.save(file, "PNG")
+
+
+def _print_result(
+    call: Call, run: Path, sheet: Path, steps: int, commands: list[str], spent_s: float
+) -> None:
     from ssdctl.runs.reader import read_run
 
     best = read_run(run).best
@@ -158,16 +294,18 @@ def _print_result(call: Call, run: Path, steps: int, commands: list[str], spent_
         "AP": best["AP"],
         "AP50": best["AP50"],
         "report": str(report),
+        "detections": str(sheet),
         "seconds": round(spent_s, 1),
         "steps": steps,
         "commands": commands,
     }
-    lines = [
-        "",
-        f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on held-out images after {steps} steps, "
-        f"in {spent_s:.0f} seconds. The commands that were run:",
-        *(f"  {line}" for line in commands),
-        f"Report: {report}",
-        f"For a better detector, repeat the training with --steps {2 * FULL_STEPS} --out DIR",
-    ]
-    call.console.result(data, "\n".join(lines))
+    call.console.info("")
+    call.console.result(
+        data,
+        f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on {VAL_IMAGES} held-out images after "
+        f"{steps} steps from random weights, in {duration(spent_s)}",
+    )
+    call.console.closing(
+        [("detections", sheet), ("report", report), ("best", str(RunDir(run).best))],
+        ["ssdctl prepare --data YOUR_IMAGES --split 0.9", "ssdctl train --data YOUR_IMAGES"],
+    )

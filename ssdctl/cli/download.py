@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,21 +168,23 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bo
 
 
 def _generate_shapes(call: Call, dest: Path, dry_run: bool) -> None:
-    config = call.config.download
+    config, is_drawn = call.config.download, False
     counts = {"train": config.images, "val": config.val_images}
     if not dry_run:
         from ssdctl.data.shapes import generate
 
         with stoppable("the dataset is incomplete"):
-            generate(
+            is_drawn = generate(
                 dest,
                 num_train=config.images,
                 num_val=config.val_images,
                 seed=config.seed,
                 progress=call.console.progress,
             )
-    action = "would generate" if dry_run else "generated"
+    action = "would generate" if dry_run else "generated" if is_drawn else "already has"
     call.console.result(
-        {"dest": str(dest), "dataset": "shapes", "generated": not dry_run, **counts},
+        {"dest": str(dest), "dataset": "shapes", "generated": is_drawn, **counts},
         f"{dest}: {action} {counts['train']:,} training and {counts['val']:,} validation images",
     )
+    if not dry_run:
+        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(dest))}"])

@@ -117,7 +117,8 @@ def _tables(outcome: Outcome) -> Group:
         table.add_row(report.split, *(row if report.split == "train" else row[:-1]))
         for kind, number in report.counts().items():
             if kind in (NO_BOXES, NO_BOXES_NOT_TRAINED):
-                lines.append(f"{report.split}: {number:,} images have {kind}")
+                have = "image has" if number == 1 else "images have"
+                lines.append(f"{report.split}: {number:,} {have} {kind}")
                 continue
             first = (report.split, f"{number:,}", kind)
             for item in [f for f in report.findings if f.kind == kind][:MAX_EXAMPLES]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.files import disk_errors, make_dir, no_follow, write_bytes
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_errors,
+    make_dir,
+    no_follow,
+    read_limited,
+    write_bytes,
+)
 from ssdctl.runtime.progress import Progress
 
 Pixels = NDArray[np.floating[Any]]  # height x width x 3, 0 to 255
@@ -69,6 +77,8 @@ SIZES = ((400, 300), (300, 400), (360, 360), (448, 320))  # width, height
 EMPTY_SHARE = 0.03  # pictures without an object
 CROWD_SHARE = 0.05  # pictures with a crowd
 JPEG_QUALITY = 90
+DESCRIPTION = "ssdctl's embedded shapes dataset"
+MAX_ANNOTATION_BYTES = 1 << 28
 
 
 class Box(NamedTuple):
@@ -91,10 +101,11 @@ def generate(
     seed: int = 0,
     style: str = "solid",
     progress: Progress | None = None,
-) -> None:
+) -> bool:
     """Write the dataset to `dest`: images, annotations of both splits.
 
-    The annotation files come last, so that an interrupted generation leaves no incomplete dataset.
+    A split that is complete is not drawn again. Its annotation file comes last, so that an
+    interrupted generation leaves no incomplete one.
 
     Args:
         dest: The dataset folder; COCO's layout is made below it.
@@ -102,14 +113,23 @@ def generate(
         num_val: Pictures to evaluate on, drawn from other random numbers.
         seed: The same seed gives the same bytes (with the same numpy and Pillow).
         style: A name of `STYLES`.
-        progress: Wraps the iteration, as `tqdm` does (`total=`, `label=`, `unit=`).
+        progress: Wraps the iteration over the images (`total=`, `label=`, `unit=`).
+
+    Returns:
+        Whether anything was drawn.
 
     Raises:
         DiskError: The folder cannot be written.
     """
+    is_drawn = False
     for split, count in (("train", num_train), ("val", num_val)):
         folder = make_dir(dest / f"{split}2017")
+        annotations = dest / "annotations" / f"instances_{split}2017.json"
+        info = {"description": DESCRIPTION, "seed": seed, "style": style, "images": count}
         names = [f"{i + 1:012d}.jpg" for i in range(count)]
+        if _is_complete(annotations, info, folder, names):
+            continue
+        is_drawn = True
 
         def draw(
             index: int, split: str = split, folder: Path = folder, names: list[str] = names
@@ -125,10 +145,23 @@ def generate(
             drawn: Iterable[tuple[int, int, list[Box]]] = pool.map(draw, range(count))
             if progress is not None:
                 drawn = progress(drawn, total=count, label=f"drawing {split}", unit="img")
-            document = _document(names, list(drawn), STYLES[style].classes)
-        write_bytes(
-            dest / "annotations" / f"instances_{split}2017.json", msgspec.json.encode(document)
-        )
+            document = _document(names, list(drawn), STYLES[style].classes, info)
+        write_bytes(annotations, msgspec.json.encode(document))
+    return is_drawn
+
+
+def _is_complete(
+    annotations: Path, info: dict[str, Any], folder: Path, names: Sequence[str]
+) -> bool:
+    """Return whether a split was drawn like this, and has all its images."""
+    try:
+        content = msgspec.json.decode(read_limited(annotations, MAX_ANNOTATION_BYTES))
+        is_same = content["info"] == info
+        with os.scandir(folder) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+    except (OSError, *DECODE_ERRORS, KeyError, TypeError):
+        return False
+    return is_same and all(sizes.get(name) for name in names)
 
 
 def draw_picture(
@@ -276,6 +309,7 @@ def _document(
     names: list[str],
     drawn: list[tuple[int, int, list[Box]]],
     classes: tuple[ShapeClass, ...],
+    info: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the annotation file of a split, in COCO's format."""
     images: list[dict[str, Any]] = []
@@ -294,7 +328,7 @@ def _document(
                 }
             )
     return {
-        "info": {"description": "ssdctl's embedded shapes dataset"},
+        "info": info,
         "images": images,
         "annotations": annotations,
         "categories": [{"id": c.category_id, "name": c.name} for c in classes],

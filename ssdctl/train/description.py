@@ -13,6 +13,7 @@ from ssdctl.train.schedule import TrainSchedule, next_evaluation
 from ssdctl.train.small_data import FINE_TUNING, SMALL_DATA
 
 MAX_CLASSES = 8  # that are named
+NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
 RULES = (SMALL_DATA.name, FINE_TUNING.name)
 
@@ -99,7 +100,7 @@ def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
         return None
     missed = [f"{step:,}" for step in plan.decay_steps if step > total]
     if plan.is_cosine:
-        missed = missed[-1:]
+        missed = missed[-1:] if plan.lr(total - 1) > NEARLY_DECAYED * plan.peak_lr else []
     if not missed:
         return None
     what = "cosine decay ends at step" if plan.is_cosine else "decay at step"

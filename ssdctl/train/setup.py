@@ -264,6 +264,7 @@ def load_first_weights(setup: Setup) -> None:
         )
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
+        log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
             log.info(

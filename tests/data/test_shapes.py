@@ -90,3 +90,23 @@ def test_the_styles_differ_in_pictures_and_classes(tmp_path: Path) -> None:
     assert names["solid"] & names["hatched"] == {"star"}
     dark, bright = (draw_picture(0, "val", 0, style)[0].mean() for style in ("hatched", "solid"))
     assert dark < bright
+
+
+def test_a_complete_dataset_is_not_drawn_again(tmp_path: Path) -> None:
+    def again(**changes: int) -> bool:
+        return generate(tmp_path, **{"num_train": 3, "num_val": 2, "seed": 1} | changes)
+
+    assert again()
+    image, document = tmp_path / "train2017/000000000002.jpg", tmp_path / "annotations"
+    before = image.read_bytes()
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")}
+    assert not again()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.jpg")} == times
+    image.unlink()
+    assert again()
+    assert image.read_bytes() == before
+    (document / "instances_val2017.json").write_text('{"images"')
+    assert again()
+    assert again(num_val=3)
+    assert again(seed=2)
+    assert image.read_bytes() != before
