@@ -6,7 +6,6 @@ from typing import Any
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
-from ssdctl.cli.console import aligned
 
 TRUST = {
     "pinned": "SHA-256 verified",
@@ -44,15 +43,16 @@ def models(call: Call) -> None:
             }
         )
 
-    lines: list[tuple[str, str]] = []
+    lines: list[str] = []
+    width = max(len(row["name"]) for row in rows)
     for row in rows:
         size = f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else ""
         state = f"downloaded{size}" if row["path"] else f"not downloaded{size}"
         ap = "" if row["AP"] is None else f", AP {row['AP']:.3f}"
         lines += [
-            (row["name"], f"{row['network']}{ap}, {state}"),
-            ("", f"license: {row['licence']}; {TRUST[row['trust']]}"),
-            ("", row["page"]),
+            f"{row['name']:<{width}}  {row['network']}{ap}, {state}",
+            f"  license: {row['licence']}; {TRUST[row['trust']]}",
+            f"  {row['page']}",
         ]
-    call.console.result({"models": rows}, aligned(lines))
+    call.console.result({"models": rows}, "\n".join(lines))
     call.console.closing([], [f"ssdctl predict {rows[0]['name']} photo.jpg --out drawn"])
