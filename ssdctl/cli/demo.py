@@ -13,7 +13,7 @@ import typer
 
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
-from ssdctl.config import TrainConfig
+from ssdctl.config import Resolved
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.progress import duration, step_time
 
@@ -81,7 +81,7 @@ def demo(
     steps, speed = steps_of_run(run), None
     if steps is None:
         console.info("Measuring the speed of this machine...")
-        speed = measured_speed(call.config.train)
+        speed = measured_speed(call.resolved)
         steps = affordable_steps(speed, BUDGET_S - (time.monotonic() - start))
     stages = expected_stages(steps, speed or Speed(0.0, 0.0))
     _show_stages(call, stages, speed)
@@ -120,18 +120,20 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def measured_speed(config: TrainConfig) -> Speed:
+def measured_speed(resolved: Resolved) -> Speed:
     """Measure a training step of the demo's network, and the drawing of an image."""
     from ssdctl.data.shapes import draw_picture
+    from ssdctl.train.light_optimizer import without_dynamo
 
-    step_s = seconds_per_step(config)
+    with without_dynamo():
+        step_s = seconds_per_step(resolved)
     start = time.perf_counter()
     for index in range(TIMED_STEPS):
         draw_picture(0, "train", index)
     return Speed(step_s, (time.perf_counter() - start) / TIMED_STEPS)
 
 
-def seconds_per_step(config: TrainConfig) -> float:
+def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
@@ -140,15 +142,15 @@ def seconds_per_step(config: TrainConfig) -> float:
     from ssdctl.device import open_device
     from ssdctl.train.memory import random_batch
     from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.setup import choose_precision
+    from ssdctl.train.run import settle_precision
     from ssdctl.train.step import TrainStep
 
-    config = msgspec.structs.replace(config, optimizer="adamw", clip_grad=10.0)
+    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    precision = choose_precision(config.precision, device)
+    precision = settle_precision(resolved, device)[0].config.train.precision
     step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times: list[float] = []

@@ -133,7 +133,7 @@ def _list(call: Call, dest: Path | None) -> None:
     for row in rows:
         state = "downloaded" if row["path"] else "-"
         file = f" ({row['name']})" if row["alias"] else ""
-        path = f" in {row['path']}" if row["path"] and call.console.verbose else ""
-        lines.append((row["alias"] or row["name"], f"{state:<10}  {row['note']}{file}{path}"))
+        place = f" in {row['path']}" if row["path"] and call.console.verbose else ""
+        lines.append((row["alias"] or row["name"], f"{state:<10}  {row['note']}{file}{place}"))
     call.console.result({"weights": rows}, aligned(lines))
     call.console.closing([("more", "`ssdctl models` lists whole detectors")])

@@ -31,10 +31,12 @@ def require_dataset(config: DataConfig) -> None:
     """Check that the config names a dataset, or that one is in its usual place.
 
     Raises:
+        UsageError: A folder is a URL.
         DataError: Neither is true; the hint names the datasets in the working folder.
     """
     from ssdctl.data.formats.find_layout import datasets_in
 
+    dataset_folders(config)
     if config.root or default_root().exists():
         return
     near, far = DEFAULT_ROOTS

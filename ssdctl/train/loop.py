@@ -38,6 +38,7 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints
 from ssdctl.train.nonfinite import NonFiniteGuard
@@ -46,7 +47,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore, step_of_plan
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
+from ssdctl.train.setup import Setup, deterministic_kernels, prepare_run
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -82,9 +83,12 @@ def run_training(
     config = resolved.config.train
     with signals.ending_at_once():
         device = open_device(config.device, ranks.local_rank, config.execution)
-    with process_group(ranks, device, config.rank_timeout):
-        resolved, precision_notice = with_usable_precision(resolved, device)
-        for notice in (*device.notices, *filter(None, [precision_notice])):
+    with (
+        deterministic_kernels(config.deterministic),
+        without_dynamo(),
+        process_group(ranks, device, config.rank_timeout),
+    ):
+        for notice in device.notices:
             log.warning("%s", notice)
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
@@ -129,7 +133,7 @@ class _Trainer:
                     self.step,
                 )
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
-        self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
+        self.progress_log = ProgressLog(setup, self.step, emit, self.throughput)
         past = self.progress_log.past_evaluations()
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step = collectives.broadcast(last, setup.ranks)
@@ -143,7 +147,12 @@ class _Trainer:
         self.is_save_requested = False
         self.guard = NonFiniteGuard(config.on_nonfinite)
         self.memory_hints = functools.partial(
-            out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
+            out_of_memory_hints,
+            setup.architecture,
+            config,
+            self.plan.batch_size,
+            setup.device,
+            setup.precision,
         )
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.out).profile, setup.device, setup.ranks

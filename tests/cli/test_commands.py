@@ -68,8 +68,8 @@ def test_unknown_option_is_a_usage_error(cli: Cli, command: str) -> None:
         (["train", "--set", "nonsense"], 2, "KEY=VALUE"),
         (["train", "--lr", "fast"], 2, "--lr: 'fast'"),
         (["train", "--config", "none.toml"], 2, "no such config file"),
-        (["train", "--device", "hpu"], 2, "habana_frameworks"),
-        (["train", "--device", "xla"], 2, "xla"),
+        (["train", "--fake-data", "--device", "hpu"], 2, "habana_frameworks"),
+        (["train", "--fake-data", "--device", "xla"], 2, "xla"),
         (["evaluate", "none.pt"], 2, "no such file"),
         (["evaluate", "text.pt"], 5, "not a checkpoint"),
         (["evaluate", "text.json", "--data", "."], 3, "no dataset found"),
@@ -476,10 +476,13 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
+    from ssdctl.config.sources import of_call
     from ssdctl.data.open_dataset import open_dataset
 
-    backbone = Override("model.backbone", "resnet18", "--backbone")
-    config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
+    backbone = Override("model.backbone", "resnet18", of_call("--backbone"))
+    config = resolve(
+        overrides=[backbone, Override("evaluate.batch_size", 2, of_call("--bs"))]
+    ).config
     split = open_dataset(shapes, tmp_path / "store")["val"]
     figures = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert figures["detect_images_per_second"] > 0
@@ -578,7 +581,7 @@ def test_interrupt_causes_no_traceback() -> None:
 
 @pytest.mark.parametrize("module", ["ssdctl.cli", "typer", "ssdctl.config.schema", "rich"])
 def test_ctrl_c_while_it_starts_shows_no_traceback(module: str) -> None:
-    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "presets"]
+    command = [sys.executable, "-X", "importtime", "-m", "ssdctl", "config", "show"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stderr is not None
     for line in running.stderr:
