@@ -87,8 +87,9 @@ def run() -> None:
         signals.install()
     from ssdctl.errors import ExitCode
     from ssdctl.launch.exit_codes import recorded_exit
-    from ssdctl.runtime.process_settings import limit_threads
+    from ssdctl.runtime.process_settings import limit_threads, shorten_waiting
 
+    shorten_waiting()
     if "launch" not in sys.argv[1:2]:  # its ranks share the quota: they get their own numbers
         limit_threads()
 

@@ -56,3 +56,38 @@ def test_threads_switch_sooner() -> None:
 
 def test_the_users_settings_take_precedence() -> None:
     assert not keep_freed_memory({"MALLOC_TRIM_THRESHOLD_": "1"})
+
+
+STARTED = """
+import contextlib, os, sys
+os.getloadavg = lambda: (float(sys.argv.pop()), 0, 0)
+from ssdctl.__main__ import run
+with contextlib.suppress(SystemExit):
+    run()
+assert "torch" not in sys.modules, "too late for libgomp"
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+
+
+def spins(load: float, **variables: str) -> str:
+    """Return the variable of libgomp after the start of a command."""
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, "config", "presets", "--json", str(load)],
+        capture_output=True,
+        text=True,
+        env=environment | variables,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def test_threads_wait_less_actively_and_least_on_a_busy_machine() -> None:
+    cores = os.cpu_count() or 1
+    idle, busy = int(spins(0.5 * cores)), int(spins(3 * cores))
+    assert 0 < busy < idle < 300_000
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"])
+def test_the_users_way_of_waiting_is_kept(name: str) -> None:
+    assert spins(0, **{name: "7"}) == ("7" if name == "GOMP_SPINCOUNT" else "None")
