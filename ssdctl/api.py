@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import values
-from ssdctl.config.resolve import Override, Resolved, nearest_key, resolve
+from ssdctl.config.resolve import Override, Resolved, nearest_key, resolve, sources_of
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import all_settings, select
+from ssdctl.config.sources import Kind, of_call
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir, find_checkpoint
 from ssdctl.runs.metrics import Record, read_metrics
@@ -348,7 +349,12 @@ def _resolved(
     """
     overrides = []
     if isinstance(config, Config):
-        overrides = [Override(path, value, "config") for path, value in values(config).items()]
+        sources = sources_of(config)
+        overrides = [
+            Override(path, value, sources[path])
+            for path, value in values(config).items()
+            if sources[path].kind >= Kind.FILE  # the call may name another preset
+        ]
         config = None
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -376,4 +382,4 @@ def _override(path: str, value: Any) -> Override:
         value = value.tolist()
     setting = all_settings().get(path)
     flag = f"--{path}" if setting is None else setting.flags[0]
-    return Override(path, value, flag)
+    return Override(path, value, of_call(flag))

@@ -18,6 +18,7 @@ import pytest
 from conftest import Result
 
 import ssdctl
+from ssdctl.data.shapes import generate
 from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.progress import progress_bar
 
@@ -229,3 +230,55 @@ def test_progress_is_shown_only_on_a_terminal(
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(progress_bar(range(3), total=3, label="counting")) == [0, 1, 2]
     assert "counting" in terminal.text
+
+
+def test_a_config_keeps_who_set_its_values(shapes: Path) -> None:
+    config = ssdctl.configure(train={"lr": 5e-3})
+    other = ssdctl.configure(config, train={"preset": "nvidia-r50"})
+    assert (other.train.lr, other.train.hue_degrees) == (5e-3, 0.5)
+    assert other.model.backbone == "resnet50"
+    replaced = msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, seed=3))
+    again = ssdctl.configure(replaced, train={"preset": "nvidia-r50"})
+    assert (again.train.lr, again.train.seed, again.train.hue_degrees) == (5e-3, 3, 0.5)
+
+
+@pytest.mark.process
+def test_training_with_a_config_is_training_with_its_settings(shapes: Path) -> None:
+    tiny = {"steps": 1, "workers": 1, "device": "cpu", "log_every": 1}
+    small = {"backbone": "resnet18", "weights": "none", "extra_norm": "none"}
+    config = ssdctl.configure(train={**tiny, "preset": "nvidia-r50"}, model=small)
+    run = ssdctl.train(shapes, config=config, out="preset", progress=False)
+    assert run.config.train.precision in ("bf16", "fp32")  # the CPU lacks the preset's fp16
+    config = ssdctl.configure(train=tiny, model=small)
+    run = ssdctl.train(shapes, config=config, out="rule", progress=False)
+    assert run.config.train.optimizer == "adamw"  # by the rule for few images
+    assert "--steps" in (run.path / "config.toml").read_text()
+
+
+@pytest.mark.process
+def test_evaluating_with_a_config_uses_its_dataset(checkpoint: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    generate(other, num_train=2, num_val=3, seed=1)
+    config = ssdctl.configure(data={"root": str(other)}, evaluate={"device": "cpu"})
+    evaluation = ssdctl.evaluate(checkpoint, config=config, progress=False)
+    assert evaluation.about.data == str(other)
+    assert evaluation.about.images == 3
+
+
+@pytest.mark.process
+def test_training_leaves_no_global_state(shapes: Path) -> None:
+    """In a process without torch.compile's modules."""
+    code = f"""
+import inspect, os, torch, ssdctl
+def state():
+    methods = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+    plain = [inspect.unwrap(getattr(torch.optim.Optimizer, m)) for m in methods]
+    patched = [getattr(function, "__dynamo_disable", None) is function for function in plain]
+    flags = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    return patched, flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+before = state()
+for is_on in (False, True):  # deterministic algorithms import torch._dynamo
+    ssdctl.train({str(shapes)!r}, out=f"run-{{is_on}}", progress=False, steps=1, deterministic=is_on, **{TINY!r})
+    assert state() == before, (before, state())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ssdctl.boxes.default_boxes import NUM_BOXES
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch
@@ -38,7 +39,7 @@ class Tiny(nn.Module):
 
 
 def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
     return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
 
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.common import Figures, endless_batches
 from ssdctl.checkpoint.format import Architecture
-from ssdctl.config import Config
+from ssdctl.config import Resolved
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
@@ -27,10 +27,11 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.memory import out_of_memory_hints, random_batch, with_batch_size
+from ssdctl.train.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.setup import choose_precision
+from ssdctl.train.run import Run, finalize
 from ssdctl.train.step import TrainStep, copy_ahead
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,12 @@ class Rate(NamedTuple):
     step_s: float
 
 
-def benchmark_train(split: Split | None, config: Config, seconds: float) -> Figures | None:
+def benchmark_train(split: Split | None, resolved: Resolved, seconds: float) -> Figures | None:
     """Measure optimizer steps: rate, FLOP/s and fraction of the peak, memory, hours of a run.
 
     Args:
         split: Real images; None measures only with fake data.
-        config: Of `ssdctl train`.
+        resolved: The settings of `ssdctl train`; the run is as long as one on COCO.
         seconds: Length of each measurement.
 
     Returns:
@@ -64,15 +65,28 @@ def benchmark_train(split: Split | None, config: Config, seconds: float) -> Figu
         UsageError: The device is absent, does not support the precision, or has too little memory.
     """
     ranks = find_ranks()
-    device = open_device(config.train.device, ranks.local_rank, config.train.execution)
+    config = resolved.config.train
+    device = open_device(config.device, ranks.local_rank, config.execution)
     for notice in device.notices:
         log.info(notice)
-    with process_group(ranks, device):
-        precision = choose_precision(config.train.precision, device)
-        architecture = Architecture(config.model.backbone, config.model.extra_norm, COCO_OUTPUTS)
-        config = with_batch_size(config, architecture, device, ranks, precision)
-        bench = _Bench(config, architecture, device, ranks, precision)
-        with out_of_memory_hints(architecture, config.train, device, precision):
+    with process_group(ranks, device), without_dynamo():
+        model = resolved.config.model
+        architecture = Architecture(model.backbone, model.extra_norm, COCO_OUTPUTS)
+        run = finalize(
+            resolved,
+            device,
+            ranks,
+            COCO_NUM_IMAGES,
+            largest_batch=lambda settled: largest_batch(
+                settled.train, architecture, device, ranks, settled.train.precision
+            ),
+        )
+        check_shares(run.plan.batch_size, device)
+        for notice in run.notices:
+            log.warning("%s", notice)
+        bench = _Bench(run, architecture, device, ranks)
+        config, size = run.config.train, run.plan.batch_size
+        with out_of_memory_hints(architecture, config, size, device, run.precision):
             figures = bench.figures(split, seconds)
         return figures if ranks.is_main else None
 
@@ -82,16 +96,14 @@ class _Bench:
 
     def __init__(
         self,
-        config: Config,
+        run: Run,
         architecture: Architecture,
         device: Device,
         ranks: Ranks,
-        precision: str,
     ) -> None:
-        assert isinstance(config.train.batch_size, int)
-        self.config, self.architecture, self.device = config, architecture, device
-        self.ranks, self.precision, self.size = ranks, precision, config.train.batch_size
-        torch.manual_seed(config.train.seed)
+        self.config, self.architecture, self.device = run.config, architecture, device
+        self.ranks, self.precision, self.size = ranks, run.precision, run.plan.batch_size
+        torch.manual_seed(run.config.train.seed)
         self.model = device.place(architecture.build()).train()
 
     def figures(self, split: Split | None, seconds: float) -> Figures:

@@ -133,7 +133,7 @@ def train(
 
     with contextlib.nullcontext() if fake_data else _splits(call) as splits:
         split = splits["train"] if splits else None
-        figures = benchmark_train(split, call.config, seconds)
+        figures = benchmark_train(split, call.resolved, seconds)
     if figures is not None:
         _print_figures(call, figures)
 

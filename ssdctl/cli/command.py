@@ -32,6 +32,7 @@ from ssdctl.config.resolve import (
 )
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings, select
+from ssdctl.config.sources import of_call
 from ssdctl.errors import DiskError, Interrupted, SsdctlError, UsageError
 from ssdctl.files import disk_error
 from ssdctl.runtime.printable import printable
@@ -208,7 +209,7 @@ def _call(
                 continue
             if setting.is_flag and value is False:
                 flag = setting.flags[1]
-            overrides.append(Override(setting.path, constant or value, flag))
+            overrides.append(Override(setting.path, constant or value, of_call(flag)))
     resolved = resolve(
         file=file,
         overrides=[*parse_assignments(assignments), *overrides],

@@ -58,7 +58,7 @@ def show(
     """Show settings, their values and the source of each value."""
     values, sources = render.values(call.config), call.resolved.sources
     paths = [path for key in keys or [] for path in _paths_of_key(key)] or list(values)
-    data = {path: {"value": values[path], "source": sources[path]} for path in paths}
+    data = {path: {"value": values[path], "source": sources[path].label} for path in paths}
     call.console.result(data, lambda: _table(data, with_help=bool(keys)))
 
 

@@ -13,7 +13,8 @@ import typer
 
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
-from ssdctl.config import TrainConfig
+from ssdctl.config import Resolved
+from ssdctl.errors import ExitCode
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.progress import duration, step_time
 
@@ -81,17 +82,25 @@ def demo(
     steps, speed = steps_of_run(run), None
     if steps is None:
         console.info("Measuring the speed of this machine...")
-        speed = measured_speed(call.config.train)
+        speed = measured_speed(call.resolved)
         steps = affordable_steps(speed, BUDGET_S - (time.monotonic() - start))
     stages = expected_stages(steps, speed or Speed(0.0, 0.0))
     _show_stages(call, stages, speed)
     commands: list[str] = []
+    own_command = ["ssdctl", "demo"]
+    own_command += ["--out", out] if out != "demo" else []
+    own_command += ["--seed", str(seed)] if seed else []
 
     def run_stage(*arguments: str) -> None:
         stage = stages[len(commands)]
         console.info(f"\n{len(commands) + 1}/{len(stages)} {stage.name}", "bold")
         console.info("\n".join(echoed(arguments)), "dim")
-        run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+        try:
+            run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+        except SystemExit as end:
+            if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+                console.info(f"To continue the demo: {shlex.join(own_command)}")
+            raise
         commands.append(shlex.join(["ssdctl", *arguments]))
 
     run_stage("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
@@ -120,18 +129,20 @@ def recipe(steps: int) -> str:
     return RECIPE.format(end=steps / FULL_STEPS, every=steps // EVALUATIONS)
 
 
-def measured_speed(config: TrainConfig) -> Speed:
+def measured_speed(resolved: Resolved) -> Speed:
     """Measure a training step of the demo's network, and the drawing of an image."""
     from ssdctl.data.shapes import draw_picture
+    from ssdctl.train.light_optimizer import without_dynamo
 
-    step_s = seconds_per_step(config)
+    with without_dynamo():
+        step_s = seconds_per_step(resolved)
     start = time.perf_counter()
     for index in range(TIMED_STEPS):
         draw_picture(0, "train", index)
     return Speed(step_s, (time.perf_counter() - start) / TIMED_STEPS)
 
 
-def seconds_per_step(config: TrainConfig) -> float:
+def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
@@ -140,15 +151,15 @@ def seconds_per_step(config: TrainConfig) -> float:
     from ssdctl.device import open_device
     from ssdctl.train.memory import random_batch
     from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.setup import choose_precision
+    from ssdctl.train.run import settle_precision
     from ssdctl.train.step import TrainStep
 
-    config = msgspec.structs.replace(config, optimizer="adamw", clip_grad=10.0)
+    config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    precision = choose_precision(config.precision, device)
+    precision = settle_precision(resolved, device)[0].config.train.precision
     step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times: list[float] = []
@@ -234,7 +245,7 @@ def echoed(arguments: Sequence[str]) -> list[str]:
 
 
 def held_out_images(data: Path) -> list[Path]:
-    """Return the first four validation images with at least three objects and no crowd."""
+    """Return the first four landscape validation images with at least three objects, no crowd."""
     import msgspec
 
     from ssdctl.data.dataset import find_splits
@@ -248,7 +259,9 @@ def held_out_images(data: Path) -> list[Path]:
     chosen = [
         files.images / image["file_name"]
         for image in content["images"]
-        if len(flags := crowds.get(image["id"], [])) >= 3 and not any(flags)
+        if image["width"] > image["height"]
+        and len(flags := crowds.get(image["id"], [])) >= 3
+        and not any(flags)
     ]
     return chosen[:4]
 
@@ -300,10 +313,12 @@ def _print_result(
         "commands": commands,
     }
     call.console.info("")
+    ap = call.console.painted(f"AP {best['AP']:.3f}  AP50 {best['AP50']:.3f}", "green")
     call.console.result(
         data,
-        f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on {VAL_IMAGES} held-out images after "
-        f"{steps} steps from random weights, in {duration(spent_s)}",
+        f"{ap}  on {VAL_IMAGES} held-out images, {steps} steps from random weights; "
+        f"this start took {duration(spent_s)}",
+        is_painted=True,
     )
     call.console.closing(
         [("detections", sheet), ("report", report), ("best", str(RunDir(run).best))],

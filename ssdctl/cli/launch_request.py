@@ -15,6 +15,7 @@ from ssdctl.cli.option_aliases import AliasCommand
 from ssdctl.config.render import toml_value, values
 from ssdctl.config.resolve import parse_assignment
 from ssdctl.config.settings import all_settings
+from ssdctl.config.sources import Kind
 from ssdctl.distributed.addresses import address_for_peers, own_names
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts, read_version
@@ -100,8 +101,8 @@ def exported_settings(call: Call) -> dict[str, str]:
     variables = {}
     for path, value in values(call.config).items():
         source, setting = call.resolved.sources[path], all_settings()[path]
-        is_set_in_pod = source == "default" or source.startswith(("preset ", "cluster ", "--"))
-        if setting.section not in LAUNCH_TABLES and not is_set_in_pod:
+        is_of_this_machine = source.kind in (Kind.FILE, Kind.ENVIRONMENT)
+        if setting.section not in LAUNCH_TABLES and is_of_this_machine:
             variables[setting.environment] = _as_text(value)
     return variables
 
@@ -137,7 +138,7 @@ def train_command(call: Call, device: str, *, in_pods: bool = False) -> list[str
             _check_device(value, device)
         if path.partition(".")[0] not in LAUNCH_TABLES:
             arguments.append(f"--set={text}")
-    for path, value, flag in call.overrides:
+    for path, value, (_, flag) in call.overrides:
         setting = all_settings()[path]
         if path == "train.device":
             _check_device(value, device)
@@ -173,7 +174,7 @@ def rest_command(call: Call, rest: list[str]) -> list[str]:
             f"{rest[0]!r} is not a command that can be launched",
             hint=f"did you mean {close[0]!r}?" if close else "`ssdctl --help` lists the commands",
         )
-    tables = [(o.source, o.path) for o in call.overrides]
+    tables = [(o.source.label, o.path) for o in call.overrides]
     tables += [(f"--set {a}", a.strip()) for a in call.assignments]
     misplaced = [option for option, path in tables if path.partition(".")[0] not in LAUNCH_TABLES]
     if misplaced and rest[0] == "train":

@@ -22,9 +22,9 @@ from ssdctl.runtime.cores import quota_cores, usable_cores
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
-    from ssdctl.config import Config
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.train.loop import Summary
+    from ssdctl.train.run import Run
     from ssdctl.train.schedule import TrainSchedule
 
 
@@ -127,31 +127,38 @@ def _print_summary(call: Call, summary: Summary) -> None:
 
 
 def _show_plan(call: Call) -> None:
+    from ssdctl.config.devices import DEVICE_TYPES
     from ssdctl.data.dataset import (
         COCO_NUM_CLASSES,
         WHAT_IS_DROPPED,
         warning_without_validation,
     )
     from ssdctl.train import description
-    from ssdctl.train.small_data import adapted_plan
+    from ssdctl.train.run import finalize
     from ssdctl.train.weight_sources import check_weight_sources
 
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
-    limit = call.config.train.limit_train
-    images, world_size = min(size.trainable, limit or size.trainable), find_ranks().world_size
-    plan, (resolved, rule) = adapted_plan(call.resolved, images, world_size)
-    config = resolved.config
-    check_weight_sources(config)
+    ranks, network = find_ranks(), None
+    if call.config.train.init is not None:
+        from ssdctl.train.setup import planned_network  # late: torch takes seconds
+
+        network = planned_network(call.resolved)
+    device = DEVICE_TYPES.get(call.config.train.device)
+    run = finalize(call.resolved, device, ranks, size.trainable, network=network)
+    for notice in run.notices:
+        call.console.warning(notice)
+    resolved, plan, config, images = run.resolved, run.plan, run.config, run.plan.images
+    check_weight_sources(call.config)
     if not size.validation and root.exists() and not config.train.fake_data:
         call.console.warning(warning_without_validation(root))
     if warning := description.warning_of_cut(resolved, plan):
         call.console.warning(warning)
-    workers, quota = config.train.workers or usable_cores(world_size), quota_cores()
+    workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
         **plan.as_json(),
-        "recipe": rule or f"preset {config.train.preset}",
+        "recipe": run.rule or f"preset {config.train.preset}",
         "workers": workers,
         "cpu_quota": quota,
     }
@@ -167,7 +174,7 @@ def _show_plan(call: Call) -> None:
         "data": data_line,
         "network": description.network_line(config),
         "device": f"{_device(config.train.device)}, precision {config.train.precision}",
-        "length": description.length_line(plan, len(evaluations)) + _known_time(config, plan),
+        "length": description.length_line(plan, len(evaluations)) + _known_time(run),
         "recipe": description.recipe_line(resolved, plan),
         "batch": f"{plan.global_batch_size}{_too_large(plan)}; {plan.steps_per_epoch:,} steps "
         "per epoch",
@@ -176,8 +183,8 @@ def _show_plan(call: Call) -> None:
         "warm-up steps": f"{plan.warmup_steps:,}",
         "decode threads": f"{workers} per rank" + (f"; CPU quota: {quota} cores" if quota else ""),
         "decay at steps": ", ".join(f"{step:,}" for step in plan.decay_steps) or "never",
-        "checkpoints": _disk_needed(config, len(size.classes) or COCO_NUM_CLASSES),
-        "run": str(run_dir(config)),
+        "checkpoints": _disk_needed(run, len(size.classes) or COCO_NUM_CLASSES),
+        "run": str(run.out),
     }
     if call.console.verbose and (details := description.details_line(resolved)):
         rows["details"] = details
@@ -215,29 +222,30 @@ def _device(name: str) -> str:
     return f"{'cuda' if found.num_nvidia else 'hpu' if found.num_gaudi else 'cpu'} (auto)"
 
 
-def _known_time(config: Config, plan: TrainSchedule) -> str:
+def _known_time(run: Run) -> str:
     """Return the time that the steps take if the run has been started before; else nothing."""
     from ssdctl.runs.reader import read_run
 
     try:
-        rate = read_run(run_dir(config).path).train[-1]["images_per_second"]
-        seconds = plan.total_steps * plan.global_batch_size / float(rate)
+        rate = read_run(run.out).train[-1]["images_per_second"]
+        seconds = run.plan.total_steps * run.plan.global_batch_size / float(rate)
     except (SsdctlError, LookupError, TypeError, ValueError, ArithmeticError):
         return ""
     return f", {duration(seconds)} at the run's last {rate:.1f} img/s"
 
 
-def _disk_needed(config: Config, classes: int) -> str:
+def _disk_needed(run: Run, classes: int) -> str:
     """Return the disk space that the checkpoints need, and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes
 
+    config = run.config
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)
     kept = config.train.keep + 2
     return (
         f"{each / 1e6:,.0f} MB each, {kept * each / 1e9:.1f} GB at most "
         f"(--keep {config.train.keep}, the best, one being written); "
-        f"{free_bytes(run_dir(config).path.absolute()) / 1e9:,.0f} GB free"
+        f"{free_bytes(run.out.absolute()) / 1e9:,.0f} GB free"
     )
 
 

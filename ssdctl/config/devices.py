@@ -36,6 +36,11 @@ class DeviceType(NamedTuple):
     executions: tuple[str, ...]
 
     @property
+    def auto_precision(self) -> str:
+        """Return `auto`: the fastest precision is known when a device is opened."""
+        return "auto"
+
+    @property
     def count_option(self) -> str:
         """Return the option of `ssdctl launch` that counts its devices."""
         return f"--{self.plural}"

@@ -13,6 +13,7 @@ from ssdctl.config import fields
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.schema import Config
 from ssdctl.config.settings import Setting, all_settings
+from ssdctl.config.sources import Kind, Source
 from ssdctl.runtime.redact import redact_urls
 
 # The tables that explain a run's result. The others may contain secrets: kubernetes.env, mirrors.
@@ -61,7 +62,7 @@ def to_template_toml(resolved: Resolved) -> str:
 
 def _tables(
     resolved: Resolved,
-    lines_of: Callable[[Setting, Any, str], list[str]],
+    lines_of: Callable[[Setting, Any, Source], list[str]],
     chosen: dict[str, Any],
 ) -> str:
     lines: list[str] = []
@@ -75,14 +76,14 @@ def _tables(
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _with_source(setting: Setting, value: Any, source: str) -> list[str]:
+def _with_source(setting: Setting, value: Any, source: Source) -> list[str]:
     if value is None:
         return [f"# {setting.name} =  # {source}"]
     return [f"{setting.name} = {toml_value(value)}  # {source}"]
 
 
-def _with_help(setting: Setting, value: Any, source: str) -> list[str]:
-    mark = "" if source.startswith("--") else "#"
+def _with_help(setting: Setting, value: Any, source: Source) -> list[str]:
+    mark = "" if source.kind is Kind.CALL else "#"
     is_complete = all(choice in setting.help for choice in setting.choices)
     choices = "" if is_complete else f": {', '.join(setting.choices)}"
     text = "" if value is None else toml_value(value)

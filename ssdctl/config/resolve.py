@@ -21,6 +21,7 @@ import msgspec
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.schema import Config, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
+from ssdctl.config.sources import ASSIGNMENT, DEFAULT, Kind, Source
 from ssdctl.errors import UsageError
 from ssdctl.files import read_text, reason_of
 
@@ -50,20 +51,24 @@ class Override(NamedTuple):
 
     path: str
     value: Any
-    source: str
+    source: Source
 
 
 class Resolved(NamedTuple):
-    """A complete config, and the source of each value (`default`, `preset X`, `FILE:LINE`, ...)."""
+    """A complete config, and the source of each value."""
 
     config: Config
-    sources: dict[str, str]
+    sources: dict[str, Source]
+
+    def is_chosen(self, *paths: str) -> bool:
+        """Return whether the user set one of these settings: by a file, a variable or the call."""
+        return any(self.sources[path].kind >= Kind.FILE for path in paths)
 
     def explicit_settings(self) -> set[str]:
         """Return the settings that options or environment variables set, not those of files."""
-        return {p for p, source in self.sources.items() if source.startswith(("--", PREFIX))}
+        return {p for p, source in self.sources.items() if source.kind >= Kind.ENVIRONMENT}
 
-    def with_value(self, path: str, value: Any, source: str | None = None) -> Resolved:
+    def with_value(self, path: str, value: Any, source: Source | None = None) -> Resolved:
         """Return a copy with one value replaced, and its source unless that is None."""
         section, _, name = path.partition(".")
         table = msgspec.structs.replace(getattr(self.config, section), **{name: value})
@@ -105,11 +110,11 @@ def resolve(
     cluster = cluster_overrides(clusters[-1]) if clusters and clusters[-1] else []
 
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    sources: dict[str, Source] = {}
     for setting in all_settings().values():
         if not setting.is_recipe:
             values[setting.path] = setting.default
-            sources[setting.path] = "default"
+            sources[setting.path] = DEFAULT
     for path, value, source in [*_used_of_preset(preset, checked), *cluster, *checked]:
         values[path] = value
         sources[path] = source
@@ -121,7 +126,30 @@ def resolve(
     config = msgspec.convert(sections, Config)
     for path, problem in conflicts(config):
         raise UsageError(f"{sources[path]}: {path}: {problem}")
+    config.__dict__["sources"] = sources  # for `sources_of`
     return Resolved(config, sources)
+
+
+def sources_of(config: Config) -> dict[str, Source]:
+    """Return the source of each value of a config; those of `msgspec.structs.replace` have none.
+
+    In such a config the values that are not the preset's or the defaults are the call's.
+    """
+    if (sources := config.__dict__.get("sources")) is not None:
+        return dict(sources)
+    preset = Override("train.preset", config.train.preset, Source(Kind.CALL, "config"))
+    plain = resolve(overrides=[preset], environment={}, default_file=False)
+    changed = Source(Kind.CALL, "config")
+    return {
+        path: changed if value_of(config, path) != value_of(plain.config, path) else source
+        for path, source in plain.sources.items()
+    }
+
+
+def value_of(config: Config, path: str) -> Any:
+    """Return the value of a setting."""
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 def _used_of_preset(name: str, explicit: Iterable[Override]) -> list[Override]:
@@ -133,13 +161,13 @@ def _used_of_preset(name: str, explicit: Iterable[Override]) -> list[Override]:
 def preset_overrides(name: str) -> list[Override]:
     """Return the values of a preset, checked like any other file."""
     overrides = read_toml(PRESET_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=f"preset {name}") for o in overrides]
+    return [_checked(o)._replace(source=Source(Kind.PRESET, f"preset {name}")) for o in overrides]
 
 
 def cluster_overrides(name: str) -> list[Override]:
     """Return the settings of a known cluster, checked like any other file."""
     overrides = read_toml(CLUSTER_DIR / f"{name}.toml")
-    return [_checked(o)._replace(source=f"cluster {name}") for o in overrides]
+    return [_checked(o)._replace(source=Source(Kind.PRESET, f"cluster {name}")) for o in overrides]
 
 
 def read_toml(path: Path) -> list[Override]:
@@ -159,7 +187,9 @@ def read_toml(path: Path) -> list[Override]:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     lines = _lines_of_keys(text)
     overrides = [
-        Override(key, value, f"{path}:{lines[key]}" if key in lines else str(path))
+        Override(
+            key, value, Source(Kind.FILE, f"{path}:{lines[key]}" if key in lines else str(path))
+        )
         for key, value in _flatten(tables)
     ]
     _refuse_repeated(overrides)
@@ -208,7 +238,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
-            overrides.append(Override(path, text, variable))
+            overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides
 
 
@@ -238,7 +268,7 @@ def parse_assignment(text: str) -> Override:
     path, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--set {text}: expected KEY=VALUE, as in --set train.lr=0.001")
-    return Override(path.strip(), value.strip(), "--set")
+    return Override(path.strip(), value.strip(), ASSIGNMENT)
 
 
 def _checked(override: Override) -> Override:
@@ -265,11 +295,8 @@ def _converted(override: Override, setting: Setting) -> Any:
         return value
     except msgspec.ValidationError as error:
         problem = _readable_problem(setting, str(error))
-        key = (
-            ""
-            if override.source.startswith("--") and override.source != "--set"
-            else f" {setting.path}:"
-        )
+        is_option = override.source.kind is Kind.CALL and override.source is not ASSIGNMENT
+        key = "" if is_option else f" {setting.path}:"
         raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
 
 
@@ -323,7 +350,7 @@ def _lookup(override: Override) -> Setting:
             hint=f"`ssdctl config show {override.path}` lists its settings",
         )
     dotted = setting_path(override.path.replace("_", ".", 1))
-    if override.source.startswith(PREFIX) and dotted is not None:  # SSDCTL_TRAIN_LR
+    if override.source.kind is Kind.ENVIRONMENT and dotted is not None:  # SSDCTL_TRAIN_LR
         variable = all_settings()[dotted].environment
         raise UsageError(f"{override.source}: unknown variable", hint=f"did you mean {variable}?")
     raise UsageError(

@@ -16,7 +16,7 @@ from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmC
 from ssdctl.config.sections.train import ModelConfig, TrainConfig
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """All settings, resolved."""
 
     data: DataConfig

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 
 import msgspec
 
-from ssdctl.config import Config
+from ssdctl.config import Config, Resolved
+from ssdctl.config.resolve import sources_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import FAIL, OK, WARN, CheckResult
 from ssdctl.doctor.data import nearest_folder
@@ -114,7 +115,7 @@ def _without_job() -> dict[str, str]:
 
 def _step(config: Config, runner: ProbeRunner) -> CheckResult:
     start = time.perf_counter()
-    text = msgspec.json.encode(config).decode()
+    text = msgspec.json.encode(Resolved(config, sources_of(config))).decode()
     answer = runner.run_probe("step", STEP_S, text=text, environment=_without_job())
     facts = answer.facts()
     where = f"--device {config.train.device}"

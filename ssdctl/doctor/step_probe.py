@@ -1,6 +1,6 @@
 """Run training steps of a small network on noise, with the config's device and optimizer.
 
-The config is read from stdin, as JSON.
+The config and its sources are read from stdin, as JSON.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import msgspec
 import torch
 
 from ssdctl.checkpoint.format import Architecture
-from ssdctl.config import Config
+from ssdctl.config import Resolved
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import random_batch
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.setup import choose_precision
+from ssdctl.train.run import settle_precision
 from ssdctl.train.step import TrainStep
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
@@ -30,10 +31,11 @@ LR = 1e-4
 
 
 def main() -> None:
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=Config).train
+    resolved = msgspec.json.decode(sys.stdin.buffer.read(), type=Resolved)
+    config = resolved.config.train
     start = time.perf_counter()
     device = open_device(config.device, 0, config.execution)
-    precision = choose_precision(config.precision, device)
+    precision = settle_precision(resolved, device)[0].config.train.precision
     report(
         device=device.name,
         label=device.label,
@@ -63,6 +65,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     try:
-        main()
+        with without_dynamo():
+            main()
     except SsdctlError as error:
         sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))

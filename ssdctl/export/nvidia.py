@@ -55,24 +55,25 @@ def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
     named = dict(model.named_parameters())
     vectors = [name for name, p in named.items() if p.dim() == 1]
     others = [name for name, p in named.items() if p.dim() != 1]
-    light_optimizer.avoid_dynamo_import()
     groups: list[dict[str, Any]] = [
         {"params": [named[name] for name in vectors], "weight_decay": 0.0},
         {"params": [named[name] for name in others]},
     ]
-    optimizer = torch.optim.SGD(
-        groups,
-        lr=recipe.lr * (checkpoint.global_batch or 32) / 32,
-        momentum=recipe.momentum,
-        weight_decay=recipe.weight_decay,
-    )
+    with light_optimizer.without_dynamo():
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=recipe.lr * (checkpoint.global_batch or 32) / 32,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+        )
     milestones = recipe.decay_epochs if recipe.lr_decay == "step" else _Recipe().decay_epochs
     scheduler = MultiStepLR(optimizer, [math.ceil(epoch) for epoch in milestones], DECAY_FACTOR)
     epoch = int(checkpoint.epoch)
     for group in optimizer.param_groups:
         group["lr"] *= DECAY_FACTOR ** sum(epoch >= milestone for milestone in milestones)
     momenta = _momenta(checkpoint, model, recipe)
-    state = optimizer.state_dict()
+    with light_optimizer.without_dynamo():
+        state = optimizer.state_dict()
     state["state"] = {
         index: {"momentum_buffer": momenta[name]}
         for index, name in enumerate([*vectors, *others])

@@ -7,22 +7,24 @@ import re
 from collections.abc import Sequence
 
 from ssdctl.config import Config
-from ssdctl.config.devices import DEVICE_TYPES, DeviceType
+from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.open_dataset import count_images
 from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import pod_spec
 from ssdctl.launch.request import LaunchRequest
-from ssdctl.train.schedule import check_warmup
-from ssdctl.train.small_data import adapted_plan, may_shorten_warmup
+from ssdctl.train.run import check_without_data, finalize
 
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
 
 
 def check_train(request: LaunchRequest, resolved: Resolved) -> tuple[str, ...]:
     """Check that the ranks will accept the settings of `train`.
+
+    The number of images is used if the dataset is prepared and on this machine.
 
     Args:
         request: The launch.
@@ -34,34 +36,18 @@ def check_train(request: LaunchRequest, resolved: Resolved) -> tuple[str, ...]:
     Raises:
         UsageError: The ranks would fail at the start.
     """
-    _check_schedule(request, resolved)
     device, config = DEVICE_TYPES[request.device], resolved.config.train
+    notices = check_without_data(resolved, device)
     if config.execution not in (None, *device.executions):
         raise UsageError(
             f"device {device.name} does not support {config.execution} execution",
             hint=f"--execution {' or '.join(device.executions)}",
         )
-    return _check_precision(device, config.precision, resolved.sources["train.precision"])
-
-
-def _check_schedule(request: LaunchRequest, resolved: Resolved) -> None:
-    """Check that the warm-up is not longer than the run.
-
-    The ranks compare optimizer steps, for which the number of images is needed: it is used if the
-    dataset is prepared and on this machine.
-
-    Raises:
-        UsageError: The warm-up, chosen by the user, is too long.
-    """
-    if may_shorten_warmup(resolved):
-        return
-    if request.launcher != "kubernetes" and request.device != "xla":
-        # pods have other folders; on TPU v2 and v3 one rank has several chips
-        images = _count_images(resolved.config)
-        if images and resolved.config.train.batch_size != "auto":
-            adapted_plan(resolved, images, request.count)
-            return
-    check_warmup(resolved.config.train)
+    # pods have other folders; on TPU v2 and v3 one rank has several chips
+    is_here = request.launcher != "kubernetes" and request.device != "xla"
+    if is_here and config.batch_size != "auto" and (images := _count_images(resolved.config)):
+        finalize(resolved, device, Ranks(0, request.count, 0), images)
+    return notices
 
 
 def _count_images(config: Config) -> int | None:
@@ -73,21 +59,7 @@ def _count_images(config: Config) -> int | None:
         images = count_images(root, folder).trainable
     except DataError:  # the ranks report it
         return None
-    return min(images, config.train.limit_train or images)
-
-
-def _check_precision(device: DeviceType, precision: str, source: str) -> tuple[str, ...]:
-    if precision in ("auto", *device.precisions):
-        return ()
-    if source.startswith("preset "):
-        return (
-            f"{source} trains in {precision}, which device {device.name} does not "
-            "support: its best precision is used instead",
-        )
-    flags = " or ".join(f"--{precision}" for precision in device.precisions)
-    raise UsageError(
-        f"device {device.name} does not compute in {precision}", hint=f"choose {flags}"
-    )
+    return images
 
 
 def check_volumes(request: LaunchRequest, config: Config) -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Resolved
+from ssdctl.config.sources import Kind
 from ssdctl.download.backbone_weights import weights_of
 from ssdctl.runtime.printable import listed
 from ssdctl.train.schedule import TrainSchedule, next_evaluation
-from ssdctl.train.small_data import FINE_TUNING, SMALL_DATA
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
-RULES = (SMALL_DATA.name, FINE_TUNING.name)
 
 
 def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:
@@ -75,9 +74,9 @@ def rule_values(resolved: Resolved) -> dict[str, dict[str, object]]:
     """
     chosen: dict[str, dict[str, object]] = {}
     for path, source in resolved.sources.items():
-        if source in RULES:
-            name = path.removeprefix("train.")
-            chosen.setdefault(source, {})[name] = getattr(resolved.config.train, name)
+        section, _, name = path.partition(".")
+        if source.kind is Kind.RULE and section == "train":
+            chosen.setdefault(source.label, {})[name] = getattr(resolved.config.train, name)
     return chosen
 
 

@@ -6,8 +6,10 @@ an eager run has no graph. If PyTorch's internals differ, only the time changes.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -17,13 +19,25 @@ _COMPILER_ENTRY = "__dynamo_disable"
 _WRAPPED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
-def avoid_dynamo_import() -> None:
-    """Let the optimizers' methods run as plain functions, if torch._dynamo is not imported yet."""
-    if _is_dynamo_imported():
-        return
-    for name in _WRAPPED_METHODS:
-        function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
-        setattr(function, _COMPILER_ENTRY, function)
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Let the optimizers' methods run as plain functions during the block.
+
+    If torch._dynamo is imported already, nothing changes.
+    """
+    changed = []
+    if not _is_dynamo_imported():
+        for name in _WRAPPED_METHODS:
+            function = inspect.unwrap(getattr(torch.optim.Optimizer, name))
+            if not hasattr(function, _COMPILER_ENTRY):
+                setattr(function, _COMPILER_ENTRY, function)
+                changed.append(function)
+    try:
+        yield
+    finally:
+        for function in changed:
+            if getattr(function, _COMPILER_ENTRY, None) is function:
+                delattr(function, _COMPILER_ENTRY)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import Stopped
+from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
@@ -38,6 +38,7 @@ from ssdctl.runtime import signals
 from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.train.early_stopping import EarlyStopping
 from ssdctl.train.ema import EMA
+from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import out_of_memory_hints
 from ssdctl.train.nonfinite import NonFiniteGuard
@@ -46,7 +47,7 @@ from ssdctl.train.profile import StepProfiler
 from ssdctl.train.progress_log import ProgressLog
 from ssdctl.train.resume import load_or_initialize, restore, step_of_plan
 from ssdctl.train.schedule import every
-from ssdctl.train.setup import Setup, prepare_run, with_usable_precision
+from ssdctl.train.setup import Setup, deterministic_kernels, prepare_run
 from ssdctl.train.step import StepResult, TrainStep, copy_ahead
 from ssdctl.train.throughput import ThroughputMeter
 from ssdctl.train.validate import Validator
@@ -82,9 +83,12 @@ def run_training(
     config = resolved.config.train
     with signals.ending_at_once():
         device = open_device(config.device, ranks.local_rank, config.execution)
-    with process_group(ranks, device, config.rank_timeout):
-        resolved, precision_notice = with_usable_precision(resolved, device)
-        for notice in (*device.notices, *filter(None, [precision_notice])):
+    with (
+        deterministic_kernels(config.deterministic),
+        without_dynamo(),
+        process_group(ranks, device, config.rank_timeout),
+    ):
+        for notice in device.notices:
             log.warning("%s", notice)
         with contextlib.ExitStack() as exit_stack:
             with signals.ending_at_once():
@@ -129,7 +133,7 @@ class _Trainer:
                     self.step,
                 )
         self.throughput = ThroughputMeter(self.plan.global_batch_size)
-        self.progress_log = ProgressLog(setup, setup.resolved, self.step, emit, self.throughput)
+        self.progress_log = ProgressLog(setup, self.step, emit, self.throughput)
         past = self.progress_log.past_evaluations()
         last = max((record["step"] for record in past), default=None)
         self.evaluated_step = collectives.broadcast(last, setup.ranks)
@@ -143,7 +147,12 @@ class _Trainer:
         self.is_save_requested = False
         self.guard = NonFiniteGuard(config.on_nonfinite)
         self.memory_hints = functools.partial(
-            out_of_memory_hints, setup.architecture, config, setup.device, setup.precision
+            out_of_memory_hints,
+            setup.architecture,
+            config,
+            self.plan.batch_size,
+            setup.device,
+            setup.precision,
         )
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.out).profile, setup.device, setup.ranks
@@ -194,7 +203,7 @@ class _Trainer:
         config = self.setup.config.train
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
-            batches = list(itertools.islice(self.batches, config.accumulate))
+            batches = self._next_batches(config.accumulate)
         self.progress_log.before_step(self.step, batches)
         with self.memory_hints():
             result = train_step(batches, lr)
@@ -205,6 +214,19 @@ class _Trainer:
         if self.ema is not None:
             self.ema.update()
         return result
+
+    def _next_batches(self, count: int) -> list[Batch]:
+        """Return the next step's batches; if the input fails, save the steps before.
+
+        Several ranks need each other to save, and only this one has failed: they do not.
+        """
+        try:
+            return list(itertools.islice(self.batches, count))
+        except (DataError, DiskError):
+            if self.setup.ranks.is_single_process:
+                self._save()
+                self.checkpoint_writer.wait()
+            raise
 
     def _handle_bad_steps(self) -> None:
         """Record the skipped steps since the last log point; roll back if the policy is that.

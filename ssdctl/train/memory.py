@@ -12,7 +12,6 @@ import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ssdctl.checkpoint.format import Architecture
-from ssdctl.config import Config, TrainConfig
+from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import collectives
@@ -101,18 +100,14 @@ def random_batch(
     return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
 
 
-def with_batch_size(
-    config: Config, architecture: Architecture, device: Device, ranks: Ranks, precision: str
-) -> Config:
-    """Return the config with `--bs auto` replaced by a number, the same on every rank.
+def largest_batch(
+    config: TrainConfig, architecture: Architecture, device: Device, ranks: Ranks, precision: str
+) -> int:
+    """Return the batch size of `--bs auto`, the same on every rank.
 
     Raises:
-        UsageError: The device does not report its memory, not even one image fits, or the cores of
-            the device cannot share the batch equally.
+        UsageError: The device does not report its memory, or not even one image fits.
     """
-    if config.train.batch_size != "auto":
-        _check_shares(config.train.batch_size, device)
-        return config
     if device.is_host:
         raise UsageError(
             f"--bs auto: the memory of device {device.name} does not determine a good batch size",
@@ -124,19 +119,17 @@ def with_batch_size(
             f"--bs auto: device {device.name} does not report its memory",
             hint="give a number, as in --bs 32",
         )
-    fits = _measure_largest_batch(config.train, architecture, device, precision, memory)
+    fits = _measure_largest_batch(config, architecture, device, precision, memory)
     fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)
     if fits < 1:
         raise UsageError(
             f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB",
             hint="choose a smaller --backbone, or give a number, as in --bs 2",
         )
-    fits = max(fits - fits % device.num_cores, device.num_cores)
-    train = msgspec.structs.replace(config.train, batch_size=fits)
-    return msgspec.structs.replace(config, train=train)
+    return max(fits - fits % device.num_cores, device.num_cores)
 
 
-def _check_shares(batch_size: int, device: Device) -> None:
+def check_shares(batch_size: int, device: Device) -> None:
     """Check that every core of the device gets the same number of images.
 
     Raises:
@@ -199,7 +192,11 @@ def _free_memory(device: Device) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_hints(
-    architecture: Architecture, config: TrainConfig, device: Device, precision: str
+    architecture: Architecture,
+    config: TrainConfig,
+    batch_size: int,
+    device: Device,
+    precision: str,
 ) -> Iterator[None]:
     """Replace an out-of-memory error by one that proposes a `--bs` that fits.
 
@@ -213,19 +210,25 @@ def out_of_memory_hints(
             raise
         memory = device.memory_bytes()
         raise UsageError(
-            f"out of memory on device {device.name} ({device.label}) at --bs {config.batch_size}",
-            hint=_proposal(estimate(architecture, config, precision), memory, config, device),
+            f"out of memory on device {device.name} ({device.label}) at --bs {batch_size}",
+            hint=_proposal(
+                estimate(architecture, config, precision),
+                memory,
+                batch_size,
+                config.accumulate,
+                device,
+            ),
         ) from error
 
 
-def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig, device: Device) -> str:
+def _proposal(
+    need: MemoryEstimate, memory: int | None, tried: int, accumulate: int, device: Device
+) -> str:
     """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
 
     If the batch that failed fits by the count, the software of the device or another process needs
     the rest of the memory.
     """
-    tried = config.batch_size
-    assert isinstance(tried, int)
     if tried == 1:
         return "not even one image fits: choose a smaller --backbone, or --bf16"
     fits = need.fits(memory) if memory else tried
@@ -234,7 +237,7 @@ def _proposal(need: MemoryEstimate, memory: int | None, config: TrainConfig, dev
         fits = tried // 2
         fits -= fits % 8 if fits > 8 else 0
     fits = max(fits, 1)
-    more = -(-tried * config.accumulate // fits)
+    more = -(-tried * accumulate // fits)
     same = f"with --accumulate {more} the global batch stays about the same"
     if is_counted:
         return f"--bs {fits} would fit; {same}"

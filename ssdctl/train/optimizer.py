@@ -19,7 +19,6 @@ SMALLEST_LR = 1e-30
 
 def build_optimizer(model: nn.Module, config: TrainConfig, device: Device) -> torch.optim.Optimizer:
     """Return the recipe's optimizer. Its learning rate is set at every step."""
-    light_optimizer.avoid_dynamo_import()
     decayed, others = decay_groups(
         model, decay_bias=config.decay_bias, decay_norm=config.decay_norm
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ssdctl.config.render import snapshot
-from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import warning_without_validation
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
@@ -52,7 +51,6 @@ class ProgressLog:
 
     Args:
         setup: The run.
-        resolved: Its config, with the source of every value.
         start_step: The step from which it continues.
         emit: Called with every record, and with what is only shown (ssdctl/runs/progress.py).
         throughput: Measures the rate of the steps.
@@ -61,7 +59,6 @@ class ProgressLog:
     def __init__(
         self,
         setup: Setup,
-        resolved: Resolved,
         start_step: int,
         emit: Callable[[Record], None],
         throughput: ThroughputMeter,
@@ -78,8 +75,8 @@ class ProgressLog:
         self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         self._mllog: MLLog | None = None
         if setup.ranks.is_main:
-            self._open(resolved, start_step)
-            self._describe(resolved, start_step)
+            self._open(start_step)
+            self._describe(start_step)
         self.event(
             "started",
             start_step,
@@ -91,19 +88,17 @@ class ProgressLog:
             world_size=setup.ranks.world_size,
         )
 
-    def _open(self, resolved: Resolved, start_step: int) -> None:
+    def _open(self, start_step: int) -> None:
         setup, config = self._setup, self._setup.config.train
-        resolved = resolved.with_value("train.precision", setup.precision)
-        resolved = resolved.with_value("train.batch_size", setup.plan.batch_size)
         facts = environment(setup.device.label, setup.ranks.world_size)
-        self._metrics = open_run(self._run, resolved, facts, start_step)
+        self._metrics = open_run(self._run, setup.run.resolved, facts, start_step)
         if classes := find_trackers(config):
             run = TrackedRun(
                 id=tracker_id(self._run),
                 name=self._run.path.resolve().name,
                 folder=self._run.path,
                 start_step=start_step,
-                config=snapshot(resolved.config),
+                config=snapshot(setup.config),
                 environment=facts,
                 records=self._metrics.past_records,
             )
@@ -125,9 +120,9 @@ class ProgressLog:
                 val_images=0 if setup.val is None else len(setup.val.image_ids),
             )
 
-    def _describe(self, resolved: Resolved, start_step: int) -> None:
+    def _describe(self, start_step: int) -> None:
         """Emit what the run is about to do, and warn of what it will lack."""
-        setup, config = self._setup, self._setup.config
+        setup, config, resolved = self._setup, self._setup.config, self._setup.run.resolved
         root, _ = dataset_folders(config.data)
         val_images = 0
         if setup.val is not None:

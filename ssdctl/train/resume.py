@@ -18,6 +18,7 @@ from ssdctl.checkpoint.reader import (
 )
 from ssdctl.config.render import values
 from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.sources import Kind
 from ssdctl.data.class_match import class_differences
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.distributed import collectives
@@ -27,7 +28,6 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.train.optimizer import is_adamw, load_optimizer
 from ssdctl.train.schedule import TrainSchedule
 from ssdctl.train.setup import Setup, load_first_weights
-from ssdctl.train.small_data import is_rule
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,9 @@ def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]
     now = values(setup.config)
     # A longer run may have another schedule, as after another --epochs.
     schedule = ("warmup", "lr_decay", "decay_epochs")
-    derived = {f"train.{name}" for name in schedule if is_rule(setup.resolved, name)}
+    sources = setup.run.resolved.sources
+    keys = [f"train.{name}" for name in schedule]
+    derived = {key for key in keys if sources[key].kind is Kind.RULE}
     before = with_current_keys(checkpoint.config)
     return {
         path: saved

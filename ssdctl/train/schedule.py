@@ -111,20 +111,16 @@ def make_plan(
     """Compute the schedule of a run.
 
     Args:
-        config: The run.
+        config: The run; its batch size is a number.
         images: Number of training images.
         world_size: Number of ranks.
         may_shorten_warmup: Shorten a warm-up that is longer than the run to a tenth of the run,
             because the user did not choose it.
 
     Raises:
-        UsageError: The warm-up is longer than the run; the batch size is `auto`.
+        UsageError: The warm-up is longer than the run.
     """
-    if isinstance(config.batch_size, str):
-        raise UsageError(
-            "--bs auto depends on the device's memory, and a plan does not open the device",
-            hint="give a number, as in --bs 32",
-        )
+    assert isinstance(config.batch_size, int)
     global_batch = config.batch_size * world_size * config.accumulate
 
     def steps(epochs: float) -> int:

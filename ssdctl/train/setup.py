@@ -3,8 +3,10 @@ weights."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from ssdctl.checkpoint.reader import (
     with_classes,
     with_counters,
 )
-from ssdctl.config import Config
+from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
 from ssdctl.data.open_dataset import open_dataset
@@ -34,8 +36,9 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
-from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.download.detectors import DetectorSource, cached_path
+from ssdctl.errors import DataError, IntegrityError
+from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.ssd300 import SSD300
@@ -43,9 +46,9 @@ from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
-from ssdctl.train.memory import with_batch_size
-from ssdctl.train.schedule import TrainSchedule, make_plan
-from ssdctl.train.small_data import adapt_to_data, is_default, may_shorten_warmup
+from ssdctl.train.memory import check_shares, largest_batch
+from ssdctl.train.run import Network, Run, check_without_data, finalize
+from ssdctl.train.schedule import TrainSchedule
 from ssdctl.train.trackers.registry import find_trackers
 
 log = logging.getLogger(__name__)
@@ -54,60 +57,69 @@ log = logging.getLogger(__name__)
 class Setup(NamedTuple):
     """The parts of a run before its first step."""
 
-    config: Config
-    resolved: Resolved  # the same config, with the source of each value
+    run: Run
     device: Device
     ranks: Ranks
-    precision: str
-    plan: TrainSchedule
     train: Split
     val: Split | None
     val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
     architecture: Architecture
     model: SSD300
-    out: Path
     threads: int
+    init: InitCheckpoint
+
+    @property
+    def config(self) -> Config:
+        """The settings of the run."""
+        return self.run.config
+
+    @property
+    def plan(self) -> TrainSchedule:
+        """The schedule of the run."""
+        return self.run.plan
+
+    @property
+    def precision(self) -> str:
+        """The precision of the network."""
+        return self.run.precision
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return self.run.out
 
 
-def choose_precision(precision: str, device: Device) -> str:
-    """Return the precision of the network: fp32, bf16 or fp16.
+class InitCheckpoint:
+    """The checkpoint of `--init`, read once: for its network, and later for its weights.
 
-    Raises:
-        UsageError: The device cannot compute in it.
+    Args:
+        config: Of the run.
     """
-    if precision == "auto":
-        return device.auto_precision
-    if precision not in device.precisions:
-        flags = " or ".join(f"--{p}" for p in device.precisions)
-        raise UsageError(
-            f"device {device.name} does not compute in {precision}", hint=f"choose {flags}"
-        )
-    return precision
 
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._checkpoint: Checkpoint | None = None
 
-def with_usable_precision(resolved: Resolved, device: Device) -> tuple[Resolved, str | None]:
-    """Replace a preset's precision that the device lacks by the device's best.
+    def read(self) -> Checkpoint:
+        """Return it; a detector by name is fetched.
 
-    What the user asked for stays, and is refused later.
+        Raises:
+            UsageError, NetworkError, IntegrityError: It is not available, or damaged.
+        """
+        if self._checkpoint is None:
+            source, mirror = self._config.train.init, self._config.download.mirror
+            assert source is not None
+            self._checkpoint = read_checkpoint(locate_checkpoint(source, mirror=mirror))
+        return self._checkpoint
 
-    Returns:
-        The settings, and a message for the user if one was replaced.
-    """
-    requested, source = resolved.config.train.precision, resolved.sources["train.precision"]
-    if requested in ("auto", *device.precisions) or not source.startswith("preset "):
-        return resolved, None
-    notice = (
-        f"{source} trains in {requested}, which device {device.name} lacks: {{}} is used instead"
-    )
-    precision = device.auto_precision
-    return resolved.with_value("train.precision", precision), notice.format(precision)
+    def take(self) -> Checkpoint:
+        """Return it for the last time, so that its memory is freed."""
+        checkpoint, self._checkpoint = self.read(), None
+        return checkpoint
 
 
 def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Progress) -> Setup:
-    """Open the dataset, compute the schedule, build the network with random weights.
-
-    Settings that the user did not choose are adapted to the number of training images and to the
-    checkpoint of `--init`.
+    """Open the dataset, settle the run, build the network with random weights.
 
     Raises:
         UsageError, DataError: See the functions called.
@@ -115,88 +127,96 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
     config = resolved.config
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
-    if config.train.deterministic:
-        make_deterministic()  # first: the GPU's libraries read it at their first use
-    precision = choose_precision(config.train.precision, device)
-    # The resolved `auto` belongs to the run: a resume on another device compares it.
-    resolved = resolved.with_value("train.precision", precision)
+    check_without_data(resolved, device)  # before the dataset, which may take long to prepare
     train, val = _open_splits(config, ranks, progress)
-    train = train._replace(trainable=train.trainable[: config.train.limit_train])
+
+    def architecture_of(settled: Config) -> Architecture:
+        model = settled.model
+        return Architecture(model.backbone, model.extra_norm, len(train.classes) + 1)
+
+    def measured(settled: Config) -> int:
+        architecture, precision = architecture_of(settled), settled.train.precision
+        return largest_batch(settled.train, architecture, device, ranks, precision)
+
+    init = InitCheckpoint(config)
+    run = finalize(
+        resolved,
+        device,
+        ranks,
+        len(train.trainable),
+        network=_network_of_init(resolved, init, ranks),
+        largest_batch=measured,
+    )
+    check_shares(run.plan.batch_size, device)
+    for notice in run.notices:
+        log.warning("%s", notice)
+    train = train._replace(trainable=train.trainable[: run.plan.images])
     val_rows = None
     if config.train.overfit is not None:  # train and evaluate on the same few images
-        train = train._replace(trainable=train.trainable[: config.train.overfit])
         val, val_rows = train, train.trainable
-    resolved, _ = adapt_to_data(
-        _with_network_of_init(resolved, ranks), len(train.trainable), ranks.world_size
-    )
-    config = resolved.config
-    architecture = Architecture(
-        config.model.backbone, config.model.extra_norm, len(train.classes) + 1
-    )
-    config = with_batch_size(config, architecture, device, ranks, precision)
-    plan = make_plan(
-        config.train,
-        len(train.trainable),
-        ranks.world_size,
-        may_shorten_warmup=may_shorten_warmup(resolved),
-    )
-
-    torch.manual_seed(config.train.seed)  # the same first weights on every rank
-    model = architecture.build()
-    if config.train.freeze_stem:
-        model.freeze_stem()
-    model.freeze(config.train.freeze)
-    if config.train.freeze_norm:
-        model.freeze_norm()
-    if config.train.sync_bn:
-        model = with_sync_bn(model, device, ranks)
+    architecture = architecture_of(run.config)
     return Setup(
-        config=config,
-        resolved=resolved._replace(config=config),
+        run=run,
         device=device,
         ranks=ranks,
-        precision=precision,
-        plan=plan,
         train=train,
         val=val,
         val_rows=val_rows,
         architecture=architecture,
-        model=device.place(model),
-        out=run_dir(config).path,
+        model=device.place(_new_model(architecture, run.config.train, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
+        init=init,
     )
 
 
-def _with_network_of_init(resolved: Resolved, ranks: Ranks) -> Resolved:
-    """Return the settings with the network of the checkpoint of `--init`, or of the run to resume.
+def _new_model(
+    architecture: Architecture, config: TrainConfig, device: Device, ranks: Ranks
+) -> SSD300:
+    """Return the network with random weights, the same on every rank."""
+    torch.manual_seed(config.seed)
+    model = architecture.build()
+    if config.freeze_stem:
+        model.freeze_stem()
+    model.freeze(config.freeze)
+    if config.freeze_norm:
+        model.freeze_norm()
+    return with_sync_bn(model, device, ranks) if config.sync_bn else model
 
-    Only what neither the user nor a preset that the user named chose is replaced.
+
+def planned_network(resolved: Resolved) -> Network | None:
+    """Return the network of `--init`, or of the run to resume, if it is on this machine.
+
+    Raises:
+        UsageError, IntegrityError: There is no such file or name, or it is damaged.
+    """
+    config = resolved.config
+    if config.train.init is None or resolved.is_chosen("train.preset"):
+        return None
+    if not run_dir(config).step_checkpoints():
+        source = resolve_source(config.train.init)
+        is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
+        if not is_cached and not isinstance(source, Path):
+            return None
+    return _network_of(config, InitCheckpoint(config))
+
+
+def _network_of_init(resolved: Resolved, init: InitCheckpoint, ranks: Ranks) -> Network | None:
+    """Return the network of the checkpoint of `--init`, or of the run to resume.
 
     Raises:
         UsageError, NetworkError, IntegrityError: The checkpoint is not available, or damaged.
     """
     config = resolved.config
-    if config.train.init is None or not is_default(resolved, "preset"):
-        return resolved
-    network = None
-    if ranks.is_main:
-        network = _network_of(config)
-    network = collectives.broadcast(network, ranks)
-    assert network is not None
-    for path, value in zip(("model.backbone", "model.extra_norm"), network, strict=True):
-        if resolved.sources[path].startswith("preset "):
-            resolved = resolved.with_value(path, value, source="checkpoint of --init")
-    return resolved
+    if config.train.init is None or resolved.is_chosen("train.preset"):
+        return None
+    return collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
 
 
-def _network_of(config: Config) -> tuple[str, str]:
-    """Return backbone and extra_norm of the run to resume, else of the checkpoint of `--init`."""
+def _network_of(config: Config, init: InitCheckpoint) -> Network:
+    """Return the network of the run to resume, else of the checkpoint of `--init`."""
     checkpoint, _ = CheckpointDir(run_dir(config).path, config.train.keep).newest_intact()
-    if checkpoint is None:
-        assert config.train.init is not None
-        path = locate_checkpoint(config.train.init, mirror=config.download.mirror)
-        checkpoint = read_checkpoint(path)
-    return checkpoint.architecture.backbone, checkpoint.architecture.extra_norm
+    architecture = (checkpoint or init.read()).architecture
+    return Network(architecture.backbone, architecture.extra_norm)
 
 
 def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
@@ -212,11 +232,27 @@ def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
     return model
 
 
-def make_deterministic() -> None:
-    """Let PyTorch choose deterministic kernels, or fail if there is none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+@contextlib.contextmanager
+def deterministic_kernels(is_on: bool) -> Iterator[None]:
+    """Let PyTorch choose deterministic kernels, or fail if there is none, during the block."""
+    if not is_on:
+        yield
+        return
+    variable = "CUBLAS_WORKSPACE_CONFIG"  # read at the first use
+    workspace = os.environ.get(variable)
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    os.environ.setdefault(variable, ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(variable, None)
 
 
 def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
@@ -259,9 +295,7 @@ def load_first_weights(setup: Setup) -> None:
     """
     config, model, classes = setup.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = read_checkpoint(
-            locate_checkpoint(config.train.init, mirror=config.download.mirror)
-        )
+        checkpoint = setup.init.take()
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)

@@ -11,7 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 from ssdctl.config.resolve import Resolved
-from ssdctl.train.schedule import TrainSchedule, make_plan
+from ssdctl.config.sources import Kind, Source
 
 FEW_IMAGES = 2500  # with fewer, 65 epochs at batch 32 are less than 5,000 steps
 REFERENCE_BATCH = 8  # `Rule.peak_lr` is for this global batch
@@ -53,12 +53,12 @@ def adapt_to_data(resolved: Resolved, images: int, world_size: int) -> Adapted:
         world_size: Number of ranks.
     """
     config = resolved.config.train
-    if not is_default(resolved, "preset") or images >= FEW_IMAGES or config.fake_data:
+    if resolved.is_chosen("train.preset") or images >= FEW_IMAGES or config.fake_data:
         return Adapted(resolved, None)
     rule = SMALL_DATA if config.init is None else FINE_TUNING
     values = _values(resolved, rule, images, world_size)
     for name, value in values.items():
-        resolved = resolved.with_value(f"train.{name}", value, source=rule.name)
+        resolved = resolved.with_value(f"train.{name}", value, Source(Kind.RULE, rule.name))
     if not values:
         return Adapted(resolved, None)
     kind = "fine-tuning on" if config.init is not None else "only"
@@ -67,50 +67,26 @@ def adapt_to_data(resolved: Resolved, images: int, world_size: int) -> Adapted:
     return Adapted(resolved, line)
 
 
-def adapted_plan(resolved: Resolved, images: int, world_size: int) -> tuple[TrainSchedule, Adapted]:
-    """Return the schedule of a run without opening its device, and the adapted settings.
-
-    Raises:
-        UsageError: See `make_plan`.
-    """
-    adapted = adapt_to_data(resolved, images, world_size)
-    may_shorten = may_shorten_warmup(adapted.resolved)
-    config = adapted.resolved.config.train
-    return make_plan(config, images, world_size, may_shorten_warmup=may_shorten), adapted
-
-
-def is_default(resolved: Resolved, *names: str) -> bool:
-    """Return whether these settings of `train` have the value of the default or of a preset."""
-    sources = [resolved.sources[f"train.{name}"] for name in names]
-    return all(source == "default" or source.startswith("preset ") for source in sources)
-
-
-def may_shorten_warmup(resolved: Resolved) -> bool:
-    """Return whether the warm-up is not the user's own choice."""
-    return is_default(resolved, "warmup") or is_rule(resolved, "warmup")
-
-
-def is_rule(resolved: Resolved, name: str) -> bool:
-    """Return whether a rule of this module chose a setting of `train`."""
-    return resolved.sources[f"train.{name}"] in (SMALL_DATA.name, FINE_TUNING.name)
-
-
 def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dict[str, Any]:
     """Return the new values of those settings that the user did not set."""
     config = resolved.config.train
     values: dict[str, Any] = {}
-    per_batch_size = world_size * config.accumulate
-    batch_size = config.batch_size
-    if is_default(resolved, "batch_size"):
+
+    def is_open(*names: str) -> bool:
+        return not resolved.is_chosen(*(f"train.{name}" for name in names))
+
+    assert isinstance(config.batch_size, int)
+    per_batch_size, batch_size = world_size * config.accumulate, config.batch_size
+    if is_open("batch_size"):
         values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, 1)
-    global_batch = 32 if batch_size == "auto" else int(batch_size) * per_batch_size
+    global_batch = batch_size * per_batch_size
 
     epochs = config.epochs
-    if is_default(resolved, "epochs"):
+    if is_open("epochs"):
         samples = max(rule.fewest_samples, rule.fewest_epochs * images)
         samples = max(samples, (config.steps or 0) * global_batch)
         values["epochs"] = epochs = math.ceil(samples / images)
-    if is_default(resolved, "optimizer", "lr", "momentum", "weight_decay"):
+    if is_open("optimizer", "lr", "momentum", "weight_decay"):
         peak = min(rule.peak_lr * math.sqrt(global_batch / REFERENCE_BATCH), HIGHEST_LR)
         values |= {
             "optimizer": "adamw",
@@ -121,16 +97,15 @@ def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dic
     run_steps = min(steps, config.steps or steps)
     if run_steps < steps:  # the schedule ends with the run; rounded up to the end of a step
         end = math.ceil(1e4 * run_steps * global_batch / images) / 1e4
-    if is_default(resolved, "warmup"):
+    if is_open("warmup"):
         values["warmup"] = f"{max(run_steps // 20, 1)}st"
-    if is_default(resolved, "lr_decay", "decay_epochs"):
+    if is_open("lr_decay", "decay_epochs"):
         values |= {"lr_decay": "cosine", "decay_epochs": (round(0.2 * end, 3), end)}
-    if is_default(resolved, "eval_every", "eval_at"):
+    if is_open("eval_every", "eval_at"):
         interval = max(run_steps // EVALUATIONS, FEWEST_STEPS_BETWEEN_EVALUATIONS)
         if interval < run_steps:
             values["eval_every"] = f"{interval}st"
-    is_small_batch = batch_size != "auto" and int(batch_size) < SMALL_BATCH
-    if rule is FINE_TUNING and is_small_batch and is_default(resolved, "freeze_norm"):
+    if rule is FINE_TUNING and batch_size < SMALL_BATCH and is_open("freeze_norm"):
         values["freeze_norm"] = True
     return values
 

@@ -24,6 +24,7 @@ from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
@@ -162,7 +163,9 @@ def resumable(
     folder: Path, optimizer: str = "sgd"
 ) -> tuple[SSD300, torch.optim.Optimizer, Payload]:
     """Return a network, its optimizer, and the contents of a checkpoint of both."""
-    config = resolve(overrides=[Override("train.optimizer", optimizer, "test")]).config.train
+    config = resolve(
+        overrides=[Override("train.optimizer", optimizer, of_call("test"))]
+    ).config.train
     model = load_network(read_checkpoint(save(payload(), folder)))
     content = {**payload(), "model": model.state_dict(), "trained": None}
     content["config"]["train.optimizer"] = optimizer

@@ -476,10 +476,13 @@ def test_benchmark_of_compiled_data(cli: Cli) -> None:
 def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.benchmark.evaluate import benchmark_evaluate
     from ssdctl.config.resolve import Override, resolve
+    from ssdctl.config.sources import of_call
     from ssdctl.data.open_dataset import open_dataset
 
-    backbone = Override("model.backbone", "resnet18", "--backbone")
-    config = resolve(overrides=[backbone, Override("evaluate.batch_size", 2, "--bs")]).config
+    backbone = Override("model.backbone", "resnet18", of_call("--backbone"))
+    config = resolve(
+        overrides=[backbone, Override("evaluate.batch_size", 2, of_call("--bs"))]
+    ).config
     split = open_dataset(shapes, tmp_path / "store")["val"]
     figures = benchmark_evaluate(split, config, 0.1, score_images=20)
     assert figures["detect_images_per_second"] > 0

@@ -87,14 +87,14 @@ def test_the_contact_sheet_shows_four_images(tmp_path: Path) -> None:
 
 def test_held_out_images_have_several_objects(shapes: Path) -> None:
     images = demo.held_out_images(shapes)
-    assert len(images) == len(set(images)) == 4
+    assert 1 < len(images) == len(set(images)) <= 4
     assert all(image.is_file() and image.parent.name == "val2017" for image in images)
 
 
 @pytest.mark.process
 def test_the_rate_is_measured_on_this_machine() -> None:
-    config = resolve(environment={"HOME": "/"}).config.train
-    assert 1e-3 <= demo.seconds_per_step(config) < 60
+    resolved = resolve(environment={"HOME": "/"})
+    assert 1e-3 <= demo.seconds_per_step(resolved) < 60
 
 
 def test_an_interrupted_demo_keeps_its_number_of_steps(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ssdctl.config.resolve import (
     resolve,
 )
 from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.sources import of_call
 from ssdctl.errors import UsageError
 
 PRESETS = all_settings()["train.preset"].choices
@@ -27,7 +28,7 @@ PRESETS = all_settings()["train.preset"].choices
 def resolved(
     *overrides: tuple[str, object], file: Path | None = None, **environment: str
 ) -> Resolved:
-    given_here = [Override(path, value, f"--{path}") for path, value in overrides]
+    given_here = [Override(path, value, of_call(f"--{path}")) for path, value in overrides]
     return resolve(
         file=str(file) if file else None,
         overrides=given_here,
@@ -79,10 +80,10 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
 
 
 def test_scores_are_comparable_by_default() -> None:
-    """In fp32, on all images of the validation split, whichever precision the preset trains in."""
+    """In the checkpoint's precision, on all images of the validation split, with every preset."""
     for preset in PRESETS:
         evaluation = resolved(("train.preset", preset)).config.evaluate
-        assert (evaluation.precision, evaluation.split, evaluation.limit) == ("fp32", "val", None)
+        assert (evaluation.precision, evaluation.split, evaluation.limit) == ("auto", "val", None)
         assert not evaluation.annotated_only
 
 
@@ -90,12 +91,12 @@ def test_every_value_has_a_source(tmp_path: Path) -> None:
     file = tmp_path / "my.toml"
     file.write_text("# comment\n[train]\nseed = 3\n\n[data]\nroot = 'x'\n")
     sources = resolved(("train.lr", "1e-3"), file=file, SSDCTL_TRAIN__WORKERS="2").sources
-    assert sources["train.seed"] == f"{file}:3"
-    assert sources["data.root"] == f"{file}:6"
-    assert sources["train.workers"] == "SSDCTL_TRAIN__WORKERS"
-    assert sources["train.lr"] == "--train.lr"
-    assert sources["train.momentum"] == "preset stable-r34"
-    assert sources["train.keep"] == "default"
+    assert sources["train.seed"].label == f"{file}:3"
+    assert sources["data.root"].label == f"{file}:6"
+    assert sources["train.workers"].label == "SSDCTL_TRAIN__WORKERS"
+    assert sources["train.lr"].label == "--train.lr"
+    assert sources["train.momentum"].label == "preset stable-r34"
+    assert sources["train.keep"].label == "default"
     assert sources.keys() == all_settings().keys()
 
 
@@ -250,7 +251,7 @@ def test_a_template_follows_its_preset(tmp_path: Path, name: str) -> None:
     file.write_text(to_template_toml(before))
     after = resolved(file=file)
     assert after.config == before.config
-    assert {p for p, s in after.sources.items() if "ssdctl.toml" in s} == {"train.preset"}
+    assert {p for p, s in after.sources.items() if "ssdctl.toml" in s.label} == {"train.preset"}
     other = "nvidia-r50" if name != "nvidia-r50" else "mlperf-r34"
     changed = resolved(("train.preset", other), file=file)
     assert changed.config.model.backbone == resolved(("train.preset", other)).config.model.backbone
@@ -264,7 +265,7 @@ def test_every_line_of_a_template_can_be_set(tmp_path: Path) -> None:
     set_up = resolved(file=file)
     assert set_up.config == resolved().config
     unset = {p for p, v in values(set_up.config).items() if v is None}
-    assert {p for p, s in set_up.sources.items() if "ssdctl.toml" in s} == set(
+    assert {p for p, s in set_up.sources.items() if "ssdctl.toml" in s.label} == set(
         all_settings()
     ) - unset
 

@@ -18,11 +18,11 @@ from ssdctl.config.resolve import resolve
 from ssdctl.device import hpu, open_device
 from ssdctl.distributed import rendezvous
 from ssdctl.distributed.process_group import process_group
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import local_cache
 from ssdctl.train.optimizer import is_adamw, load_optimizer
-from ssdctl.train.setup import choose_precision, with_usable_precision
+from ssdctl.train.run import finalize
 
 Cli = Callable[..., Result]
 STANDIN = Path(__file__).parent.parent / "standin"
@@ -279,16 +279,13 @@ def test_without_the_bridge_it_is_refused(cli: Cli) -> None:
 def test_a_presets_precision_falls_back_but_the_users_does_not(calls: list[str]) -> None:
     """fp16, which the card lacks."""
     device = open_device("hpu")
-    resolved, notice = with_usable_precision(
-        resolve(environment={"SSDCTL_TRAIN__PRESET": "nvidia-r50"}), device
-    )
-    assert resolved.config.train.precision == "bf16"
-    assert "fp16" in (notice or "")
+    preset = resolve(environment={"SSDCTL_TRAIN__PRESET": "nvidia-r50"})
+    run = finalize(preset, device, SINGLE_PROCESS, 10_000)
+    assert run.precision == "bf16"
+    assert "fp16" in " ".join(run.notices)
     own = resolve(environment={"SSDCTL_TRAIN__PRECISION": "fp16"})
-    resolved, notice = with_usable_precision(own, device)
-    assert (resolved.config.train.precision, notice) == ("fp16", None)
     with pytest.raises(UsageError, match="fp16"):
-        choose_precision("fp16", device)
+        finalize(own, device, SINGLE_PROCESS, 10_000)
 
 
 def test_a_run(calls: list[str], shapes: Path, tmp_path: Path, cli: Cli) -> None:

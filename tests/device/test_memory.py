@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 import torch
 from conftest import TINY_RUN, Result
@@ -29,8 +28,8 @@ from ssdctl.train.memory import (
     MemoryEstimate,
     activation_bytes,
     estimate,
+    largest_batch,
     out_of_memory_hints,
-    with_batch_size,
 )
 
 Cli = Callable[..., Result]
@@ -109,12 +108,8 @@ class Card(Cpu):
 
 
 def auto(device: Cpu) -> int:
-    overrides = resolve(environment={"HOME": "/"}).config
-    train = msgspec.structs.replace(overrides.train, batch_size="auto")
-    config = msgspec.structs.replace(overrides, train=train)
-    batch_size = with_batch_size(config, R18, device, SINGLE_PROCESS, "fp32").train.batch_size
-    assert isinstance(batch_size, int)
-    return batch_size
+    config = resolve(environment={"HOME": "/"}).config.train
+    return largest_batch(config, R18, device, SINGLE_PROCESS, "fp32")
 
 
 class Step:
@@ -186,7 +181,7 @@ def test_an_allocators_error_proposes_what_would_fit(words: str, is_memory: bool
     card = Card(4_000_000_000)
     with (
         pytest.raises(UsageError if is_memory else RuntimeError) as caught,
-        out_of_memory_hints(R18, config(batch_size=512), card, "fp32"),
+        out_of_memory_hints(R18, config(), 512, card, "fp32"),
     ):
         raise RuntimeError(words)
     if isinstance(caught.value, UsageError):
@@ -202,7 +197,7 @@ def test_a_batch_that_fits_by_the_count_is_halved(memory: int | None) -> None:
     """As on a card whose software needs more than network and activations."""
     with (
         pytest.raises(UsageError) as caught,
-        out_of_memory_hints(R18, config(batch_size=100, accumulate=2), Card(memory), "fp32"),
+        out_of_memory_hints(R18, config(accumulate=2), 100, Card(memory), "fp32"),
     ):
         raise RuntimeError("could not create a memory object")
     hint = caught.value.hint or ""

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import of_call
 from ssdctl.runs.default_folder import run_dir
 
 
 def folder(**values: object) -> str:
     """Return the run folder for settings given as `section__name`."""
-    overrides = [Override(key.replace("__", "."), value, "--x") for key, value in values.items()]
+    overrides = [
+        Override(key.replace("__", "."), value, of_call("--x")) for key, value in values.items()
+    ]
     return str(run_dir(resolve(overrides=overrides, environment={}).config))
 
 

@@ -12,6 +12,7 @@ from conftest import Result
 from ssdctl.config.render import SNAPSHOT_SECTIONS, snapshot
 from ssdctl.config.resolve import Override, read_toml, resolve
 from ssdctl.config.settings import all_settings
+from ssdctl.config.sources import of_call
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment
 from ssdctl.runs.reader import read_run
@@ -20,11 +21,11 @@ from ssdctl.runs.writer import open_run
 Cli = Callable[..., Result]
 MIRROR = "https://bob:S3CRET@host/coco?X-Amz-Signature=S3CRET"
 SECRETS = [
-    Override("kubernetes.env", "WANDB_KEY=S3CRET,B=S3CRET", "--set"),
-    Override("download.mirror", MIRROR, "SSDCTL_DOWNLOAD__MIRROR"),
-    Override("slurm.options", "--export=TOKEN=S3CRET", "config.toml:3"),
-    Override("train.init", "https://bob:S3CRET@host/a.pt?S3CRET", "--init"),
-    Override("train.lr", "0.5", "--lr"),
+    Override("kubernetes.env", "WANDB_KEY=S3CRET,B=S3CRET", of_call("--set")),
+    Override("download.mirror", MIRROR, of_call("SSDCTL_DOWNLOAD__MIRROR")),
+    Override("slurm.options", "--export=TOKEN=S3CRET", of_call("config.toml:3")),
+    Override("train.init", "https://bob:S3CRET@host/a.pt?S3CRET", of_call("--init")),
+    Override("train.lr", "0.5", of_call("--lr")),
 ]
 COMMAND = [
     "ssdctl", "train", "--set", "kubernetes.env=A=S3CRET,B=x S3CRET", f"--set=download.mirror={MIRROR}",

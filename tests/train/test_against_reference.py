@@ -24,6 +24,7 @@ from torch import Tensor
 from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.config import resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
@@ -160,12 +161,12 @@ def test_loss_and_six_steps_equal_the_reference(
     state = to_third_party({k: v.clone() for k, v in model.state_dict().items()}, layout)
     preset = "mlperf-r34" if layout == "mlperf" else "nvidia-r50"
     overrides = [
-        Override("train.preset", preset, "test"),
-        Override("train.batch_size", 2, "test"),
-        Override("train.warmup", "2st", "test"),
-        Override("train.lr", lr, "test"),
-        Override("train.steps", STEPS, "test"),
-        Override("train.decay_epochs", "4", "test"),  # one step an epoch
+        Override("train.preset", preset, of_call("test")),
+        Override("train.batch_size", 2, of_call("test")),
+        Override("train.warmup", "2st", of_call("test")),
+        Override("train.lr", lr, of_call("test")),
+        Override("train.steps", STEPS, of_call("test")),
+        Override("train.decay_epochs", "4", of_call("test")),  # one step an epoch
     ]
 
     first = reference_loss(

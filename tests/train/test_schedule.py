@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.errors import UsageError
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.train.schedule import (
@@ -31,7 +32,7 @@ COCO = 117_266
 
 
 def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
     return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
 
 

@@ -15,23 +15,25 @@ from torch import Tensor
 
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.config.resolve import Override, Resolved, resolve
-from ssdctl.train.schedule import TrainSchedule, make_plan
-from ssdctl.train.small_data import adapt_to_data, may_shorten_warmup
+from ssdctl.config.sources import of_call
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.train.run import finalize
+from ssdctl.train.schedule import TrainSchedule
+from ssdctl.train.small_data import adapt_to_data
 
 Cli = Callable[..., Result]
 RUN = "--backbone resnet18 --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
 
 
 def settings(**values: object) -> Resolved:
-    overrides = [Override(f"train.{key}", value, "--option") for key, value in values.items()]
+    overrides = [
+        Override(f"train.{key}", value, of_call("--option")) for key, value in values.items()
+    ]
     return resolve(overrides=overrides, environment={}, default_file=False)
 
 
 def plan_of(resolved: Resolved, images: int, world_size: int = 1) -> TrainSchedule:
-    adapted = adapt_to_data(resolved, images, world_size).resolved
-    return make_plan(
-        adapted.config.train, images, world_size, may_shorten_warmup=may_shorten_warmup(adapted)
-    )
+    return finalize(resolved, None, Ranks(0, world_size, 0), images).plan
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 
 from ssdctl.config import TrainConfig, resolve
 from ssdctl.config.resolve import Override
+from ssdctl.config.sources import of_call
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
@@ -23,7 +24,7 @@ CPU = open_device("cpu")
 
 
 def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, "test") for k, v in changes.items()]
+    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
     return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
 
 

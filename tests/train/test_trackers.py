@@ -20,6 +20,7 @@ from plugins import install_package
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import of_call
 from ssdctl.errors import UsageError
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import environment
@@ -214,8 +215,8 @@ def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
 
 
 def named(*names: str, **settings: Any) -> Config:
-    overrides = [Override("train.tracker", ",".join(names), "--tracker")]
-    return resolve(overrides=[*overrides, *(Override(f"train.{k}", v, k) for k, v in settings.items())]).config  # fmt: skip
+    overrides = [Override("train.tracker", ",".join(names), of_call("--tracker"))]
+    return resolve(overrides=[*overrides, *(Override(f"train.{k}", v, of_call(k)) for k, v in settings.items())]).config  # fmt: skip
 
 
 @pytest.fixture
