@@ -75,6 +75,14 @@ class Comparison(NamedTuple):
     pictures: int
     box_difference: float  # the largest, in fractions of the picture
     score_difference: float
+    # OpenVINO without INFERENCE_PRECISION_HINT; None: of other runtimes.
+    default_precision: str | None = None
+    default_box_difference: float | None = None
+    default_score_difference: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the values that exist."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Deployed(nn.Module):
@@ -172,6 +180,17 @@ class Reference:
         Raises:
             IntegrityError: They differ.
         """
+        comparison = self.compare(run)
+        differences = comparison.box_difference, comparison.score_difference
+        if not all(value <= self._tolerance for value in differences):  # NaN fails too
+            raise self._error(
+                f"{self._runtime} differs from PyTorch by {differences[0]:.2g} in boxes and "
+                f"{differences[1]:.2g} in scores"
+            )
+        return comparison
+
+    def compare(self, run: Runner) -> Comparison:
+        """Return the differences of all boxes and scores; NaN if the shapes differ."""
         outputs = in_batches(run, self._pictures, self._options.batch)
         exported = torch.from_numpy(outputs[0]), torch.from_numpy(outputs[1])
         with torch.inference_mode():
@@ -182,12 +201,8 @@ class Reference:
             float((a - b).abs().max()) if a.shape == b.shape else float("nan")
             for a, b in zip(expected, exported, strict=True)
         ]
-        if not all(value <= self._tolerance for value in differences):  # NaN fails too
-            raise self._error(
-                f"{self._runtime} differs from PyTorch by {differences[0]:.2g} in boxes and "
-                f"{differences[1]:.2g} in scores"
-            )
-        return Comparison(len(self._pictures), *differences)
+        boxes, scores = differences
+        return Comparison(len(self._pictures), boxes, scores)
 
     def check_detections(self, run: Runner) -> None:
         """Compare the detections after NMS.

@@ -473,3 +473,18 @@ def test_tiles_from_the_command_line(cli: Cli, checkpoint: Path, picture: Path) 
     assert cli("predict", checkpoint, "large.png", "--tile", 5).code == 2
     with pytest.raises(UsageError, match="tile: 5"):
         ssdctl.load(checkpoint, device="cpu", tile=5)
+
+
+def test_a_third_party_file_without_class_names(
+    cli: Cli, checkpoint: Path, picture: Path, predictor: Predictor
+) -> None:
+    """Its label_map is None, as some programs write it: the classes get numbers, which is said."""
+    assert cli("export", checkpoint, "--format", "mlperf", "--out", "x.pt").code == 0
+    payload = torch.load("x.pt", weights_only=True)
+    torch.save({**payload, "label_map": None}, "x.pt")
+    result = cli("predict", "x.pt", picture, "--score", 0.02, "--device", "cpu", "--json")
+    assert result.code == 0, result.err
+    assert "x.pt" in result.err
+    found = json.loads(result.out)[0]["detections"]
+    assert [d["label"] for d in found] == predictor.predict(picture).labels.tolist()
+    assert all(d["name"].endswith(str(d["label"])) for d in found)

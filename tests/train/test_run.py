@@ -45,6 +45,31 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
     assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
 
 
+def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    options = ["train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS]
+    result = cli(*options)
+    assert result.code == 0, result.err
+    for text in ("ball", "ring", "resnet18", "continues from step 3", "fp32", "4 steps"):
+        assert text in result.err
+    assert f"{run / 'checkpoints/best.pt'} (AP " in result.err
+    assert f"ssdctl predict {run} " in result.err
+    assert f"ssdctl report {run}" in result.err
+    for quiet in ("-q", "--json"):
+        assert "ssdctl report" not in cli(*options, quiet).err
+
+
+def test_a_plan_knows_the_time_of_a_run_that_was_started(
+    tiny_run: Path, shapes: Path, cli: Cli
+) -> None:
+    plan = ["train", "--data", shapes, "--steps", 4, *OPTIONS, "--dry-run"]
+    assert "img/s" in cli(*plan, "--out", tiny_run).out
+    assert "img/s" not in cli(*plan, "--out", "another").out
+
+
 def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Three steps and then three more, with other threads, or six at once: the same weights."""
     resumed, straight = tmp_path / "resumed", tmp_path / "straight"
