@@ -47,7 +47,7 @@ from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import check_shares, largest_batch
-from ssdctl.train.run import Network, Run, check_without_data, finalize
+from ssdctl.train.run import Network, SettledRun, check_without_data, finalize
 from ssdctl.train.schedule import TrainSchedule
 from ssdctl.train.trackers.registry import find_trackers
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class Setup(NamedTuple):
     """The parts of a run before its first step."""
 
-    run: Run
+    run: SettledRun
     device: Device
     ranks: Ranks
     train: Split
