@@ -26,7 +26,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import Stopped
+from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
@@ -204,7 +204,7 @@ class _Trainer:
         config = self.setup.config.train
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
-            batches = list(itertools.islice(self.batches, config.accumulate))
+            batches = self._next_batches(config.accumulate)
         self.progress_log.before_step(self.step, batches)
         with self.memory_hints():
             result = train_step(batches, lr)
@@ -215,6 +215,19 @@ class _Trainer:
         if self.ema is not None:
             self.ema.update()
         return result
+
+    def _next_batches(self, count: int) -> list[Batch]:
+        """Return the next step's batches; if the input fails, save the steps before.
+
+        Several ranks need each other to save, and only this one has failed: they do not.
+        """
+        try:
+            return list(itertools.islice(self.batches, count))
+        except (DataError, DiskError):
+            if self.setup.ranks.is_single_process:
+                self._save()
+                self.checkpoint_writer.wait()
+            raise
 
     def _handle_bad_steps(self) -> None:
         """Record the skipped steps since the last log point; roll back if the policy is that.

@@ -37,7 +37,7 @@ from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.download.detectors import DetectorSource, cached_path
-from ssdctl.errors import DataError, IntegrityError
+from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
@@ -312,11 +312,19 @@ def load_first_weights(setup: Setup) -> None:
         path = Path(name)
     else:
         if setup.ranks.is_main:
-            fetch_weights(name, mirror=config.download.mirror)
+            _fetch_weights(name, config)
         wait_for_main(setup.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
-        path = fetch_weights(name, mirror=config.download.mirror)
+        path = _fetch_weights(name, config)
     load_backbone(model, path)
+
+
+def _fetch_weights(name: str, config: Config) -> Path:
+    try:
+        return fetch_weights(name, mirror=config.download.mirror)
+    except NetworkError as error:
+        others = "or train without them: --init FILE, or --backbone-weights none"
+        raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
 
 
 def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:
