@@ -129,7 +129,14 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
     """Return the checkpoint in a payload of any system."""
     if (system := third_party.source_of(payload)) is not None:
         return _read_third_party(path, payload, system)
-    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+    number = payload.get("format") if isinstance(payload, dict) else None
+    if isinstance(number, int) and number > FORMAT and "model" in payload:
+        raise UsageError(
+            f"{path}: written by a newer version of ssdctl (format {number}); this one reads "
+            f"{FORMAT}",
+            hint="update ssdctl",
+        )
+    if not isinstance(payload, dict) or number != FORMAT:
         names = (
             [str(key)[:20] for key in payload][:MAX_NAMED_KEYS] if isinstance(payload, dict) else []
         )

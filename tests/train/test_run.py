@@ -21,8 +21,8 @@ from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.cli.main import main
+from ssdctl.distributed import dataset
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.train import setup
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -166,6 +166,22 @@ def test_damaged_newest_checkpoint_costs_one_interval(
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_a_checkpoint_of_a_newer_version_is_left_alone(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    newest = run / "checkpoints/step-00000003.pt"
+    payload = torch.load(newest, weights_only=True) | {"format": 2}
+    torch.save(payload, newest)
+    content, names = newest.read_bytes(), sorted(p.name for p in newest.parent.iterdir())
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
+    assert result.code == 2, result.err
+    assert newest.name in result.err
+    assert newest.read_bytes() == content
+    assert sorted(p.name for p in newest.parent.iterdir()) == names
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_signal_saves_and_exits_75(
     shapes: Path, tmp_path: Path, cli: Cli, number: signal.Signals
@@ -291,7 +307,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
         os.kill(os.getpid(), signal.SIGTERM)
         went_on.append(True)
 
-    monkeypatch.setattr(setup, "open_dataset", interrupted)
+    monkeypatch.setattr(dataset, "open_dataset", interrupted)
     result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
     assert result.code == 75, result.err
     assert "before the first step" in result.err
