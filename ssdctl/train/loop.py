@@ -124,6 +124,7 @@ class _Trainer:
         if self.ema is not None and start.averaged is not None:
             self.ema.load(start.averaged)
         self.saved_step = start.step if start.is_saved else None
+        self.averaged_step: int | None = None  # after which batch norm was averaged over the ranks
         if setup.ranks.is_main:
             self.checkpoints.clean()
             for path in self.checkpoints.continue_from(self.step):
@@ -346,7 +347,7 @@ class _Trainer:
         self.first_sample = next_sample
         self.first_step = self.step = step_of_plan(checkpoint, self.plan)
         self._start_input()
-        self.saved_step = self.evaluated_step = None
+        self.saved_step = self.evaluated_step = self.averaged_step = None
         if setup.ranks.is_main:
             self.checkpoints.continue_from(self.step)
         self.progress_log.rewind(self.step)
@@ -392,10 +393,12 @@ class _Trainer:
         self.progress_log.evaluation(evaluation, self.validator.losses, is_best=is_best)
 
     def _average_statistics(self) -> None:
-        """Average the statistics of batch norm, and their moving averages, over the ranks."""
-        collectives.average_buffers(self.setup.model.buffers(), self.setup.ranks)
-        if self.ema is not None:
-            collectives.average_buffers(self.ema.buffers(), self.setup.ranks)
+        """Average the statistics of batch norm, and their moving averages, once after a step."""
+        if self.averaged_step == self.step:
+            return
+        averages = [] if self.ema is None else self.ema.buffers()
+        collectives.average_buffers([*self.setup.model.buffers(), *averages], self.setup.ranks)
+        self.averaged_step = self.step
 
     def _save(self) -> None:
         if self.saved_step == self.step:

@@ -21,8 +21,8 @@ from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.cli.main import main
+from ssdctl.distributed import dataset
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.train import setup
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -307,7 +307,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
         os.kill(os.getpid(), signal.SIGTERM)
         went_on.append(True)
 
-    monkeypatch.setattr(setup, "open_dataset", interrupted)
+    monkeypatch.setattr(dataset, "open_dataset", interrupted)
     result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
     assert result.code == 75, result.err
     assert "before the first step" in result.err
