@@ -48,7 +48,7 @@ img {{ display: block; width: 100% }}
 </style><body>
 <figure style="left:24px;top:24px;width:560px">{sheet}</figure>
 <figure style="left:610px;top:24px;width:966px;height:560px">{report}</figure>
-<figure style="left:330px;top:392px;width:760px">{terminal}</figure>
+<figure style="left:150px;top:400px;width:760px">{terminal}</figure>
 """
 
 

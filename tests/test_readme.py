@@ -19,6 +19,15 @@ def test_at_most_750_words_come_before_the_tables() -> None:
     assert len(before.split()) <= 750
 
 
+def test_images_are_small_and_described() -> None:
+    images = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert len(images) >= 2
+    for name in images:
+        assert (ROOT / name).stat().st_size <= 300_000, name
+    for tag in re.findall(r"<img [^>]*>", README):
+        assert re.search(r'alt="[^"]{20,}"', tag)
+
+
 def test_exit_codes_are_complete() -> None:
     from ssdctl import errors
 
