@@ -1,6 +1,6 @@
 """Run the notebook and add it with its outputs to the site (a hook of mkdocs, see mkdocs.yml).
 
-It takes about a minute on two cores. With SSDCTL_DOCS_NOTEBOOK=0 the page has no outputs.
+It takes about a minute on two idle cores. With SSDCTL_DOCS_NOTEBOOK=0 the page has no outputs.
 """
 
 from __future__ import annotations

@@ -215,6 +215,7 @@ def evaluate(
         ssdctl.errors.DataError: The dataset or the detections cannot be read.
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
+    from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluate.sources import evaluate_files, locate_source
 
     resolved = _resolved(config, ["data.*", "evaluate.*"], {"data": data, **settings})
@@ -225,7 +226,7 @@ def evaluate(
         progress=progress_bar if progress else without_progress,
         detections_file=None if detections is None else Path(detections),
     )
-    if report is not None:
+    if report is not None and find_ranks().is_main:
         from ssdctl.report.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))

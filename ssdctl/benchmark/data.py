@@ -150,8 +150,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
             left, top, right, bottom = (int(edge) for edge in edges)
             times = [time.perf_counter()]
-            # Copied, to really read a mapped file.
-            content = bytes(split.images.read(int(row)))
+            content = split.images.read(int(row))
             times.append(time.perf_counter())
             if split.is_raw:
                 pixels = raw_pixels(content, (width, height))

@@ -31,7 +31,7 @@ from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.run import Run, finalize
+from ssdctl.train.run import SettledRun, finalize
 from ssdctl.train.step import TrainStep, copy_ahead
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class _Bench:
 
     def __init__(
         self,
-        run: Run,
+        run: SettledRun,
         architecture: Architecture,
         device: Device,
         ranks: Ranks,

@@ -37,6 +37,8 @@ from ssdctl.files import unreadable
 from ssdctl.model import ssd300, vgg
 from ssdctl.model.ssd300 import SSD300
 
+MAX_NAMED_KEYS = 5  # of a file of another program
+
 
 class Checkpoint(NamedTuple):
     """A checkpoint in memory; a third-party one has ssdctl's parameter names."""
@@ -127,9 +129,20 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
     """Return the checkpoint in a payload of any system."""
     if (system := third_party.source_of(payload)) is not None:
         return _read_third_party(path, payload, system)
-    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+    number = payload.get("format") if isinstance(payload, dict) else None
+    if isinstance(number, int) and number > FORMAT and "model" in payload:
+        raise UsageError(
+            f"{path}: written by a newer version of ssdctl (format {number}); this one reads "
+            f"{FORMAT}",
+            hint="update ssdctl",
+        )
+    if not isinstance(payload, dict) or number != FORMAT:
+        names = (
+            [str(key)[:20] for key in payload][:MAX_NAMED_KEYS] if isinstance(payload, dict) else []
+        )
+        has = f" (it has {', '.join(names)})" if names else ""
         raise IntegrityError(
-            f"{path}: not a checkpoint that this version of ssdctl reads",
+            f"{path}: not a checkpoint that this version of ssdctl reads{has}",
             hint="expected a .pt file of ssdctl train, or of MLPerf, Habana or NVIDIA",
         )
     try:
@@ -287,8 +300,7 @@ def read_payload(path: Path) -> Any:
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None
         raise IntegrityError(
-            f"{path}: not a checkpoint, or one with more than plain tensors: {_reason(error)}",
-            hint="no code of it was run",
+            f"{path}: not a checkpoint (nothing was executed): {_reason(error)}",
         ) from None
 
 

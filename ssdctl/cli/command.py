@@ -23,6 +23,7 @@ import typer
 from ssdctl.cli.console import Console
 from ssdctl.cli.help import COMMON, EXAMPLES, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
+from ssdctl.config.render import plain_value
 from ssdctl.config.resolve import (
     Override,
     Resolved,
@@ -310,7 +311,7 @@ def _default_note(setting: Setting) -> str:
         value, source = preset_values()[setting.path], default_preset()
     elif value is None or value is False or value == ():
         return ""
-    return f" [{source}: {_plain_value(value)}]"
+    return f" [{source}: {plain_value(value)}]"
 
 
 def default_preset() -> str:
@@ -322,14 +323,6 @@ def default_preset() -> str:
 def preset_values() -> dict[str, Any]:
     """Return the values that the default preset sets, by path."""
     return {override.path: override.value for override in preset_overrides(default_preset())}
-
-
-def _plain_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, (tuple, list)):
-        return ",".join(map(_plain_value, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import textwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +13,7 @@ import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import aligned
 from ssdctl.cli.help import HelpGroup
 from ssdctl.config import render
 from ssdctl.config.resolve import (
@@ -27,6 +32,7 @@ from ssdctl.files import write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
+PRESET_WIDTH = 10  # of a column; longer values are wrapped
 group = typer.Typer(
     cls=HelpGroup, no_args_is_help=True, help="Show settings, check and write config files."
 )
@@ -119,24 +125,34 @@ def presets(call: Call) -> None:
     """Compare the presets."""
     names = all_settings()["train.preset"].choices
     recipes = {name: {o.path: o.value for o in preset_overrides(name)} for name in names}
-    call.console.result(recipes, lambda: _preset_table(recipes))
+    call.console.result(recipes, _preset_table(recipes))
 
 
-def _preset_table(recipes: dict[str, dict[str, object]]) -> Table:
-    from rich.table import Table
-
-    table = Table("key", *recipes, box=None, pad_edge=False)
-    for column in table.columns:
-        column.overflow = "fold"  # do not truncate keys
+def _preset_table(recipes: dict[str, dict[str, object]]) -> str:
+    """Return the settings in which presets differ, a column for each, in at most 80 columns."""
+    rows = [["", *recipes]]
     for path in dict.fromkeys(path for recipe in recipes.values() for path in recipe):
-        cells = [render.toml_value(r[path]) if path in r else "-" for r in recipes.values()]
-        table.add_row(path, *cells)
-    table.caption = "\n".join(
-        f"{name}: {(PRESET_DIR / f'{name}.toml').read_text(encoding='utf-8').splitlines()[0][2:]}"
-        for name in recipes
-    )
-    table.caption_justify = "left"
-    return table
+        values = [recipe.get(path) for recipe in recipes.values()]
+        if any(value != values[0] for value in values):
+            rows.append([path.partition(".")[2], *map(render.plain_value, values)])
+    cells = [[_narrow(cell) for cell in row] for row in rows]
+    columns = zip(*cells, strict=True)
+    widths = [max(len(line) for cell in column for line in cell) for column in columns]
+    lines = []
+    for row_cells in cells:
+        for parts in zip_longest(*row_cells, fillvalue=""):
+            padded = (f"{part:<{width}}" for part, width in zip(parts, widths, strict=True))
+            lines.append(" ".join(padded).rstrip())
+    texts = [(PRESET_DIR / f"{name}.toml").read_text(encoding="utf-8") for name in recipes]
+    about = [(name, text.partition("\n")[0][2:]) for name, text in zip(recipes, texts, strict=True)]
+    return "\n".join([*lines, "", aligned(about)])
+
+
+def _narrow(text: str) -> list[str]:
+    """Wrap a value after its hyphens and commas."""
+    words = re.sub(r"(?<=[-,])(?=\w)", " ", text)
+    lines = textwrap.wrap(words, PRESET_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("- ", "-") for line in lines] or [""]
 
 
 @command(
@@ -161,4 +177,8 @@ def init(
     if path.exists() and not force:
         raise UsageError(f"{path}: already exists", hint="use --force to overwrite it")
     write_text(path, render.to_template_toml(call.resolved))
-    call.console.result({"file": file}, f"wrote {file}; commands read ./{DEFAULT_FILE} by default")
+    call.console.result({"file": file}, f"wrote {file}")
+    option = "" if file == DEFAULT_FILE else f" --config {shlex.quote(file)}"
+    call.console.closing(
+        [], [f"ssdctl config validate {shlex.quote(file)}", f"ssdctl train{option}"]
+    )

@@ -203,17 +203,17 @@ class Console:
 
     def _message(self, text: str, label: str = "", style: str = "") -> None:
         """Print a message, which may contain untrusted text and URLs with secrets."""
-        if label:
-            label = self.painted(f"{label}:", style, sys.stderr) + " "
         if len(text) > MAX_MESSAGE:  # a hostile file can have a name of any length
             text = f"{text[:MAX_MESSAGE]}... ({len(text) - MAX_MESSAGE:,} more characters)"
         text = redact_urls(text)
         # A leading newline is our own.
         text = printable(text) if text.startswith("\n") else printable_message(text)
-        text = "\n".join(wrapped(line, sys.stderr, 2) for line in text.split("\n"))
-        if style and not label:
-            text = self.painted(text, style, sys.stderr)
-        self._write(label + text, sys.stderr)
+        lines = (f"{label}: {text}" if label else text).split("\n")
+        text = "\n".join(wrapped(line, sys.stderr, 2) for line in lines)
+        painted = f"{label}:" if label else text  # else all of it
+        if style:
+            text = self.painted(painted, style, sys.stderr) + text.removeprefix(painted)
+        self._write(text, sys.stderr)
 
     def _write(self, text: str, stream: IO[str], end: str = "\n") -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,3 +70,5 @@ def export(
     result: dict[str, Any] = {"out": str(out), "to": to.value, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     call.console.result(result, f"{out}: {written} images")
+    if to is not Target.hf:
+        call.console.closing([], [f"ssdctl prepare --data {shlex.quote(str(out))}"])

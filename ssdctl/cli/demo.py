@@ -14,6 +14,7 @@ import typer
 from ssdctl.cli.app import app, run_command
 from ssdctl.cli.command import Call, command
 from ssdctl.config import Resolved
+from ssdctl.errors import ExitCode
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.progress import duration, step_time
 
@@ -86,12 +87,20 @@ def demo(
     stages = expected_stages(steps, speed or Speed(0.0, 0.0))
     _show_stages(call, stages, speed)
     commands: list[str] = []
+    own_command = ["ssdctl", "demo"]
+    own_command += ["--out", out] if out != "demo" else []
+    own_command += ["--seed", str(seed)] if seed else []
 
     def run_stage(*arguments: str) -> None:
         stage = stages[len(commands)]
         console.info(f"\n{len(commands) + 1}/{len(stages)} {stage.name}", "bold")
         console.info("\n".join(echoed(arguments)), "dim")
-        run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+        try:
+            run_command([*arguments, *_common_options(call)], stdout_to_stderr=console.as_json)
+        except SystemExit as end:
+            if end.code in (ExitCode.STOPPED, ExitCode.INTERRUPTED):
+                console.info(f"To continue the demo: {shlex.join(own_command)}")
+            raise
         commands.append(shlex.join(["ssdctl", *arguments]))
 
     run_stage("download", "--dataset", "shapes", "--dest", str(data), "--images", str(IMAGES),
@@ -236,7 +245,7 @@ def echoed(arguments: Sequence[str]) -> list[str]:
 
 
 def held_out_images(data: Path) -> list[Path]:
-    """Return the first four validation images with at least three objects and no crowd."""
+    """Return the first four landscape validation images with at least three objects, no crowd."""
     import msgspec
 
     from ssdctl.data.dataset import find_splits
@@ -250,7 +259,9 @@ def held_out_images(data: Path) -> list[Path]:
     chosen = [
         files.images / image["file_name"]
         for image in content["images"]
-        if len(flags := crowds.get(image["id"], [])) >= 3 and not any(flags)
+        if image["width"] > image["height"]
+        and len(flags := crowds.get(image["id"], [])) >= 3
+        and not any(flags)
     ]
     return chosen[:4]
 
@@ -302,10 +313,12 @@ def _print_result(
         "commands": commands,
     }
     call.console.info("")
+    ap = call.console.painted(f"AP {best['AP']:.3f}  AP50 {best['AP50']:.3f}", "green")
     call.console.result(
         data,
-        f"AP {best['AP']:.3f}, AP50 {best['AP50']:.3f} on {VAL_IMAGES} held-out images after "
-        f"{steps} steps from random weights, in {duration(spent_s)}",
+        f"{ap}  on {VAL_IMAGES} held-out images, {steps} steps from random weights; "
+        f"this start took {duration(spent_s)}",
+        is_painted=True,
     )
     call.console.closing(
         [("detections", sheet), ("report", report), ("best", str(RunDir(run).best))],

@@ -17,8 +17,6 @@ from ssdctl.files import refuse_url
 from ssdctl.runtime.printable import listed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ssdctl.download.sources import PinnedFile
 
 COCO_DIR = "data/coco"
@@ -118,8 +116,8 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
         for row in results
     ]
     call.console.result({"dest": str(dest), "files": results}, "\n".join(lines))
-    if not config.manifest:
-        call.console.info(f"{dest} is ready; next: ssdctl prepare --data {dest}")
+    commands = [] if config.manifest else [f"ssdctl prepare --data {shlex.quote(str(dest))}"]
+    call.console.closing([("wrote", f"{dest} ({len(results)} archives or files)")], commands)
 
 
 def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
@@ -131,18 +129,13 @@ def _show_plan(call: Call, files: list[PinnedFile], dest: Path) -> None:
     needed = needed_bytes(files, dest, config.keep_archives)
     free = free_bytes(dest.absolute())
 
-    def table() -> Table:
-        from rich.table import Table
-
-        caption = f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free"
-        result = Table("file", "state", "bytes", caption=caption)
-        result.add_column("URL", overflow="fold")
-        for row in rows:
-            result.add_row(row["name"], row["state"], f"{row['bytes']:,}", row["url"])
-        return result
-
+    lines = [
+        f"{row['name']}: {row['bytes'] / 1e6:,.0f} MB, {row['state']}\n  {row['url']}"
+        for row in rows
+    ]
+    lines.append(f"{dest}: needs {needed / 1e9:,.2f} GB, {free / 1e9:,.2f} GB are free")
     data = {"dest": str(dest), "files": rows, "needed_bytes": needed, "free_bytes": free}
-    call.console.result(data, table)
+    call.console.result(data, "\n".join(lines))
 
 
 def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bool) -> None:

@@ -122,6 +122,8 @@ def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Ev
         for evaluation in evaluate_files(
             files, call.resolved, progress=call.console.progress, detections_file=detections
         ):
+            if not ranks.is_main:
+                continue
             evaluations.append(evaluation)
             if len(files) > 1:  # the table comes at the end, perhaps after hours
                 call.console.info(headline(evaluation))

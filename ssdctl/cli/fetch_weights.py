@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
+from ssdctl.cli.console import aligned
 from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import UsageError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 def _names() -> list[str]:
@@ -105,6 +103,11 @@ def fetch_weights(
             trust_first_use(name, path)
         data |= {"sha256": sha256_of(path, path.name), "trust": detector.trust}
     call.console.result(data, str(path))
+    facts = [("weights", f"{name}, {data['bytes'] / 1e6:,.0f} MB, verified")]
+    command = f"ssdctl train --data DIR --backbone-weights {name}"
+    if detector is not None:
+        command = f"ssdctl predict {name} photo.jpg --out drawn"
+    call.console.closing(facts, [command])
 
 
 def _list(call: Call, dest: Path | None) -> None:
@@ -126,14 +129,11 @@ def _list(call: Call, dest: Path | None) -> None:
             }
         )
 
-    def table() -> Table:
-        from rich.table import Column, Table
-
-        names = [Column(heading, no_wrap=True) for heading in ("name", "alias")]  # to be copied
-        others = [Column(heading, overflow="fold") for heading in ("description", "present")]
-        result = Table(*names, *others)
-        for row in rows:
-            result.add_row(row["name"], row["alias"] or "", row["note"], row["path"] or "no")
-        return result
-
-    call.console.result({"weights": rows}, table)
+    lines = []
+    for row in rows:
+        state = "downloaded" if row["path"] else "-"
+        file = f" ({row['name']})" if row["alias"] else ""
+        place = f" in {row['path']}" if row["path"] and call.console.verbose else ""
+        lines.append((row["alias"] or row["name"], f"{state:<10}  {row['note']}{file}{place}"))
+    call.console.result({"weights": rows}, aligned(lines))
+    call.console.closing([("more", "`ssdctl models` lists whole detectors")])

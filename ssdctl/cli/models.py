@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 TRUST = {
-    "pinned": "SHA-256 pinned",
-    "prefix": "first digits of the SHA-256 pinned",
-    "first use": "no published checksum: SHA-256 recorded at the first use",
+    "pinned": "SHA-256 verified",
+    "prefix": "SHA-256 prefix verified",
+    "first use": "SHA-256 pinned on first download",
 }
 
 
@@ -46,18 +43,16 @@ def models(call: Call) -> None:
             }
         )
 
-    def table() -> Table:
-        from rich.table import Table
-
-        result = Table("name", "network", "AP", "licence", "check", "present")
-        for column in result.columns:
-            column.overflow = "fold"
-        result.columns[0].no_wrap = True  # to be copied
-        for row in rows:
-            ap = "" if row["AP"] is None else f"{row['AP']:.3f}"
-            present = f"{row['bytes'] / 1e6:.0f} MB" if row["path"] else "no"
-            check = TRUST[row["trust"]]
-            result.add_row(row["name"], row["network"], ap, row["licence"], check, present)
-        return result
-
-    call.console.result({"models": rows}, table)
+    lines: list[str] = []
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        size = f", {row['bytes'] / 1e6:.0f} MB" if row["bytes"] else ""
+        state = f"downloaded{size}" if row["path"] else f"not downloaded{size}"
+        ap = "" if row["AP"] is None else f", AP {row['AP']:.3f}"
+        lines += [
+            f"{row['name']:<{width}}  {row['network']}{ap}, {state}",
+            f"  license: {row['licence']}; {TRUST[row['trust']]}",
+            f"  {row['page']}",
+        ]
+    call.console.result({"models": rows}, "\n".join(lines))
+    call.console.closing([], [f"ssdctl predict {rows[0]['name']} photo.jpg --out drawn"])

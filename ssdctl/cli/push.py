@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -110,6 +111,9 @@ def push(
         result = {"files": names, "repository": reference.repo, "url": None, "folder": out}
         if out is not None:
             call.console.result(result, f"{len(names)} files in {folder}")
+            again = shlex.join(["ssdctl", "push", checkpoint, target])
+            call.console.closing([("wrote", f"{folder} (nothing was uploaded)")], [again])
             return
         url = upload_folder(reference, folder, names, is_private=private, message=message)
         call.console.result({**result, "url": url}, f"{len(names)} files: {url}")
+        call.console.closing([], [f"ssdctl predict {target} photo.jpg"])

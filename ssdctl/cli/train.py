@@ -24,7 +24,7 @@ from ssdctl.runtime.process_settings import tune_process
 if TYPE_CHECKING:
     from ssdctl.data.open_dataset import DatasetSize
     from ssdctl.train.loop import Summary
-    from ssdctl.train.run import Run
+    from ssdctl.train.run import SettledRun
     from ssdctl.train.schedule import TrainSchedule
 
 
@@ -82,9 +82,11 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
-        from ssdctl.data.store_folder import with_absolute_data
+        from ssdctl.data.store_folder import require_dataset, with_absolute_data
         from ssdctl.train.loop import run_training
 
+        if not call.config.train.fake_data:
+            require_dataset(call.config.data)
         with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
                 with_absolute_data(call.resolved),
@@ -222,7 +224,7 @@ def _device(name: str) -> str:
     return f"{'cuda' if found.num_nvidia else 'hpu' if found.num_gaudi else 'cpu'} (auto)"
 
 
-def _known_time(run: Run) -> str:
+def _known_time(run: SettledRun) -> str:
     """Return the time that the steps take if the run has been started before; else nothing."""
     from ssdctl.runs.reader import read_run
 
@@ -234,7 +236,7 @@ def _known_time(run: Run) -> str:
     return f", {duration(seconds)} at the run's last {rate:.1f} img/s"
 
 
-def _disk_needed(run: Run, classes: int) -> str:
+def _disk_needed(run: SettledRun, classes: int) -> str:
     """Return the disk space that the checkpoints need, and the free space."""
     from ssdctl.files import free_bytes
     from ssdctl.train.schedule import checkpoint_bytes

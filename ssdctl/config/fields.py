@@ -18,12 +18,11 @@ def setting(
     help: str,
     *,
     flag: str | None = None,
-    panel: str = "Options",
+    panel: str | None = None,
     metavar: str | None = None,
     choice_flags: bool = False,
     aliases: tuple[str, ...] = (),
     removed_flags: Mapping[str, str] | None = None,
-    affects_results: bool = False,
     choices: tuple[str, ...] = (),
 ) -> msgspec.Meta:
     """Describe one field.
@@ -31,7 +30,8 @@ def setting(
     Args:
         help: One sentence, units included.
         flag: The option's name if it differs from the field's.
-        panel: The heading under which `--help` lists it.
+        panel: The heading under which `--help` lists it; None: Recipe if the presets set it, else
+            Options.
         metavar: The placeholder of the value in `--help`.
         choice_flags: Make one flag per choice (`--bf16`) instead of one option with a value.
         aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
@@ -39,8 +39,6 @@ def setting(
             `train.batch_size`.
         removed_flags: Options of the replaced systems with another meaning or syntax, and their
             replacement.
-        affects_results: Whether another value changes what a run computes, so that a resume
-            refuses it.
         choices: Values of a text setting that accepts others too. A Literal has its own.
     """
     extra = {
@@ -50,7 +48,6 @@ def setting(
         "choice_flags": choice_flags,
         "aliases": aliases,
         "removed_flags": dict(removed_flags or {}),
-        "affects_results": affects_results,
         "choices": choices,
     }
     return msgspec.Meta(description=help, extra=extra)

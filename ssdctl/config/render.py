@@ -95,6 +95,17 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
+def plain_value(value: Any) -> str:
+    """Format one value for people: no quotes, switches as on and off, empty if it is not set."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(plain_value, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file: all keys are optional, unknown ones refused."""
     schema = msgspec.json.schema(Config)

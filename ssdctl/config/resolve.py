@@ -297,7 +297,19 @@ def _converted(override: Override, setting: Setting) -> Any:
         problem = _readable_problem(setting, str(error))
         is_option = override.source.kind is Kind.CALL and override.source is not ASSIGNMENT
         key = "" if is_option else f" {setting.path}:"
-        raise UsageError(f"{override.source}:{key} {override.value!r}: {problem}") from None
+        raise UsageError(
+            f"{override.source}:{key} {override.value!r}: {problem}",
+            hint=_fraction_hint(value, problem),
+        ) from None
+
+
+def _fraction_hint(value: Any, problem: str) -> str | None:
+    """Return what a percentage is as a fraction, if it was given for one."""
+    is_fraction = str(value).endswith("%") or re.search(r"number <=? 1(\.0)?$", problem)
+    if not is_fraction or not re.fullmatch(r"\d+(\.\d+)?%?", str(value)):
+        return None
+    percent = float(str(value).rstrip("%"))
+    return f"{percent:g}% is {percent / 100:g}" if 1 < percent <= 100 else None
 
 
 def _as_list(value: Any) -> Any:

@@ -13,6 +13,19 @@ import msgspec
 
 from ssdctl.config.schema import Config
 
+# The recipe: the settings without a default. Every preset sets them, and a resume compares them.
+# The exceptions of the comparison:
+NOT_COMPARED = {
+    "model.weights",  # the first weights
+    "train.epochs",  # a run may be made longer
+    "train.batch_size",  # the global batch is compared
+}
+COMPARED_TOO = {
+    *("train.seed", "train.ema", "train.freeze", "train.freeze_norm", "train.sync_bn"),
+    *("train.tf32", "train.pipeline", "train.augment", "train.fake_data"),
+    *("train.limit_train", "train.overfit"),
+}
+
 
 class Setting(NamedTuple):
     """One setting. `path` is its key in files and `--set`, `flags` its options."""
@@ -28,7 +41,6 @@ class Setting(NamedTuple):
     choice_flags: bool
     aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
     removed_flags: dict[str, str]  # flag of a replaced system -> its replacement
-    affects_results: bool  # whether another value changes what a run computes
 
     @property
     def section(self) -> str:
@@ -42,6 +54,11 @@ class Setting(NamedTuple):
     def is_recipe(self) -> bool:
         """Return whether the presets set it instead of a default."""
         return self.default is msgspec.NODEFAULT
+
+    @property
+    def is_compared(self) -> bool:
+        """Return whether a resume refuses another value: one that changes what a run computes."""
+        return self.path in COMPARED_TOO or (self.is_recipe and self.path not in NOT_COMPARED)
 
     @property
     def is_flag(self) -> bool:
@@ -111,13 +128,12 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         default=field.default,
         help=meta.description,
         flags=flags,
-        panel=extra["panel"],
+        panel=extra["panel"] or ("Recipe" if field.default is msgspec.NODEFAULT else "Options"),
         metavar=extra["metavar"],
         choices=choices,
         choice_flags=extra["choice_flags"],
         aliases=_aliases(field.name, extra, flags),
         removed_flags=extra["removed_flags"],
-        affects_results=extra["affects_results"],
     )
 
 
@@ -138,6 +154,9 @@ def all_settings() -> dict[str, Setting]:
             settings[setting.path] = setting
     return settings
 
+
+# What versions did that did not have a setting of the recipe yet: `path: value`.
+EARLIER_VALUES: dict[str, Any] = {}
 
 # Keys of earlier versions that were split into two settings: still read from files and checkpoints.
 SPLIT_KEYS = {"train.decay_bias_and_norm": ("train.decay_bias", "train.decay_norm")}

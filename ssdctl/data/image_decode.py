@@ -174,9 +174,7 @@ def decode(content: Any, size: tuple[int, int] | None = None, rows: int | None =
 
 
 def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
-    """Return decoded pixels, stored row by row, as a read-only (H, W, 3) view of `content`.
-
-    Only the memory pages of the rows that the caller reads are loaded from a mapped file.
+    """Return decoded pixels, stored row by row, as a (H, W, 3) view of `content`.
 
     Raises:
         ImageError: They have another size.
@@ -187,7 +185,6 @@ def raw_pixels(content: Any, size: tuple[int, int]) -> Pixels:
         raise ImageError(
             f"has {pixels.size:,} bytes, {width} x {height} pixels take {3 * width * height:,}"
         )
-    pixels.setflags(write=False)  # writing to a mapped file would end the process
     return pixels.reshape(height, width, 3)
 
 

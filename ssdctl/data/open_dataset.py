@@ -39,7 +39,7 @@ from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import changed_images
 from ssdctl.data.prepare import Outcome, prepare
 from ssdctl.data.store import is_prepared
-from ssdctl.data.store_folder import dataset_folders, is_cached_store
+from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress
@@ -65,6 +65,7 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
             "--encoding raw with --no-pack: decoded pixels exist only in a packed store",
             hint="leave out one of the two",
         )
+    require_dataset(config.data)
     root, folder = dataset_folders(config.data)
     source = None if options.source == AUTO else options.source
     conversion = Conversion(source, options.split, options.classes)

@@ -226,6 +226,10 @@ def _prepare_split(
     sizes, notes = resolve_images(annotations.images, files.images)
     notes += _notes_on_classes(annotations)
     boxes, findings = check(annotations, files.annotations)
+    findings += [
+        Finding("image listed twice, merged with the first entry", i.id, None, i.file_name)
+        for i in annotations.merged
+    ]
     warnings = format_warnings(annotations, boxes, findings)
     if split == next(iter(splits)):  # all splits have the same classes
         warnings += _duplicate_names(annotations)

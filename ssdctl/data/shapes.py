@@ -130,6 +130,8 @@ def generate(
         if _is_complete(annotations, info, folder, names):
             continue
         is_drawn = True
+        with disk_errors(annotations, "deleting"):  # labels of other pictures than those to come
+            annotations.unlink(missing_ok=True)
 
         def draw(
             index: int, split: str = split, folder: Path = folder, names: list[str] = names

@@ -5,17 +5,22 @@
                                                 RGB pixels, row by row (with --encoding raw)
     prepared/report.json                        what prepare dropped or changed
 
-Arrow IPC files, memory-mapped: the page cache is shared by all ranks, and any Arrow reader opens
-them. The index is written last; its metadata holds the class table, the shards and a fingerprint of
-the annotations that it was made from, its rows a fingerprint of each image file.
+Arrow IPC files, which any Arrow reader opens. The index is read into memory, images when they are
+needed. The index is written last; its metadata holds the class table, the shards and a fingerprint
+of the annotations that it was made from, its rows a fingerprint of each image file.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import errno
 import itertools
+import mmap
+import os
+import weakref
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,17 +34,27 @@ from ssdctl.data.image_check import Encoding, FingerprintColumns
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
 from ssdctl.data.store_check import (
     FINGERPRINT_COLUMNS,
-    IMAGE_COLUMNS,
     INDEX_COLUMNS,
     check_boxes,
     check_names,
-    map_table,
+    image_spans,
+    read_table,
 )
-from ssdctl.errors import DataError
-from ssdctl.files import DECODE_ERRORS, is_plain_name, retry_transient
+from ssdctl.errors import DataError, DiskError
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_error,
+    disk_errors,
+    is_plain_name,
+    open_regular,
+    read_errors,
+    retry_transient,
+)
+from ssdctl.runtime.system import allow_open_files
 
 FORMAT = 3
 METADATA_KEY = b"ssdctl"
+POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
 Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
 
 
@@ -93,25 +108,23 @@ class Split(NamedTuple):
     annotations: Path
     is_raw: bool = False  # whether the images are decoded pixels
 
-    def read(self, row: int) -> bytes | memoryview:
+    def read(self, row: int) -> bytes:
         """Return the encoded image of a row: a PNG if the store has decoded pixels."""
         return encode_png(self.decode(row)) if self.is_raw else self.images.read(row)
 
     def decode(self, row: int, rows: int | None = None) -> Pixels:
         """Return the (H, W, 3) RGB pixels of an image, or at least its first `rows` pixel rows.
 
-        They may be in memory that the thread's next call overwrites, or in the mapped file,
-        read-only.
+        They may be in memory that the thread's next call overwrites, or read-only.
 
         Raises:
             DataError: The image cannot be read.
             ImageError: It cannot be decoded, or has another size.
         """
         width, height = self.pixel_sizes[row].tolist()
-        content = self.images.read(row)
-        if self.is_raw:
-            return raw_pixels(content, (width, height))
-        return decode(content, (width, height), rows)
+        if isinstance(self.images, PackedImages) and self.is_raw:
+            return self.images.read_pixels(row, (width, height))
+        return decode(self.images.read(row), (width, height), rows)
 
     def place(self, row: int) -> str:
         """Return where the encoded image of a row is, for messages."""
@@ -139,41 +152,112 @@ class ImageFiles(NamedTuple):
 
 
 class PackedImages:
-    """Images packed into Arrow files, mapped into memory."""
+    """Images packed into Arrow files.
+
+    A file that is cut or cannot be read in the middle of a run would end the process (SIGBUS) when
+    its mapped memory is touched. So encoded images are read. For decoded ones the size of the file
+    is checked each time, and a system call, which returns an error, loads them the first time.
+    """
 
     def __init__(self, folder: Path, shards: list[Shard]) -> None:
         if outside := [shard.file for shard in shards if not is_plain_name(shard.file)]:
             raise DataError(f"{folder}: its part {outside[0]!r} is not in that folder")
-        tables = [map_table(folder / shard.file, IMAGE_COLUMNS) for shard in shards]
-        for table, shard in zip(tables, shards, strict=True):
-            if table.num_rows != shard.rows:
-                raise DataError(f"{folder / shard.file}: {table.num_rows} rows, not {shard.rows}")
-        self._files = [(folder / shard.file, shard.rows) for shard in shards]
-        chunks = [chunk for table in tables for chunk in table.column("image").chunks]
-        self._chunks = [_offsets_and_data(chunk) for chunk in chunks]
-        self._ends = list(itertools.accumulate(len(chunk) for chunk in chunks))
+        allow_open_files(2 * len(shards))
+        files = contextlib.ExitStack()
+        weakref.finalize(self, files.close)
+        self._chunks: list[_Chunk] = []
+        for shard in shards:
+            path = folder / shard.file
+            with read_errors(path):
+                file = files.enter_context(open_regular(path))
+            self._chunks += _chunks(path, file, shard.rows)
+        self._was_read = np.zeros(sum(shard.rows for shard in shards), np.bool_)
+        self._ends = list(itertools.accumulate(len(c.starts) - 1 for c in self._chunks))
 
-    def read(self, row: int) -> memoryview:
-        chunk = bisect.bisect_right(self._ends, row)
-        place = row - (self._ends[chunk - 1] if chunk else 0)
-        offsets, data = self._chunks[chunk]
-        content = data[offsets[place] : offsets[place + 1]]
-        if not content:
-            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+    def read(self, row: int) -> bytes:
+        """Return the image of a row.
+
+        Raises:
+            DataError: The row has no image.
+            DiskError: It cannot be read, or the file was cut since it was opened.
+        """
+        chunk, start, end = self._span(row)
+        with disk_errors(chunk.path, "reading"):
+            content = retry_transient(lambda: os.pread(chunk.file.fileno(), end - start, start))
+        self._require(len(content) == end - start, chunk.path)
         return content
 
+    def read_pixels(self, row: int, size: tuple[int, int]) -> Pixels:
+        """Return the decoded pixels of a row in the mapped file, read-only.
+
+        A copy would take a third of the time that training spends on such an image.
+
+        Raises:
+            DataError, DiskError: As `read`.
+            ImageError: It has another size.
+        """
+        chunk, start, end = self._span(row)
+        self._require(os.fstat(chunk.file.fileno()).st_size >= end, chunk.path)
+        if not self._was_read[row]:
+            page = start // mmap.PAGESIZE * mmap.PAGESIZE
+            try:
+                chunk.map.madvise(POPULATE_READ, page, end - page)
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # Linux before 5.14
+                    return raw_pixels(self.read(row), size)
+                self._require(error.errno != errno.EFAULT, chunk.path)
+                raise disk_error(error, chunk.path, "reading") from None
+            self._was_read[row] = True
+        return raw_pixels(memoryview(chunk.map)[start:end], size)
+
+    def _span(self, row: int) -> tuple[_Chunk, int, int]:
+        chunk, place = self._locate(row)
+        start, end = chunk.starts[place : place + 2].tolist()
+        if start == end:
+            raise DataError(f"{self.place(row)}: has no image", hint="run ssdctl prepare --force")
+        return chunk, start, end
+
+    def _require(self, is_complete: bool, path: Path) -> None:
+        if not is_complete:
+            raise DiskError(
+                f"{path}: the file was cut while it was in use, or its disk cannot be read",
+                hint="run ssdctl prepare --force, then the same command again",
+            )
+
     def place(self, row: int) -> str:
-        ends = np.cumsum([rows for _, rows in self._files])
-        number = int(np.searchsorted(ends, row, side="right"))
-        path, rows = self._files[number]
-        return f"{path}, row {row - ends[number] + rows}"
+        chunk, place = self._locate(row)
+        return f"{chunk.path}, row {chunk.first_row + place}"
+
+    def _locate(self, row: int) -> tuple[_Chunk, int]:
+        number = bisect.bisect_right(self._ends, row)
+        return self._chunks[number], row - (self._ends[number - 1] if number else 0)
 
 
-def _offsets_and_data(chunk: Any) -> tuple[NDArray[np.int64], memoryview]:
-    """Return the buffers of a column of bytes; its scalars would be copies of the mapped file."""
-    _, offsets, data = chunk.buffers()
-    values = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-    return values, memoryview(b"" if data is None else data)
+class _Chunk(NamedTuple):
+    """Some consecutive images of a shard."""
+
+    path: Path
+    file: IO[bytes]
+    map: mmap.mmap
+    first_row: int  # in the shard
+    starts: NDArray[np.int64]  # of each image in the file, and the end of the last
+
+
+def _chunks(path: Path, file: IO[bytes], num_rows: int) -> list[_Chunk]:
+    """Return the images of a shard.
+
+    Raises:
+        DataError: It is damaged, or has another number of rows.
+    """
+    with read_errors(path):
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    spans = image_spans(path, mapped)
+    rows = list(itertools.accumulate((len(starts) - 1 for starts in spans), initial=0))
+    if rows[-1] != num_rows:
+        raise DataError(f"{path}: {rows[-1]} rows, not {num_rows}")
+    return [
+        _Chunk(path, file, mapped, row, starts) for row, starts in zip(rows, spans, strict=False)
+    ]
 
 
 def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.int32]:
@@ -204,7 +288,7 @@ def read_metadata(folder: Path, split: str) -> Metadata | None:
     if not path.is_file():
         return None
     try:
-        with pa.memory_map(str(path)) as source:
+        with pa.OSFile(str(path)) as source:
             raw = pa.ipc.open_file(source).schema.metadata or {}
         metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
     except (pa.ArrowException, OSError, *DECODE_ERRORS):
@@ -236,7 +320,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
             hint="run ssdctl prepare again",
         )
     path = index_path(folder, split)
-    table = map_table(path, INDEX_COLUMNS)
+    table = read_table(path, INDEX_COLUMNS)
     sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
     labels = _array(table, "labels")
     boxes = _array(table, "fractions")
@@ -258,7 +342,7 @@ def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
         sizes=sizes,
         pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
-        boxes=fractions.to_numpy().reshape(-1, 4),  # in the mapped file
+        boxes=fractions.to_numpy().reshape(-1, 4),
         labels=labels.flatten().to_numpy(),
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
@@ -282,7 +366,7 @@ def read_fingerprints(
     Raises:
         DataError: The index cannot be read.
     """
-    table = map_table(index_path(folder, split), FINGERPRINT_COLUMNS)
+    table = read_table(index_path(folder, split), FINGERPRINT_COLUMNS)
     if at_most is not None and table.num_rows > at_most:
         table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
     columns = (_numbers(table, name) for name in FingerprintColumns._fields)
@@ -290,7 +374,7 @@ def read_fingerprints(
 
 
 def _array(table: Any, column: str) -> Any:
-    """Return a column as one Arrow array; it is in the mapped file if that has a single chunk."""
+    """Return a column as one Arrow array."""
     chunks = table.column(column)
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 

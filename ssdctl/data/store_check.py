@@ -6,12 +6,14 @@ end of the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
@@ -34,25 +36,64 @@ INDEX_COLUMNS: Types = {
 }
 
 
-def map_table(path: Path, types: Types) -> Any:
-    """Return a table with its buffers in the mapped file, after checking its structure.
+def read_table(path: Path, types: Types) -> Any:
+    """Return the columns of a table in memory, after checking its structure.
 
     Raises:
         DataError: It cannot be read, lacks a column, or refers to bytes outside the file.
     """
     try:
-        table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+        with pa.OSFile(str(path)) as source:
+            names = pa.ipc.open_file(source).schema.names
+            _require_once(names, types, path)
+            options = pa.ipc.IpcReadOptions(included_fields=[names.index(n) for n in types])
+            table = pa.ipc.open_file(source, options=options).read_all()
         table.validate(full=True)
-        columns = table.schema.names  # not checked above: it may not be UTF-8
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise _damaged(path, error) from None
-    for name, type_ in types.items():
-        index = columns.index(name) if columns.count(name) == 1 else -1
-        if index < 0 or table.schema.field(index).type != type_:
-            raise _damaged(path, f"no column {name} of type {type_}")
-        if table.column(index).null_count and name != "image":
-            raise _damaged(path, f"empty values in the column {name}")
+    _check_columns(table, types, path)
     return table
+
+
+def image_spans(path: Path, mapped: mmap.mmap) -> list[NDArray[np.int64]]:
+    """Return where the images of a shard are: an array for each chunk of the column.
+
+    Each array has the start of every image in the file, and the end of the last one.
+
+    Raises:
+        DataError: It cannot be read, is compressed, or refers to bytes outside the file.
+    """
+    try:
+        content = pa.py_buffer(mapped)
+        table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
+        table.validate(full=True)
+        _require_once(table.schema.names, IMAGE_COLUMNS, path)
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        raise _damaged(path, error) from None
+    _check_columns(table, IMAGE_COLUMNS, path)
+    spans = []
+    for chunk in table.column("image").chunks:
+        _, offsets, data = chunk.buffers()
+        starts = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        start = 0 if data is None else data.address - content.address
+        if data is not None and not 0 <= start <= content.size - data.size:
+            raise _damaged(path, "it is compressed")
+        spans.append(starts + start)
+    return spans
+
+
+def _require_once(names: Sequence[str], types: Types, path: Path) -> None:
+    for name, type_ in types.items():
+        if names.count(name) != 1:
+            raise _damaged(path, f"no column {name} of type {type_}")
+
+
+def _check_columns(table: Any, types: Types, path: Path) -> None:
+    for name, type_ in types.items():
+        if table.schema.field(name).type != type_:
+            raise _damaged(path, f"no column {name} of type {type_}")
+        if table.column(name).null_count and name != "image":
+            raise _damaged(path, f"empty values in the column {name}")
 
 
 def check_boxes(labels: Any, fractions: Any, num_classes: int, path: Path) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from ssdctl.config import DataConfig, Resolved
-from ssdctl.errors import SsdctlError
+from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import refuse_url
 
 DEFAULT_ROOTS = (Path("data/coco"), Path("/data/coco"))
@@ -25,6 +25,26 @@ def default_root() -> Path:
     """Return the dataset folder if the config names none: data/coco if present, else /data/coco."""
     near, far = DEFAULT_ROOTS
     return near if near.is_dir() else far
+
+
+def require_dataset(config: DataConfig) -> None:
+    """Check that the config names a dataset, or that one is in its usual place.
+
+    Raises:
+        UsageError: A folder is a URL.
+        DataError: Neither is true; the hint names the datasets in the working folder.
+    """
+    from ssdctl.data.formats.find_layout import datasets_in
+
+    dataset_folders(config)
+    if config.root or default_root().exists():
+        return
+    near, far = DEFAULT_ROOTS
+    if found := datasets_in(Path()):
+        hint = f"datasets in this folder: {', '.join(map(str, found))}; use --data {found[0]}"
+    else:
+        hint = "--data DIR names your images; `ssdctl demo` needs none"
+    raise DataError(f"no --data given, and neither ./{near} nor {far} exists", hint=hint)
 
 
 def dataset_folders(config: DataConfig) -> tuple[Path, Path]:

@@ -98,12 +98,14 @@ def average(tensor: Tensor, ranks: Ranks) -> Tensor:
 
 def average_buffers(buffers: Iterable[Tensor], ranks: Ranks) -> None:
     """Average batch norm's running statistics, which each rank computes from its own images."""
-    if ranks.is_single_process:
+    floats = [buffer for buffer in buffers if buffer.is_floating_point()]
+    if ranks.is_single_process or not floats:
         return
-    for buffer in buffers:
-        if buffer.is_floating_point():
-            dist.all_reduce(buffer)
-            buffer /= ranks.world_size
+    flat = torch.cat([buffer.reshape(-1) for buffer in floats])
+    dist.all_reduce(flat)
+    flat /= ranks.world_size
+    for buffer, mean in zip(floats, flat.split([b.numel() for b in floats]), strict=True):
+        buffer.copy_(mean.view_as(buffer))
 
 
 def barrier(ranks: Ranks) -> None:

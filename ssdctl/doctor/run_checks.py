@@ -7,8 +7,7 @@ from concurrent.futures import TimeoutError as Late
 from functools import partial
 
 from ssdctl.config import Config
-from ssdctl.doctor.check import WARN, CheckResult, redacted
-from ssdctl.doctor.data import check_data
+from ssdctl.doctor.check import FAIL, WARN, CheckResult, redacted
 from ssdctl.doctor.devices import check_cpu, check_gpus, check_tpus
 from ssdctl.doctor.gaudi import check_gaudi
 from ssdctl.doctor.hardware import find_hardware
@@ -18,6 +17,7 @@ from ssdctl.doctor.machine import check_machine
 from ssdctl.doctor.software import check_software
 from ssdctl.doctor.subprocess_probe import IMPORT_S, ProbeRunner
 from ssdctl.runtime.background import run_in_daemon_thread
+from ssdctl.runtime.packages import library_error
 
 PATIENCE_S = 2 * IMPORT_S + 30  # for one heading; longer than the timeouts of the probes
 DEVICES, MACHINE = "Devices", "Machine"
@@ -64,7 +64,7 @@ def _check_all(config: Config, runner: ProbeRunner, network: bool) -> list[Check
         (MACHINE, check_machine),
         (MACHINE, partial(check_limits, pci)),
         ("Launchers", partial(check_launchers, config, runner, pci)),
-        ("Data", partial(check_data, config)),
+        ("Data", partial(_check_data, config)),
     ]
     if network:
         from ssdctl.doctor.network import check_network
@@ -86,10 +86,20 @@ def _check_all(config: Config, runner: ProbeRunner, network: bool) -> list[Check
     return results
 
 
+def _check_data(config: Config) -> list[CheckResult]:
+    from ssdctl.doctor.data import check_data  # imports numpy, whose libraries may be broken
+
+    return check_data(config)
+
+
 def _run(group: str, check: CheckFunction) -> list[CheckResult]:
-    """Run a check; return a warning if it cannot read a file."""
+    """Run a check; return a problem if it cannot load a package or read a file."""
     try:
         return check()
-    except OSError as error:
+    except (ImportError, OSError) as error:
+        if (problem := library_error(error)) is not None:
+            return [CheckResult(group.lower(), FAIL, str(problem), problem.hint or "")]
+        if not isinstance(error, OSError):
+            raise
         detail = f"cannot be read: {error.strerror or error}: {error.filename or ''}"
         return [CheckResult(group.lower(), WARN, detail.rstrip(": "), "check its permissions")]

@@ -18,11 +18,11 @@ from ssdctl.data.coco_classes import UNUSED
 from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
-from ssdctl.distributed.collectives import barrier, run_and_gather
+from ssdctl.distributed.collectives import run_and_gather
+from ssdctl.distributed.dataset import open_on_all_ranks
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluate.analysis import analyse
@@ -70,7 +70,7 @@ def evaluate_checkpoint(
     checkpoint = read_model(path)
     data = choose_data(checkpoint, config.data, given)
     root, folder = dataset_folders(data)
-    splits = _open_on_all_ranks(root, folder, progress, ranks)
+    splits = open_on_all_ranks(root, folder, ranks, progress)
     split = require_split(splits, settings.split, root)
     category_ids = dataset_category_ids(checkpoint, split.classes, root)
 
@@ -149,18 +149,6 @@ def choose_precision(checkpoint: Checkpoint, settings: EvaluateConfig, device: D
             reason,
         )
     return precision
-
-
-def _open_on_all_ranks(
-    root: Path, folder: Path, progress: Progress, ranks: Ranks
-) -> dict[str, Split]:
-    """Return the splits; the first rank prepares them if necessary."""
-    if ranks.is_main:
-        splits = open_dataset(root, folder, progress=progress)
-        barrier(ranks)
-        return splits
-    barrier(ranks)
-    return open_dataset(root, folder)
 
 
 def _counted(split: Split, rows: np.ndarray[Any, Any], settings: EvaluateConfig) -> str:

@@ -48,7 +48,7 @@ def evaluate_files(
     progress: Progress,
     detections_file: Path | None = None,
 ) -> Iterator[Evaluation]:
-    """Score checkpoints on all ranks, or a file of detections; the main rank yields the results.
+    """Score checkpoints on all ranks, or a file of detections; every rank yields the results.
 
     Args:
         files: Checkpoints, or one JSON file in COCO's results format, scored without torch.
@@ -67,8 +67,7 @@ def evaluate_files(
                 f"--detections: {files[0]} is a file of detections already",
                 hint="name a checkpoint, of which the detections are to be written",
             )
-        if ranks.is_main:
-            yield evaluate_results(files[0], resolved.config)
+        yield evaluate_results(files[0], resolved.config)
         return
     if len(files) > 1 and detections_file is not None:
         raise UsageError(
@@ -80,7 +79,7 @@ def evaluate_files(
             f"--detections {detections_file}: is a folder", hint="give the name of a file in it"
         )
     from ssdctl.device import open_device
-    from ssdctl.distributed.collectives import barrier
+    from ssdctl.distributed.collectives import broadcast
     from ssdctl.distributed.process_group import process_group
     from ssdctl.evaluate.checkpoint import evaluate_checkpoint
 
@@ -96,6 +95,6 @@ def evaluate_files(
                 ranks=ranks,
                 detections_file=detections_file,
             )
-            if evaluation is not None:
-                yield evaluation
-        barrier(ranks)
+            evaluation = broadcast(evaluation, ranks)
+            assert evaluation is not None
+            yield evaluation

@@ -34,7 +34,7 @@ def resize_crop(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, out:
         _resize_padded(pixels, box, flip, out)
         return
     window = pixels[top:bottom, left:right]
-    if not (window.flags.c_contiguous and window.flags.writeable):  # read-only in a mapped file
+    if not (window.flags.c_contiguous and window.flags.writeable):
         packed = thread_buffer("crop", window.size).reshape(window.shape)
         np.copyto(packed, window)
         window = packed

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from importlib import metadata
 from typing import Any
 
 from ssdctl.errors import UsageError
+
+LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
 def package_version(name: str) -> str | None:
@@ -24,6 +29,40 @@ def package_release(name: str) -> tuple[int, int] | None:
     """
     match = re.match(r"(\d+)\.(\d+)", package_version(name) or "")
     return (int(match[1]), int(match[2])) if match else None
+
+
+def library_error(error: BaseException | None) -> UsageError | None:
+    """Return the error for a package that a shared library keeps from loading; None for others.
+
+    Args:
+        error: What an import raised: ImportError, or OSError of ctypes.
+    """
+    package = ""
+    while error is not None:
+        package = _importing_package(error) or package
+        is_of_import = isinstance(error, (ImportError, OSError))
+        if is_of_import and (match := re.search(r"(\S+\.so\S*): ([^\n]+)", str(error))):
+            break
+        error = error.__cause__ or error.__context__
+    else:
+        return None
+    variables = [name for name in LOADER_VARIABLES if os.environ.get(name)]
+    hint = f"reinstall {package or 'the package'}"
+    if variables:
+        values = " and ".join(f"{name}={os.environ[name]}" for name in variables)
+        hint = f"{values} makes the system load other libraries: unset it, or {hint}"
+    return UsageError(
+        f"{package or 'a package'} cannot be loaded: {match[1]}: {match[2]}", hint=hint
+    )
+
+
+def _importing_package(error: BaseException) -> str:
+    """Return the package, not ours, whose import raised an error."""
+    names = [
+        str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    return next((name for name in names if name in NATIVE_PACKAGES), "")
 
 
 def entry_point_names(group: str) -> list[str]:

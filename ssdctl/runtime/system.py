@@ -20,6 +20,7 @@ except ImportError:
     resource = None  # type: ignore[assignment]
 
 UNLIMITED = -1  # a limit that is not set
+RESERVED_FILES = 512  # for everything but the store
 
 
 def usable_cpus() -> Collection[int]:
@@ -66,6 +67,19 @@ def resource_limit(name: str) -> tuple[int, int] | None:
         for limit in resource.getrlimit(number)
     )
     return soft, hard
+
+
+def allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files, as far as it may, if `count` more need it."""
+    limits = resource_limit("NOFILE")
+    needed = count + RESERVED_FILES
+    if limits is None or limits[0] == UNLIMITED or limits[0] >= needed:
+        return
+    hard = limits[1]
+    soft = needed if hard == UNLIMITED else min(needed, hard)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
 
 
 def read_table(path: Path) -> dict[str, str]:

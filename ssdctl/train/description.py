@@ -57,7 +57,12 @@ def length_line(plan: TrainSchedule, evaluations: int) -> str:
 def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
     """Return the name of the recipe and its learning rate in one line."""
     config = resolved.config.train
-    name = next(iter(rule_values(resolved)), f"preset {config.preset}")
+    rules = rule_values(resolved)
+    name = next(iter(rules), f"preset {config.preset}")
+    if config.steps == plan.total_steps and any(
+        "decay_epochs" in chosen for chosen in rules.values()
+    ):
+        name += f", fitted to --steps {config.steps}"
     decay = [step for step in plan.decay_steps if step <= plan.total_steps]
     if plan.is_cosine:
         shape = f"cosine from step {plan.decay_steps[0]:,} to {plan.decay_steps[1]:,}"

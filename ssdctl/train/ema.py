@@ -20,17 +20,16 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._model = model
         self._decay = decay
-        self._state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+        live = model.state_dict(keep_vars=True)  # the tensors themselves, changed in place
+        self._state = {k: v.detach().clone() for k, v in live.items()}
         self._floats = [k for k, v in self._state.items() if v.is_floating_point()]
+        self._averages = [self._state[k] for k in self._floats]
+        self._sources = [live[k] for k in self._floats]
 
     def update(self) -> None:
         """Update the average after a step. Does not wait for the device."""
-        live = self._model.state_dict()
-        torch._foreach_lerp_(
-            [self._state[k] for k in self._floats],
-            [live[k].detach() for k in self._floats],
-            1 - self._decay,
-        )
+        with torch.no_grad():
+            torch._foreach_lerp_(self._averages, self._sources, 1 - self._decay)
 
     def buffers(self) -> list[Tensor]:
         """Return the average of batch norm's statistics, which differs between ranks."""
@@ -50,15 +49,14 @@ class EMA:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Use the average as the network's weights for the duration of the block."""
-        live = self._model.state_dict()
-        trained = {k: live[k].detach().clone() for k in self._floats}
+        trained = [tensor.detach().clone() for tensor in self._sources]
         try:
-            _copy(live, self._state, self._floats)
+            _copy(self._sources, self._averages)
             yield
         finally:
-            _copy(live, trained, self._floats)
+            _copy(self._sources, trained)
 
 
-def _copy(target: Mapping[str, Tensor], source: Mapping[str, Tensor], names: list[str]) -> None:
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     with torch.no_grad():
-        torch._foreach_copy_([target[k] for k in names], [source[k] for k in names])
+        torch._foreach_copy_(targets, sources)

@@ -26,7 +26,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import Stopped
+from ssdctl.errors import DataError, DiskError, Stopped
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
@@ -124,6 +124,7 @@ class _Trainer:
         if self.ema is not None and start.averaged is not None:
             self.ema.load(start.averaged)
         self.saved_step = start.step if start.is_saved else None
+        self.averaged_step: int | None = None  # after which batch norm was averaged over the ranks
         if setup.ranks.is_main:
             self.checkpoints.clean()
             for path in self.checkpoints.continue_from(self.step):
@@ -203,7 +204,7 @@ class _Trainer:
         config = self.setup.config.train
         self.profiler.before(self.step + 1)
         with torch.profiler.record_function("wait: next batch"), self.throughput.waiting():
-            batches = list(itertools.islice(self.batches, config.accumulate))
+            batches = self._next_batches(config.accumulate)
         self.progress_log.before_step(self.step, batches)
         with self.memory_hints():
             result = train_step(batches, lr)
@@ -214,6 +215,19 @@ class _Trainer:
         if self.ema is not None:
             self.ema.update()
         return result
+
+    def _next_batches(self, count: int) -> list[Batch]:
+        """Return the next step's batches; if the input fails, save the steps before.
+
+        Several ranks need each other to save, and only this one has failed: they do not.
+        """
+        try:
+            return list(itertools.islice(self.batches, count))
+        except (DataError, DiskError):
+            if self.setup.ranks.is_single_process:
+                self._save()
+                self.checkpoint_writer.wait()
+            raise
 
     def _handle_bad_steps(self) -> None:
         """Record the skipped steps since the last log point; roll back if the policy is that.
@@ -333,7 +347,7 @@ class _Trainer:
         self.first_sample = next_sample
         self.first_step = self.step = step_of_plan(checkpoint, self.plan)
         self._start_input()
-        self.saved_step = self.evaluated_step = None
+        self.saved_step = self.evaluated_step = self.averaged_step = None
         if setup.ranks.is_main:
             self.checkpoints.continue_from(self.step)
         self.progress_log.rewind(self.step)
@@ -379,10 +393,12 @@ class _Trainer:
         self.progress_log.evaluation(evaluation, self.validator.losses, is_best=is_best)
 
     def _average_statistics(self) -> None:
-        """Average the statistics of batch norm, and their moving averages, over the ranks."""
-        collectives.average_buffers(self.setup.model.buffers(), self.setup.ranks)
-        if self.ema is not None:
-            collectives.average_buffers(self.ema.buffers(), self.setup.ranks)
+        """Average the statistics of batch norm, and their moving averages, once after a step."""
+        if self.averaged_step == self.step:
+            return
+        averages = [] if self.ema is None else self.ema.buffers()
+        collectives.average_buffers([*self.setup.model.buffers(), *averages], self.setup.ranks)
+        self.averaged_step = self.step
 
     def _save(self) -> None:
         if self.saved_step == self.step:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ssdctl.checkpoint.reader import (
     same_classes,
 )
 from ssdctl.config.render import values
-from ssdctl.config.settings import all_settings, with_current_keys
+from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
 from ssdctl.config.sources import Kind
 from ssdctl.data.class_match import class_differences
 from ssdctl.data.formats.coco import ClassName
@@ -185,11 +186,21 @@ def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]
     return {
         path: saved
         for path, setting in all_settings().items()
-        # A setting that the checkpoint's version did not have had the effect of its default.
-        if setting.affects_results
+        if setting.is_compared
         and path not in derived
-        and _plain(saved := before.get(path, setting.default)) != _plain(now[path])
+        and _plain(saved := _saved(setting, before, now[path])) != _plain(now[path])
     }
+
+
+def _saved(setting: Setting, before: Mapping[str, Any], now: Any) -> Any:
+    """Return a checkpoint's value, or what its version did if it did not have the setting.
+
+    That is the setting's default; for one of the recipe, which has none, its earlier value if it is
+    known.
+    """
+    if setting.path in before or not setting.is_recipe:
+        return before.get(setting.path, setting.default)
+    return EARLIER_VALUES.get(setting.path, now)
 
 
 def restore(

@@ -42,7 +42,7 @@ class Network(NamedTuple):
     extra_norm: str
 
 
-class Run(NamedTuple):
+class SettledRun(NamedTuple):
     """A settled run."""
 
     resolved: Resolved  # without `auto`, except for the precision of a device that is not open
@@ -70,7 +70,7 @@ def finalize(
     *,
     network: Network | None = None,
     largest_batch: Callable[[Config], int] | None = None,
-) -> Run:
+) -> SettledRun:
     """Replace `auto` and whatever the user left open by what fits device, data and checkpoint.
 
     Args:
@@ -102,7 +102,7 @@ def finalize(
         ranks.world_size,
         may_shorten_warmup=not resolved.is_chosen("train.warmup"),
     )
-    return Run(resolved, plan, out, rule, tuple(notices))
+    return SettledRun(resolved, plan, out, rule, tuple(notices))
 
 
 def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ...]:

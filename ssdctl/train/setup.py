@@ -28,16 +28,16 @@ from ssdctl.checkpoint.reader import (
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
-from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
+from ssdctl.distributed.dataset import open_on_all_ranks
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.download.detectors import DetectorSource, cached_path
-from ssdctl.errors import DataError, IntegrityError
+from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.pipelines import check_pipeline
@@ -47,7 +47,7 @@ from ssdctl.runs.default_folder import run_dir
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress
 from ssdctl.train.memory import check_shares, largest_batch
-from ssdctl.train.run import Network, Run, check_without_data, finalize
+from ssdctl.train.run import Network, SettledRun, check_without_data, finalize
 from ssdctl.train.schedule import TrainSchedule
 from ssdctl.train.trackers.registry import find_trackers
 
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class Setup(NamedTuple):
     """The parts of a run before its first step."""
 
-    run: Run
+    run: SettledRun
     device: Device
     ranks: Ranks
     train: Split
@@ -261,11 +261,7 @@ def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Spli
     if config.train.fake_data and not root.exists():
         log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
         return fake_split(), None
-    if ranks.is_main:  # prepares it for the other ranks
-        splits = open_dataset(root, folder, progress=progress)
-    wait_for_main(ranks, "dataset")
-    if not ranks.is_main:
-        splits = open_dataset(root, folder, check_images=False)
+    splits = open_on_all_ranks(root, folder, ranks, progress)
     if config.train.fake_data:
         log.info("fake data: no image is read, nothing is evaluated")
         splits.pop("val", None)
@@ -316,11 +312,19 @@ def load_first_weights(setup: Setup) -> None:
         path = Path(name)
     else:
         if setup.ranks.is_main:
-            fetch_weights(name, mirror=config.download.mirror)
+            _fetch_weights(name, config)
         wait_for_main(setup.ranks, "weights")
         # It is in the cache now; on another node that node's first process fetches it.
-        path = fetch_weights(name, mirror=config.download.mirror)
+        path = _fetch_weights(name, config)
     load_backbone(model, path)
+
+
+def _fetch_weights(name: str, config: Config) -> Path:
+    try:
+        return fetch_weights(name, mirror=config.download.mirror)
+    except NetworkError as error:
+        others = "or train without them: --init FILE, or --backbone-weights none"
+        raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
 
 
 def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:

@@ -87,7 +87,7 @@ def test_the_contact_sheet_shows_four_images(tmp_path: Path) -> None:
 
 def test_held_out_images_have_several_objects(shapes: Path) -> None:
     images = demo.held_out_images(shapes)
-    assert len(images) == len(set(images)) == 4
+    assert 1 < len(images) == len(set(images)) <= 4
     assert all(image.is_file() and image.parent.name == "val2017" for image in images)
 
 

@@ -185,7 +185,7 @@ def test_another_command(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["train", "--batch-splits", "3"], "--accumulate"),
         (["train", "--epocs", "3"], "--epochs"),
-        (["evaluate"], "CKPT"),
+        (["evaluate", "--splitt", "val"], "--split"),
     ],
     ids=str,
 )

@@ -80,10 +80,10 @@ def test_a_second_assignment_joins_lists_and_is_refused_for_others() -> None:
 
 
 def test_scores_are_comparable_by_default() -> None:
-    """In fp32, on all images of the validation split, whichever precision the preset trains in."""
+    """In the checkpoint's precision, on all images of the validation split, with every preset."""
     for preset in PRESETS:
         evaluation = resolved(("train.preset", preset)).config.evaluate
-        assert (evaluation.precision, evaluation.split, evaluation.limit) == ("fp32", "val", None)
+        assert (evaluation.precision, evaluation.split, evaluation.limit) == ("auto", "val", None)
         assert not evaluation.annotated_only
 
 

@@ -644,4 +644,4 @@ def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -
 def test_a_folder_in_a_dataset_names_the_dataset(dataset: Path) -> None:
     with pytest.raises(DataError, match="no dataset found") as caught:
         find_splits(dataset / "train2017")
-    assert caught.value.hint == f"the folder above is a dataset: --data {dataset}"
+    assert f"--data {dataset}" in str(caught.value.hint)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,3 +112,18 @@ def test_a_complete_dataset_is_not_drawn_again(tmp_path: Path) -> None:
     assert again(num_val=3)
     assert again(seed=2)
     assert image.read_bytes() != before
+
+
+def test_an_interrupted_generation_leaves_no_labels_of_other_pictures(tmp_path: Path) -> None:
+    generate(tmp_path, num_train=3, num_val=2, seed=1)
+
+    def interrupt(items: Iterable[Any], **_: Any) -> Iterator[Any]:
+        yield next(iter(items))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path, num_train=3, num_val=2, seed=2, progress=interrupt)
+    labels = [path.name for path in (tmp_path / "annotations").iterdir()]
+    assert labels == ["instances_val2017.json"]  # its pictures are those of before
+    assert generate(tmp_path, num_train=3, num_val=2, seed=2)
+    assert len(list((tmp_path / "annotations").iterdir())) == 2

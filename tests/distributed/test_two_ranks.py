@@ -195,3 +195,31 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     texts = [*logs, *(rank.err for rank in ranks)]
     assert any(image.name in text for text in texts), texts
     assert not any("lost rank" in text or "Traceback" in text for text in texts)
+
+
+EVALUATE = """
+import json, os, sys
+import ssdctl
+from ssdctl.data import image_check, open_dataset
+
+os.environ["MASTER_PORT"], checkpoint, data = sys.argv[1:4]
+compared = []
+changed_images = open_dataset.changed_images
+open_dataset.changed_images = lambda *a: compared.append(a) or changed_images(*a)
+result = ssdctl.evaluate(checkpoint, data, device="cpu", report="page", progress=False)
+print(json.dumps([result.figures["AP"], result.about.images, len(compared)]))
+"""
+
+
+def test_every_rank_gets_the_evaluation_of_the_library(
+    checkpoint: Path, shapes: Path, tmp_path: Path
+) -> None:
+    """The first rank prepares the dataset and compares its images for all."""
+    data = tmp_path / "shapes"
+    shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
+    ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    (ap, images, _), (other_ap, other_images, compared) = [json.loads(r.out) for r in ranks]
+    assert (ap, images) == (other_ap, other_images)
+    assert images == 9
+    assert compared == 0

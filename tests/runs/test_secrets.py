@@ -60,7 +60,7 @@ def test_a_runs_config_file_repeats_what_explains_the_result(run: RunDir) -> Non
 def test_a_checkpoints_settings_have_no_secrets_and_allow_a_resume() -> None:
     settings = snapshot(resolve(overrides=SECRETS).config)
     assert "S3CRET" not in repr(settings)
-    compared = {s.path for s in all_settings().values() if s.affects_results}
+    compared = {s.path for s in all_settings().values() if s.is_compared}
     assert compared <= set(settings)
     assert settings["train.lr"] == 0.5
 

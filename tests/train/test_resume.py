@@ -18,6 +18,7 @@ from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.train import resume
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -321,3 +322,23 @@ def test_options_of_the_hint_continue_the_run(
     result = cli(*train, *(o for o in kept if o != "--resume-changed"), *options)
     assert result.code == 0, result.err
     assert steps(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("earlier", "code"), [({}, 0), ({"train.hue_degrees": 5.0}, 2)])
+def test_a_setting_that_the_checkpoints_version_lacked(
+    run: Path,
+    shapes: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: dict[str, float],
+    code: int,
+) -> None:
+    """It counts as unchanged, unless what that version did is known and differs."""
+    for path in (run / "checkpoints").iterdir():
+        content = torch.load(path, weights_only=True)
+        content["config"].pop("train.hue_degrees", None)
+        torch.save(content, path)
+    monkeypatch.setattr(resume, "EARLIER_VALUES", earlier)
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
+    assert result.code == code, result.err
+    assert ("train.hue_degrees was 5.0" in result.err) == bool(earlier)

@@ -21,8 +21,8 @@ from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl.cli.main import main
+from ssdctl.distributed import dataset
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.train import setup
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -43,6 +43,31 @@ def test_run_folder_contains_the_documented_files(tiny_run: Path, shapes: Path) 
     assert f'root = "{shapes}"' in (tiny_run / "config.toml").read_text()
     config = torch.load(tiny_run / "checkpoints" / "last.pt", weights_only=True)["config"]
     assert {path.partition(".")[0] for path in config} == {"data", "model", "train", "evaluate"}
+
+
+def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    options = ["train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS]
+    result = cli(*options)
+    assert result.code == 0, result.err
+    for text in ("ball", "ring", "resnet18", "continues from step 3", "fp32", "4 steps"):
+        assert text in result.err
+    assert f"{run / 'checkpoints/best.pt'} (AP " in result.err
+    assert f"ssdctl predict {run} " in result.err
+    assert f"ssdctl report {run}" in result.err
+    for quiet in ("-q", "--json"):
+        assert "ssdctl report" not in cli(*options, quiet).err
+
+
+def test_a_plan_knows_the_time_of_a_run_that_was_started(
+    tiny_run: Path, shapes: Path, cli: Cli
+) -> None:
+    plan = ["train", "--data", shapes, "--steps", 4, *OPTIONS, "--dry-run"]
+    assert "img/s" in cli(*plan, "--out", tiny_run).out
+    assert "img/s" not in cli(*plan, "--out", "another").out
 
 
 def test_resumed_run_is_bit_equal(tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli) -> None:
@@ -139,6 +164,22 @@ def test_damaged_newest_checkpoint_costs_one_interval(
     assert "warning" in result.err
     assert "step-00000004.pt (step 4" in result.err
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_checkpoint_of_a_newer_version_is_left_alone(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    newest = run / "checkpoints/step-00000003.pt"
+    payload = torch.load(newest, weights_only=True) | {"format": 2}
+    torch.save(payload, newest)
+    content, names = newest.read_bytes(), sorted(p.name for p in newest.parent.iterdir())
+    result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
+    assert result.code == 2, result.err
+    assert newest.name in result.err
+    assert newest.read_bytes() == content
+    assert sorted(p.name for p in newest.parent.iterdir()) == names
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -266,7 +307,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
         os.kill(os.getpid(), signal.SIGTERM)
         went_on.append(True)
 
-    monkeypatch.setattr(setup, "open_dataset", interrupted)
+    monkeypatch.setattr(dataset, "open_dataset", interrupted)
     result = cli("train", "--data", "data", "--out", tmp_path / "run", *OPTIONS, "--steps", 1)
     assert result.code == 75, result.err
     assert "before the first step" in result.err

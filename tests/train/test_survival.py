@@ -102,6 +102,31 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
+@pytest.mark.parametrize("encoding", ["jpeg", "raw"])
+def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
+    shapes: Path, tmp_path: Path, cli: Cli, encoding: str
+) -> None:
+    """Reading mapped memory beyond the end of a file would kill the process (SIGBUS)."""
+    store, run = tmp_path / "store", tmp_path / "run"
+    prepare = ["prepare", "--data", shapes, "--store", store, "--encoding", encoding, "--force"]
+    assert cli(*prepare).code == 0
+    command = ["train", "--data", shapes, "--store", store, *OPTIONS, "--out", run]
+    process = start(*command, "--steps", 1000)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run, "train")) > 1, process)
+    files = [*store.glob("*.arrow")]
+    assert len(files) == 4
+    for path in files:
+        os.truncate(path, 5000 if path.name.startswith("images-train") else 0)
+    _, words = process.communicate()
+    assert process.returncode == 6, words
+    assert "images-train" in words
+    assert "Traceback" not in words
+    stopped = last(run).step
+    assert stopped >= records(run, "train")[-1]["step"] > 0
+    assert cli(*prepare).code == 0
+    assert cli(*command, "--steps", stopped + 1).code == 0
+
+
 @pytest.mark.parametrize("lasts", [2, 99])
 @pytest.mark.parametrize("where", ["checkpoint", "metrics"])
 def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(

@@ -31,7 +31,6 @@ class ModelConfig(Section, frozen=True):
         setting(
             "Backbone of the detector",
             panel="Network",
-            affects_results=True,
         ),
     ]
     weights: Annotated[
@@ -54,7 +53,6 @@ class ModelConfig(Section, frozen=True):
         setting(
             "Normalization in the extra blocks (batch: NVIDIA's)",
             panel="Network",
-            affects_results=True,
         ),
     ]
 
@@ -65,7 +63,7 @@ class TrainConfig(Section, frozen=True):
     # Recipe
     epochs: Annotated[
         Count,
-        setting("Length of the run in epochs", metavar="N", panel="Recipe", aliases=("-e",)),
+        setting("Length of the run in epochs", metavar="N", aliases=("-e",)),
     ]
     batch_size: Annotated[
         Count | Literal["auto"],
@@ -73,7 +71,6 @@ class TrainConfig(Section, frozen=True):
             "Batch size per device (auto: the largest that fits in memory)",
             flag="--bs",
             metavar="N|auto",
-            panel="Recipe",
             aliases=("-b",),
         ),
     ]
@@ -82,9 +79,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Learning rate for a global batch of 32, scaled linearly",
             metavar="X",
-            panel="Recipe",
             aliases=("--learning-rate", "--base-lr"),
-            affects_results=True,
         ),
     ]
     warmup: Annotated[
@@ -92,9 +87,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Linear warm-up in epochs (3ep) or steps (300st)",
             metavar="DURATION",
-            panel="Recipe",
             aliases=("--lr-warmup-epoch",),
-            affects_results=True,
         ),
     ]
     decay_epochs: Annotated[
@@ -102,22 +95,18 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Epochs at which the learning rate decays",
             metavar="E,E",
-            panel="Recipe",
             removed_flags={
                 "--multistep": "--decay-epochs 43,54, with commas (42,53 for DALI's example)",
                 "--lr-decay-schedule": "--decay-epochs 40,50, with commas",
                 "--lr-decay-epochs": "--decay-epochs 40,50, with commas",
                 "--k": "--decay-epochs 15,55, the two ends of the cosine",
             },
-            affects_results=True,
         ),
     ]
     lr_decay: Annotated[
         Literal["step", "cosine"],
         setting(
             "Divide by 10 at each decay epoch, or cosine between two",
-            panel="Recipe",
-            affects_results=True,
         ),
     ]
     momentum: Annotated[
@@ -125,9 +114,7 @@ class TrainConfig(Section, frozen=True):
         setting(
             "SGD momentum, or AdamW's beta1",
             metavar="X",
-            panel="Recipe",
             aliases=("-m",),
-            affects_results=True,
         ),
     ]
     weight_decay: Annotated[
@@ -135,41 +122,31 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Weight decay",
             metavar="X",
-            panel="Recipe",
             aliases=("--wd",),
-            affects_results=True,
         ),
     ]
     decay_bias: Annotated[
         bool,
-        setting("Apply weight decay to convolution biases", panel="Recipe", affects_results=True),
+        setting("Apply weight decay to convolution biases"),
     ]
     decay_norm: Annotated[
         bool,
         setting(
             "Apply weight decay to batch norm parameters",
-            panel="Recipe",
-            affects_results=True,
         ),
     ]
-    optimizer: Annotated[
-        Literal["sgd", "adamw"], setting("Optimizer", panel="Recipe", affects_results=True)
-    ]
+    optimizer: Annotated[Literal["sgd", "adamw"], setting("Optimizer")]
     clip_grad: Annotated[
         NonNegative,
         setting(
             "Clip the gradient norm (0 = off)",
             metavar="NORM",
-            panel="Recipe",
-            affects_results=True,
         ),
     ]
     freeze_stem: Annotated[
         bool,
         setting(
             "Freeze conv1 and the first block's first convolution",
-            panel="Recipe",
-            affects_results=True,
         ),
     ]
     hue_degrees: Annotated[
@@ -177,8 +154,6 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Hue jitter of the augmentation, in degrees",
             metavar="DEG",
-            panel="Recipe",
-            affects_results=True,
         ),
     ]
     precision: Annotated[
@@ -196,7 +171,6 @@ class TrainConfig(Section, frozen=True):
                 "--lowp": "--bf16",
                 "--BF16": "--bf16",
             },
-            affects_results=True,
         ),
     ]
 
@@ -261,7 +235,6 @@ class TrainConfig(Section, frozen=True):
             "Seed of data order, augmentation and weights",
             metavar="N",
             panel="Run",
-            affects_results=True,
         ),
     ] = 0
     accumulate: Annotated[
@@ -283,7 +256,6 @@ class TrainConfig(Section, frozen=True):
             "Keep an EMA of the weights and evaluate it (try 0.999)",
             metavar="DECAY",
             panel="Recipe",
-            affects_results=True,
         ),
     ] = 0.0
     freeze: Annotated[
@@ -292,7 +264,6 @@ class TrainConfig(Section, frozen=True):
             "Freeze the first N of the backbone's 4 stages",
             metavar="N",
             panel="Recipe",
-            affects_results=True,
         ),
     ] = 0
     freeze_norm: Annotated[
@@ -300,7 +271,6 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Freeze batch norm statistics (fine-tuning with small batches)",
             panel="Recipe",
-            affects_results=True,
         ),
     ] = False
     sync_bn: Annotated[
@@ -309,7 +279,6 @@ class TrainConfig(Section, frozen=True):
             "Synchronize batch norm over all ranks",
             panel="Recipe",
             aliases=("--distributed-bn",),
-            affects_results=True,
         ),
     ] = False
     deterministic: Annotated[
@@ -361,7 +330,6 @@ class TrainConfig(Section, frozen=True):
             "Allow TF32 matmuls",
             panel="Device",
             aliases=("--allow-tf32=true", "--no-allow-tf32=false"),
-            affects_results=True,
         ),
     ] = False
     profile: Annotated[
@@ -403,7 +371,6 @@ class TrainConfig(Section, frozen=True):
                 "--dl-worker-type": "--pipeline native or --pipeline dali",
                 "--use-dali": "--pipeline dali",
             },
-            affects_results=True,
         ),
     ] = "native"
     fake_data: Annotated[
@@ -412,7 +379,6 @@ class TrainConfig(Section, frozen=True):
             "Train on random batches to measure the device",
             panel="Input",
             aliases=("--use-fake-data", "--synthetic-data", "-f"),
-            affects_results=True,
         ),
     ] = False
     augment: Annotated[
@@ -420,14 +386,11 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Augmentation: crops, flips and colors (ssd); also zoom-out (ssd-zoom)",
             panel="Input",
-            affects_results=True,
         ),
     ] = "ssd"
     limit_train: Annotated[
         Count | None,
-        setting(
-            "Train only on the first N images", metavar="N", panel="Input", affects_results=True
-        ),
+        setting("Train only on the first N images", metavar="N", panel="Input"),
     ] = None
     overfit: Annotated[
         Count | None,
@@ -435,7 +398,6 @@ class TrainConfig(Section, frozen=True):
             "Train and evaluate on the same N images, as a check",
             metavar="N",
             panel="Input",
-            affects_results=True,
         ),
     ] = None
 

@@ -43,6 +43,7 @@ class Annotations(NamedTuple):
     annotations: AnnotationColumns
     categories: list[Category]
     supercategories: Sequence[Category] = ()  # listed as categories, but not classes: left out
+    merged: Sequence[ImageEntry] = ()  # of files that an earlier entry has, too: left out
 
 
 class ClassName(msgspec.Struct, frozen=True):
@@ -99,7 +100,46 @@ def parse(content: Content, path: Path, other_splits: Sequence[Path] = ()) -> An
             f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
     categories, supercategories = _without_supercategories(tables, other_splits)
-    return Annotations(tables.images, tables.annotations, categories, supercategories)
+    images, columns, merged = _one_image_per_file(tables, path)
+    return Annotations(images, columns, categories, supercategories, merged)
+
+
+def _one_image_per_file(
+    tables: Tables, path: Path
+) -> tuple[list[ImageEntry], AnnotationColumns, list[ImageEntry]]:
+    """Give the objects of several entries of one file, as in merged datasets, to the first.
+
+    Otherwise each entry would have the other's objects as background.
+
+    Returns:
+        The images, the annotations, and the entries that were left out.
+
+    Raises:
+        DataError: The entries have different sizes.
+    """
+    first: dict[str, ImageEntry] = {}
+    images, merged, new_ids = [], [], {}
+    for image in tables.images:
+        other = first.setdefault(image.file_name, image)
+        if other is image or other.id == image.id:  # an id that occurs twice is refused later
+            images.append(image)
+            continue
+        if (other.width, other.height) != (image.width, image.height):
+            raise DataError(
+                f"{path}: {image.file_name}: is listed twice, as image {other.id} of "
+                f"{other.width} x {other.height} and as image {image.id} of "
+                f"{image.width} x {image.height}",
+                hint="correct the size, or rename one of the files",
+            )
+        merged.append(image)
+        new_ids[image.id] = other.id
+    columns = tables.annotations
+    if merged:
+        old = np.array(sorted(new_ids), np.int64)
+        place = positions(old, columns.image_id)
+        new = np.array([new_ids[i] for i in old.tolist()], np.int64)
+        columns = columns._replace(image_id=np.where(place < 0, columns.image_id, new[place]))
+    return images, columns, merged
 
 
 def _not_coco(path: Path, error: Exception) -> DataError:
@@ -129,7 +169,8 @@ def _without_supercategories(
     for path in other_splits if unused else ():
         names = {c.name for c in read(path).categories}
         unused = [c for c in unused if c.name not in names]
-    return [c for c in tables.categories if c not in unused], unused
+    left_out = {c.id for c in unused}
+    return [c for c in tables.categories if c.id not in left_out], unused
 
 
 def class_names(annotations: Annotations) -> list[ClassName]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
 from ssdctl.data.formats.file_names import files_below
-from ssdctl.data.formats.xml_reader import numbers, read_xml
+from ssdctl.data.formats.xml_reader import numbers, read_xml, whole_number
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
@@ -27,7 +26,6 @@ from ssdctl.errors import DataError
 log = logging.getLogger(__name__)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
-IGNORED = ("points", "polyline", "cuboid", "skeleton", "tag")
 ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
 
 
@@ -73,9 +71,13 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
             for element in image
             if element.tag in SHAPES
         ]
-        counts.update(f"{element.tag} shapes" for element in image if element.tag in IGNORED)
+        counts.update(f"{element.tag} shapes" for element in image if element.tag not in SHAPES)
         split = split_of(image.get("subset") or "") or "train"
-        frames.append(_Frame(name, split, _side(image, "width"), _side(image, "height"), boxes))
+        width, height = (
+            whole_number(image.get(side, "0"), f"{path}: image {name}: {side}")
+            for side in ("width", "height")
+        )
+        frames.append(_Frame(name, split, width, height, boxes))
     return frames
 
 
@@ -84,32 +86,27 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
     by_frame: dict[int, list[LabeledBox]] = {}
     for track in tree.iterfind("track"):
         for element in track:
-            if element.tag in IGNORED:
+            if element.tag not in SHAPES:
                 counts[f"{element.tag} shapes"] += 1
-            elif element.tag in SHAPES and element.get("outside") == "1":
+            elif element.get("outside") == "1":
                 counts[OUTSIDE] += 1
-            elif element.tag in SHAPES:
+            else:
                 place = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
                 box = _shape(element, track.get("label"), place, counts)
-                by_frame.setdefault(_side(element, "frame"), []).append(box)
+                frame = whole_number(element.get("frame", ""), f"{place}: frame")
+                by_frame.setdefault(frame, []).append(box)
     size = next(tree.iterfind("meta//original_size"), None)
     sides = (0, 0)
     if size is not None:
-        width, height = size.findtext("width", "0"), size.findtext("height", "0")
-        sides = (_number(width), _number(height))
+        width, height = (
+            whole_number(size.findtext(side, "0"), f"{path}: original_size/{side}")
+            for side in ("width", "height")
+        )
+        sides = (width, height)
     return [
         _Frame(f"frame_{number:06d}", "train", *sides, boxes)
         for number, boxes in sorted(by_frame.items())
     ]
-
-
-def _side(element: Any, key: str) -> int:
-    return _number(element.get(key, "0"))
-
-
-def _number(text: str) -> int:
-    """Return the number of a side in pixels; 0 if it is not one."""
-    return int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox:

@@ -101,17 +101,28 @@ def find_layout(path: Path, source: str | None = None) -> Layout:
     return layouts[0]
 
 
+def datasets_in(folder: Path) -> list[Path]:
+    """Return the folders in a folder, of the first ones, that are datasets."""
+    folders = sorted(p for p in folder.glob("[!.]*") if p.is_dir())[:MAX_FOLDERS]
+    return [path for path in folders if _is_dataset(path)]
+
+
+def _is_dataset(folder: Path) -> bool:
+    with contextlib.suppress(DataError):
+        is_described = (folder / "dataset.toml").is_file()
+        return is_described or bool(coco_layout(folder)) or any(_candidates(folder))
+    return False
+
+
 def _dataset_nearby(path: Path) -> str | None:
-    above = path.resolve().parent
-    if (above / "dataset.toml").is_file() or coco_layout(above):
-        return f"the folder above is a dataset: --data {above}"
-    for folder in sorted(p for p in path.glob("*") if p.is_dir())[:MAX_FOLDERS]:
-        with contextlib.suppress(DataError):
-            if coco_layout(folder) or any(_candidates(folder)):
-                return (
-                    f"a folder in it is a dataset: --data {folder}; or describe the dataset in a "
-                    "dataset.toml"
-                )
+    above = path.parent if path.name else path.resolve().parent
+    if _is_dataset(above):
+        return f"did you mean the folder above, --data {above}?"
+    if found := datasets_in(path):
+        return (
+            f"a folder in it is a dataset: --data {found[0]}; or describe the dataset in a "
+            "dataset.toml"
+        )
     return None
 
 

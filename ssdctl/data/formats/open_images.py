@@ -10,6 +10,7 @@ the folder; boxes of images that were not downloaded are left out and counted.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,8 +99,8 @@ def _class_names(root: Path) -> dict[str, str]:
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
-    all_names = list(names.values())
-    return {k: f"{v} ({k})" if all_names.count(v) > 1 else v for k, v in names.items()}
+    counts = Counter(names.values())
+    return {k: f"{v} ({k})" if counts[v] > 1 else v for k, v in names.items()}
 
 
 def _read_names(path: Path) -> str:
@@ -116,12 +117,17 @@ def _read_split(
     ids = {Path(image).stem: image for image in images}
     boxes: dict[str, list[tuple[str, Any, bool]]] = {}
     num_absent, absent = 0, set()
+    num_unlabeled = 0
     for image_id, label, edges, is_group in _rows(file):
-        if image_id in ids:
+        if not label:
+            num_unlabeled += 1
+        elif image_id in ids:
             boxes.setdefault(image_id, []).append((names.get(label, label), edges, is_group))
         else:
             num_absent += 1
             absent.add(image_id)
+    if num_unlabeled:
+        log.info(f"{file.name}: {num_unlabeled:,} boxes without LabelName are left out")
     if absent:
         log.info(
             f"{file.name}: {num_absent:,} boxes of {len(absent):,} images that are not below "
@@ -169,7 +175,7 @@ def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:
                     raise DataError(f"{file}: boxes that are not fractions of the image (0 to 1)")
                 labels = (batch.column(name).to_pylist() for name in COLUMNS[:2])
                 groups = batch.column(CROWD).to_pylist() if has_groups else ["0"] * len(edges)
-                is_group = [group in ("1", "1.0", "true", "True") for group in groups]
+                is_group = [group.strip().lower() in ("1", "1.0", "true") for group in groups]
                 yield from zip(*labels, edges.tolist(), is_group, strict=True)
     except OSError as error:
         raise unreadable(file, error) from None

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 from ssdctl.data.formats.coco import refuse
 from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below, is_image
-from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml
+from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml, whole_number
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
@@ -173,18 +173,14 @@ def _read_image(folder: _Folder, stem: str) -> LabeledImage | None:
     image = folder.image_of(stem, tree.findtext("filename", "").strip())
     if image is None:
         return None
-    width, height = (_side(tree, f"size/{side}") for side in ("width", "height"))
+    width, height = (
+        whole_number(tree.findtext(f"size/{side}", "").strip() or "0", f"{path}: size/{side}")
+        for side in ("width", "height")
+    )
     if width <= 0 or height <= 0:  # some tools write no size
         width, height = header_size(image)
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
     return LabeledImage(image.relative_to(folder.root).as_posix(), width, height, boxes)
-
-
-def _side(tree: ElementTree.Element, name: str) -> int:
-    try:
-        return int(float(tree.findtext(name, "0")))
-    except (ValueError, OverflowError):
-        return 0
 
 
 def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:

@@ -53,3 +53,18 @@ def numbers(values: list[str]) -> list[float]:
     if not all(map(math.isfinite, result)):
         raise ValueError("not finite")
     return result
+
+
+def whole_number(text: str, place: str) -> int:
+    """Return a whole number, which may be written as `12.0`.
+
+    Raises:
+        DataError: It is not one; the message begins with `place`.
+    """
+    try:
+        number = int(float(text))
+        if number == float(text):
+            return number
+    except (ValueError, OverflowError):
+        pass
+    raise DataError(f"{place}: {text!r} is not a whole number")

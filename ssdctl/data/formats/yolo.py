@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -132,7 +133,7 @@ def _class_names(root: Path, description: _Description | None) -> list[str]:
 
 
 def _distinct(path: Path, names: list[str]) -> list[str]:
-    refuse(path, "class names occur twice", [n for n in dict.fromkeys(names) if names.count(n) > 1])
+    refuse(path, "class names occur twice", [n for n, c in Counter(names).items() if c > 1])
     return names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ssdctl.data.formats import yolo
 from ssdctl.data.formats.coco import box_columns, class_names, read
 from ssdctl.data.formats.coco_check import check
 from ssdctl.errors import DataError
@@ -360,3 +362,35 @@ def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
     used["annotations"][0]["category_id"] = 0
     annotations = read(written(tmp_path, used))
     assert [c.name for c in class_names(annotations)] == ["parts", "brush", "sign"]
+
+
+def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
+    """As in merged datasets: each would have the other's objects as background."""
+    images = [
+        {"id": 7, "file_name": "a.jpg", "width": 100, "height": 50},
+        {"id": 9, "file_name": "b.jpg", "width": 100, "height": 50},
+        {"id": 3, "file_name": "a.jpg", "width": 100, "height": 50},
+    ]
+    annotations = read(written(tmp_path, document(images=images)))
+    assert [image.id for image in annotations.images] == [7, 9]
+    assert [image.id for image in annotations.merged] == [3]
+    assert annotations.annotations.image_id.tolist() == [7, 7]
+    boxes, _ = check(annotations, tmp_path)
+    assert boxes.starts.tolist() == [0, 2, 2]
+    images[2]["width"] = 101
+    with pytest.raises(DataError, match=r"a\.jpg"):
+        read(written(tmp_path, document(images=images)))
+
+
+def test_many_classes_take_linear_time(tmp_path: Path) -> None:
+    """It was a minute, quadratic."""
+    names = [
+        {"id": n, "name": f"class {n}", "supercategory": f"class {n + 1}"} for n in range(30_000)
+    ]
+    path = written(tmp_path, document(categories=names, annotations=[]))
+    start = time.process_time()
+    assert len(read(path).categories) == 30_000
+    (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
+    description = yolo.read_description(tmp_path)
+    assert len(yolo._class_names(tmp_path, description)) == 30_000
+    assert time.process_time() - start < 5

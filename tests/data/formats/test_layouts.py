@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -378,6 +379,60 @@ def test_cvat_tracks(tmp_path: Path, cli: Callable[..., Result]) -> None:
     result = cli("prepare", "--data", tmp_path)
     assert result.code == 0, result.err
     assert len(opened(tmp_path).labels) == 2
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"), [('frame="1.0"', 0), ("", 3), ('frame="x"', 3), ('frame="0.5"', 3)]
+)
+def test_a_frame_of_a_cvat_track_is_never_guessed(
+    tmp_path: Path, cli: Callable[..., Result], frame: str, code: int
+) -> None:
+    for number in range(2):
+        exports.save(tmp_path / f"images/frame_{number:06d}.PNG", exports.pictures()[0])
+    (tmp_path / "annotations.xml").write_text(
+        f'<annotations><track id="5" label="x"><box {frame} outside="0" xtl="1" ytl="2" xbr="40" '
+        'ybr="30"/></track><image id="0" name="frame_000000.PNG" width="96.0" height="64">'
+        '<sphere label="x"/></image></annotations>'
+    )
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == code, result.err
+    if code:
+        assert "track 5" in result.err
+    else:
+        assert "1 sphere" in result.err
+        (row,) = opened(tmp_path).trainable
+        assert "frame_000001" in opened(tmp_path).place(int(row)) or row == 1
+
+
+@pytest.mark.parametrize(("side", "code"), [("96.0", 0), ("", 0), ("wide", 3), ("96.5", 3)])
+def test_a_size_in_voc_is_a_whole_number_or_absent(
+    tmp_path: Path, cli: Callable[..., Result], side: str, code: int
+) -> None:
+    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/a.xml").write_text(
+        f"<annotation><filename>a.png</filename><size><width>{side}</width><height>64</height>"
+        "</size><object><name>x</name><bndbox><xmin>2</xmin><ymin>2</ymin><xmax>30</xmax>"
+        "<ymax>30</ymax></bndbox></object></annotation>"
+    )
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == code, result.err
+    assert code == 0 or "a.xml" in result.err
+
+
+def test_an_annotation_file_that_is_a_pipe_does_not_hang(
+    tmp_path: Path, cli: Callable[..., Result]
+) -> None:
+    exports.save(tmp_path / "train/a.png", exports.pictures()[0])
+    (tmp_path / "annotations").mkdir()
+    os.mkfifo(tmp_path / "annotations/instances_train2017.json")
+    assert cli("prepare", "--data", tmp_path).code == 3
+    (tmp_path / "dataset.toml").write_text(
+        '[train]\nimages = "train"\nannotations = "annotations/instances_train2017.json"\n'
+    )
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == 3
+    assert "instances_train2017.json" in result.err
 
 
 def test_open_images_groups_are_crowds(tmp_path: Path, cli: Callable[..., Result]) -> None:
