@@ -9,11 +9,11 @@ start from random weights and use their own defaults, each in its own processes:
 --backbone-weights none`, and ultralytics' `YOLO("yolo11n.yaml").train(...)`, whose `time` sets its
 length. Both score the validation images while they train and keep their best weights, so that
 time is part of the minutes. pycocotools then scores the detections of the best weights on the
-validation images, down to a score of 0.001 for yolo11n and 0.05 or the network's default for ours.
+validation images: down to a score of 0.001 for yolo11n, to the default of `evaluate` for ssdctl.
 
-Without --minutes, ssdctl trains as long as its own rule says, and yolo11n gets the same time. With
-them, a trial of 15 steps decides how many epochs of ssdctl fit into the minutes. --together runs
-both at the same time, so that a changing load of a shared machine affects both alike.
+Without --minutes, ssdctl trains as long as its own rule says; with them, a trial of 15 steps tells
+how many of its epochs fit. yolo11n then gets the time that ssdctl took. --together trains both at
+the same time, so that the changing load of a shared machine affects both alike.
 
 The table has the wall and CPU time of each, since on a busy machine they differ. Ultralytics is
 AGPL: it runs in its own environment, and nothing of it is imported here.
@@ -111,15 +111,8 @@ def main() -> None:
             "--backbone-weights", "none", "--device", "cpu", "--json", *length]  # fmt: skip
 
     def train_yolo(minutes: float) -> Cost:
-        hours = str(minutes / 60)
-        command = [
-            python,
-            "-c",
-            YOLO_TRAIN,
-            str(data),
-            hours,
-            str(options.out.absolute() / "ultralytics"),
-        ]
+        run = str(options.out.absolute() / "ultralytics")
+        command = [python, "-c", YOLO_TRAIN, str(data), str(minutes / 60), run]
         return timed(command, options.out / "ultralytics.log")
 
     if options.together:
@@ -131,7 +124,7 @@ def main() -> None:
             costs = [future.result() for future in futures]
     else:
         first = timed(ours, options.out / "ssdctl.log")
-        costs = [first, train_yolo(options.minutes or first.wall_s / 60)]
+        costs = [first, train_yolo(first.wall_s / 60)]
 
     results = [
         score_ssdctl(options, splits["val"], costs[0]),
