@@ -11,7 +11,7 @@ length. Both score the validation images while they train and keep their best we
 time is part of the minutes. pycocotools then scores the detections of the best weights on the
 validation images: down to a score of 0.001 for yolo11n, to the default of `evaluate` for ssdctl.
 
-Without --minutes, ssdctl trains as long as its own rule says; with them, a trial of 15 steps decides
+Without --minutes, ssdctl trains as long as its own rule says; with them, a trial of 15 steps tells
 how many of its epochs fit. yolo11n then gets the time that ssdctl took. --together trains both at
 the same time, so that the changing load of a shared machine affects both alike.
 
