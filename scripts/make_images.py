@@ -3,13 +3,12 @@
 scripts/screenshots calls it.
 
 The terminal is an SVG by rich, the report a screenshot by headless Chromium, the detections are
-drawn by `ssdctl predict`. The hero image shows all three, in light and dark.
+the demo's sheet, drawn by `ssdctl predict`. The hero image shows all three, in light and dark.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import os
 import pty
 import re
@@ -47,17 +46,17 @@ figure {{ position: absolute; margin: 0; border-radius: 12px; overflow: hidden;
 img {{ display: block; width: 100% }}
 </style><body>
 <figure style="left:24px;top:24px;width:560px">{sheet}</figure>
-<figure style="left:610px;top:24px;width:966px;height:560px">{report}</figure>
-<figure style="left:150px;top:400px;width:760px">{terminal}</figure>
+<figure style="left:610px;top:24px;width:966px;height:752px">{report}</figure>
+<figure style="left:24px;top:470px;width:700px">{terminal}</figure>
 """
 
 
 def main() -> None:
     demo, work, out = (Path(argument).absolute() for argument in sys.argv[1:4])
     out.mkdir(parents=True, exist_ok=True)
-    sheet = work / "sheet.png"
-    draw_sheet(demo, work, sheet)
-    Image.open(sheet).save(out / "detections.jpg", quality=88, optimize=True)
+    sheet = demo / "detections.png"
+    with Image.open(sheet) as image:
+        image.convert("RGB").save(out / "detections.jpg", quality=88, optimize=True)
     page = work / "report.html"
     run_ssdctl(demo, "report", "run", "--out", str(page), "--quiet")
     output = terminal_output(demo, COMMAND)
@@ -77,29 +76,6 @@ def main() -> None:
 
 def run_ssdctl(folder: Path, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "ssdctl", *arguments], cwd=folder, check=True)
-
-
-def draw_sheet(demo: Path, work: Path, target: Path) -> None:
-    """Draw four validation images with the most objects, two by two."""
-    (annotations,) = (demo / "shapes" / "annotations").glob("instances_val*.json")
-    document = json.loads(annotations.read_text(encoding="utf-8"))
-    counts: dict[int, int] = {}
-    for annotation in document["annotations"]:
-        counts[annotation["image_id"]] = counts.get(annotation["image_id"], 0) + 1
-    fitting = [i for i in document["images"] if 1.2 < i["width"] / i["height"] < 1.5]
-    images = sorted(fitting, key=lambda image: -counts.get(image["id"], 0))[:4]
-    (folder,) = (demo / "shapes").glob("val*")
-    names = [str(folder / image["file_name"]) for image in images]
-    drawn = work / "drawn"
-    options = ["--score", "0.5", "--device", "cpu", "--quiet"]
-    run_ssdctl(demo, "predict", "run", *names, "--out", str(drawn), *options)
-    files = sorted(p for p in drawn.iterdir() if p.suffix in (".jpg", ".jpeg", ".png"))
-    sheet = Image.new("RGB", (1120, 840), "white")
-    for number, file in enumerate(files[:4]):
-        with Image.open(file) as image:
-            tile = image.convert("RGB").resize((556, 416), Image.Resampling.LANCZOS)
-        sheet.paste(tile, (number % 2 * 564, number // 2 * 424))
-    sheet.save(target)
 
 
 def terminal_output(folder: Path, command: list[str]) -> str:
