@@ -3,15 +3,21 @@
     python benchmarks/predict.py [--backbone resnet34] [--pictures 64] [--rounds 3]
     python benchmarks/predict.py --only tiles
     python benchmarks/predict.py --only video [--frames 2000]
+    python benchmarks/predict.py --only latency [--ultralytics-python VENV/bin/python]
 
 Rate: JPEGs of 640 x 480 by a loop over `Predictor.predict`, and in batches with decoding ahead, in
 turn; the best round of each. Memory: the peak resident set of `ssdctl predict` as a process, on a
-small picture, on 8,000 x 6,000 pixels with tiles, and on videos of two lengths. Weights are random.
+small picture, on 8,000 x 6,000 pixels with tiles, and on videos of two lengths. Latency: one image
+by PyTorch, onnxruntime and OpenVINO, against torchvision's ssd300_vgg16 and, from another
+environment, ultralytics' yolo11n, as processes in turn. Weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +30,10 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.checkpoint import third_party
+from ssdctl.checkpoint.reader import read_checkpoint
+from ssdctl.export import onnx
+from ssdctl.export.deployed import ExportOptions
+from ssdctl.export.int8 import quantize
 from ssdctl.inference.batches import predict_sources
 from ssdctl.inference.sources import FileSource
 from ssdctl.model.ssd300 import SSD300
@@ -31,6 +41,7 @@ from ssdctl.runtime.cores import usable_cores
 
 LARGE = (8000, 6000)
 TILE = 600
+LATENCY_ROUNDS, LATENCY_CALLS = 6, 4
 PEAK = """
 import resource, subprocess, sys
 done = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
@@ -45,7 +56,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--frames", type=int, default=2000)
-    parser.add_argument("--only", choices=["rate", "tiles", "video"])
+    parser.add_argument("--only", choices=["rate", "tiles", "video", "latency"])
+    parser.add_argument("--ultralytics-python", help="Python of an environment with ultralytics")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdctl-benchmark-") as name:
         folder = Path(name)
@@ -56,6 +68,9 @@ def main() -> None:
             measure_tiles(checkpoint, folder)
         if options.only in (None, "video"):
             measure_video(checkpoint, folder, options.frames)
+
+        if options.only in (None, "latency"):
+            measure_latency(checkpoint, folder, options)
 
 
 def write_checkpoint(folder: Path, backbone: str) -> Path:
@@ -120,6 +135,66 @@ def measure_video(checkpoint: Path, folder: Path, frames: int) -> None:
         write_video(path, count)
         label = f"a video of 640 x 480, {count} frames, annotated"
         print_peak(label, checkpoint, path, "--out", str(folder / f"out-{count}"))
+
+
+def measure_latency(checkpoint: Path, folder: Path, options: argparse.Namespace) -> None:
+    write_picture(folder / "photo.jpg", (640, 480), 0)
+    export_graphs(checkpoint, folder)
+    kinds = ["fp32", "bf16", "onnx", "int8", "openvino-f32", "openvino-bf16", "ssd300_vgg16"]
+    pythons = dict.fromkeys(kinds, sys.executable)
+    if options.ultralytics_python:
+        pythons["yolo11n"] = options.ultralytics_python
+    environment = {**os.environ, "YOLO_OFFLINE": "true", "YOLO_CONFIG_DIR": str(folder)}
+    script = str(Path(__file__).with_name("latency_worker.py"))
+    workers = {}
+    for kind, python in pythons.items():
+        command = [python, script, kind, str(folder)]
+        workers[kind] = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+    for worker in workers.values():
+        answer_of(worker)  # it is ready
+    seconds: dict[str, list[float]] = {kind: [] for kind in workers}
+    for _ in range(LATENCY_ROUNDS):
+        for kind, worker in workers.items():
+            assert worker.stdin is not None
+            print(LATENCY_CALLS, file=worker.stdin, flush=True)
+            seconds[kind] += answer_of(worker)
+    for worker in workers.values():
+        worker.communicate()
+    load = os.getloadavg()[0]
+    print(f"{options.backbone}, 640 x 480, {usable_cores(1)} cores, load {load:.1f}")
+    print("                 fastest  median")
+    for kind, times in seconds.items():
+        print(f"{kind:<15}  {1000 * min(times):4.0f} ms  {1000 * statistics.median(times):4.0f} ms")
+
+
+def answer_of(worker: subprocess.Popen[str]) -> list[float]:
+    assert worker.stdout is not None
+    while not (line := worker.stdout.readline()).startswith("["):  # ultralytics prints more
+        assert line, "the worker ended"
+    seconds: list[float] = json.loads(line)
+    return seconds
+
+
+def export_graphs(checkpoint: Path, folder: Path) -> None:
+    """Write the network with NMS as ONNX, as int8 ONNX, and as OpenVINO's IR."""
+    import openvino
+
+    source, options = read_checkpoint(checkpoint), ExportOptions()
+    graph = onnx.network_graph(source, options)
+    for name, network in (
+        ("ssd", graph),
+        ("int8", quantize(graph, random_pictures(8), None, keep_heads=False)),
+    ):
+        content = onnx.with_metadata(onnx.with_nms(network, source, options), source, options)
+        (folder / f"{name}.onnx").write_bytes(content)
+    model = openvino.convert_model(folder / "ssd.onnx")
+    openvino.save_model(model, folder / "ssd.xml", compress_to_fp16=False)
+
+
+def random_pictures(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, 300, 300, 3), np.uint8)
 
 
 def print_peak(label: str, checkpoint: Path, source: Path, *options: str) -> None:

@@ -77,6 +77,7 @@ def payload(
     global_batch: int,
     best_ap: float | None,
     optimizer: torch.optim.Optimizer,
+    rank_statistics: list[list[torch.Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Return the contents of a checkpoint. Its tensors are the run's: copy them before a step."""
     trained = model.state_dict()
@@ -93,4 +94,6 @@ def payload(
         "global_batch": global_batch,  # samples per step
         "best_ap": best_ap,  # so far
         "optimizer": optimizer.state_dict(),  # momentum and the like
+        # Batch norm's statistics of each rank, where `model` has their average, to resume from.
+        "rank_statistics": rank_statistics,
     }

@@ -26,6 +26,7 @@ from ssdctl.checkpoint.safetensors_file import read_safetensors
 from ssdctl.checkpoint.validation import (
     check_zip,
     is_state,
+    is_statistics,
     read_fields,
     refuse_differences,
     shape_differences,
@@ -58,6 +59,7 @@ class Checkpoint(NamedTuple):
     best_ap: float | None = None
     third_party: str | None = None  # the system that wrote it; None if ssdctl did
     trained: dict[str, Tensor] | None = None  # the weights to resume from, if `model` is an average
+    rank_statistics: list[list[Tensor]] | None = None  # batch norm's of each rank, to resume from
     weights_only: bool = False  # a `.safetensors` or ONNX file
     graph: bytes | None = None  # of an ONNX file, in which `model` is empty
     # The score threshold and IoU of the NMS in the graph.
@@ -153,6 +155,9 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
             BackboneName
         ):
             raise TypeError("model")
+        statistics = payload.get("rank_statistics")
+        if not is_statistics(statistics):
+            raise TypeError("rank_statistics")
     except (ValueError, KeyError, TypeError) as error:
         raise IntegrityError(f"{path}: a checkpoint with parts missing: {error!r}") from None
     return Checkpoint(
@@ -169,6 +174,7 @@ def _read_any(path: Path, payload: Any) -> Checkpoint:
         best_ap=facts.best_ap,
         optimizer=payload["optimizer"],
         trained=trained,
+        rank_statistics=statistics,
     )
 
 

@@ -56,6 +56,14 @@ def check_classes(classes: Sequence[ClassName], num_classes: int) -> None:
         raise ValueError("classes: an id is out of bounds")
 
 
+def is_statistics(value: object) -> bool:
+    """Return whether a value is None, or a list of plain tensors for each rank."""
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(rank, list) and all(map(is_plain_tensor, rank)) for rank in value)
+    )
+
+
 def is_state(value: object) -> bool:
     """Return whether a value is a state dict of plain tensors."""
     return isinstance(value, Mapping) and all(

@@ -15,7 +15,7 @@ from ssdctl.cli.help import HelpGroup
 app = typer.Typer(
     name="ssdctl",
     cls=HelpGroup,
-    help="Train, evaluate and deploy SSD300 detectors, from a laptop to a Gaudi cluster.",
+    help="Train an object detector on your own images, or SSD300 on COCO across a cluster.",
     epilog="New here? Run `ssdctl demo`. `ssdctl COMMAND -h` shows the most important options of a "
     "command, `ssdctl help COMMAND` all of them.",
     no_args_is_help=True,

@@ -27,6 +27,7 @@ MAX_LISTED_FILES = 10  # in an error message
 @command(
     app,
     "download",
+    short=("--dest", "--dataset", "--part", "--mirror", "--verify", "--dry-run"),
     panel="Data",
     settings=["download.*"],
     examples=[

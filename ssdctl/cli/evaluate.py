@@ -31,6 +31,18 @@ RECALLS = ("AR1", "AR10", "AR100", "ARs", "ARm", "ARl")
 @command(
     app,
     "evaluate",
+    short=(
+        "--data",
+        "--split",
+        "--bs",
+        "--bf16",
+        "--fp32",
+        "--device",
+        "--limit",
+        "--score-threshold",
+        "--report",
+        "--all",
+    ),
     panel="Results",
     settings=["data.*", "evaluate.*"],
     examples=[

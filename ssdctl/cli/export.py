@@ -25,6 +25,7 @@ from ssdctl.export.request import (
 @command(
     app,
     "export",
+    short=("--format", "--out", "--nms", "--batch", "--fp16", "--int8", "--data"),
     panel="Results",
     settings=["data.root", "evaluate.score_threshold", "evaluate.nms_iou", "evaluate.limit"],
     examples=[

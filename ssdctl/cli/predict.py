@@ -43,6 +43,17 @@ MAX_NAMED = 3  # failed images in the error
 @command(
     app,
     "predict",
+    short=(
+        "--out",
+        "--save",
+        "--score",
+        "--classes",
+        "--tile",
+        "--recursive",
+        "--bf16",
+        "--fp32",
+        "--device",
+    ),
     panel="Results",
     settings=["predict.*"],
     examples=[

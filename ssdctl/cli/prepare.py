@@ -24,6 +24,7 @@ MAX_EXAMPLES = 5  # of each kind of finding, in the table
 @command(
     app,
     "prepare",
+    short=("--data", "--from", "--split", "--classes", "--shrink", "--preview", "--force"),
     panel="Data",
     settings=["data.*", "prepare.*"],
     examples=[

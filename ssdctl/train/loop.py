@@ -26,7 +26,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.errors import DataError, DiskError, Stopped
+from ssdctl.errors import DataError, DiskError, IntegrityError, Stopped
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
@@ -123,6 +123,7 @@ class _Trainer:
         self.ema = EMA(setup.model, config.ema) if config.ema else None
         if self.ema is not None and start.averaged is not None:
             self.ema.load(start.averaged)
+        self._restore_statistics(start.rank_statistics)
         self.saved_step = start.step if start.is_saved else None
         self.averaged_step: int | None = None  # after which batch norm was averaged over the ranks
         if setup.ranks.is_main:
@@ -265,8 +266,9 @@ class _Trainer:
             self._stop(signal_name)
         if save:
             self.is_save_requested = False
-        if (save or self.save_every.is_due(self.step)) and self.step > self.first_step:
-            self._save()
+        is_due = self.save_every.is_due(self.step)
+        if (save or is_due) and self.step > self.first_step:
+            self._save(is_scheduled=is_due)
         return is_over
 
     def _requests_save(self) -> bool:
@@ -282,7 +284,7 @@ class _Trainer:
 
     def _stop(self, signal_name: str | None) -> None:
         self._collect_evaluation(wait=True)
-        self._save()
+        self._save(is_scheduled=False)
         self.checkpoint_writer.wait()
         total_s = round(self.throughput.total_s, 1)
         self.progress_log.event("stopped", self.step, signal=signal_name, total_s=total_s)
@@ -344,6 +346,7 @@ class _Trainer:
         averaged = restore(setup.model, self.optimizer, checkpoint)
         if self.ema is not None and averaged is not None:
             self.ema.load(averaged)
+        self._restore_statistics(checkpoint.rank_statistics)
         self.first_sample = next_sample
         self.first_step = self.step = step_of_plan(checkpoint, self.plan)
         self._start_input()
@@ -400,9 +403,37 @@ class _Trainer:
         collectives.average_buffers([*self.setup.model.buffers(), *averages], self.setup.ranks)
         self.averaged_step = self.step
 
-    def _save(self) -> None:
+    def _own_statistics(self) -> list[torch.Tensor]:
+        """Return this rank's statistics of batch norm, and their moving averages."""
+        buffers = [*self.setup.model.buffers(), *(() if self.ema is None else self.ema.buffers())]
+        return [buffer for buffer in buffers if buffer.is_floating_point()]
+
+    def _restore_statistics(self, saved: Sequence[Sequence[torch.Tensor]] | None) -> None:
+        """Load this rank's statistics, if as many ranks wrote theirs; else the average remains.
+
+        Raises:
+            IntegrityError: They are not of this network.
+        """
+        if saved is None or len(saved) != self.setup.ranks.world_size:
+            return
+        own, mine = self._own_statistics(), saved[self.setup.ranks.rank]
+        if [b.shape for b in own] != [b.shape for b in mine]:
+            raise IntegrityError("the checkpoint has statistics of batch norm of another network")
+        for buffer, value in zip(own, mine, strict=True):
+            buffer.copy_(value)
+
+    def _save(self, *, is_scheduled: bool = True) -> None:
+        """Save, if this step is not saved yet.
+
+        A save that is not scheduled, as at a signal, does not change the state that training
+        continues with: the checkpoint has each rank's statistics, too.
+        """
         if self.saved_step == self.step:
             return
+        statistics, own = None, []
+        if not is_scheduled and not self.setup.ranks.is_single_process:
+            own = [buffer.detach().to("cpu", copy=True) for buffer in self._own_statistics()]
+            statistics = collectives.gather_to_first(own, self.setup.ranks)
         setup = self.setup
         # A checkpoint has the best AP of the steps before it: a resumed run need not repeat them.
         self._collect_evaluation(wait=True)
@@ -421,8 +452,11 @@ class _Trainer:
                     global_batch=self.plan.global_batch_size,
                     best_ap=self.early_stopping.ap,
                     optimizer=self.optimizer,
+                    rank_statistics=statistics,
                 )
             )
+        for buffer, value in zip(self._own_statistics() if own else [], own, strict=True):
+            buffer.copy_(value)
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
     def _finish(self, *, ended_early: bool) -> Summary:

@@ -41,6 +41,7 @@ class StartState(NamedTuple):
     best_ap: float | None
     is_saved: bool  # whether the run folder has a checkpoint of it
     averaged: dict[str, Tensor] | None = None  # the EMA's weights, with --ema
+    rank_statistics: list[list[Tensor]] | None = None
 
 
 def load_or_initialize(
@@ -69,7 +70,14 @@ def load_or_initialize(
     else:
         log.info("%s is at step %d of %d: nothing left to train", checkpoint.path, step, total)
     is_own = checkpoint.path.parent == checkpoints.path and step == checkpoint.step
-    return StartState(step, checkpoint.samples_seen, checkpoint.best_ap, is_own, averaged)
+    return StartState(
+        step,
+        checkpoint.samples_seen,
+        checkpoint.best_ap,
+        is_own,
+        averaged,
+        checkpoint.rank_statistics,
+    )
 
 
 def step_of_plan(checkpoint: Checkpoint, plan: TrainSchedule) -> int:

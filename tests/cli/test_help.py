@@ -84,6 +84,14 @@ def test_the_short_page_of_train_shows_what_matters(
     assert int(more[1]) == len(hidden)
 
 
+@pytest.mark.parametrize("command", [name for name, c in COMMANDS.items() if c.short_options])
+def test_short_pages_fit_a_screen(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    page = cli(command, "-h").out
+    assert len(page.splitlines()) <= 45
+    assert f"more options: ssdctl {command} --help" in page
+
+
 def test_values_of_the_preset_and_both_sides_of_a_switch(cli: Cli) -> None:
     from ssdctl.config.resolve import resolve
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,30 @@ def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: 
     for name in ("AP", "AP50", "AR100", "ARm"):
         assert figures[name] == pytest.approx(evaluation[name], abs=1e-9)
     assert figures["images"] == 9
+
+
+@pytest.mark.slow(in_ci=True)
+def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
+    shapes: Path, tmp_path: Path
+) -> None:
+    """Averaging their statistics of batch norm at the signal would change what follows."""
+    command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
+    command += [*OPTIONS, "--bs", "1", "--ema", "0.5", "--steps", "8"]
+    command += ["--save-every", "1000st", "--eval-every", "1000st", "--out"]
+    whole = subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, text=True)
+    assert whole.returncode == 0, whole.stderr
+    run = tmp_path / "run"
+    process = subprocess.Popen([*command, str(run)], stderr=subprocess.PIPE, text=True)
+    while not ((run / "metrics.jsonl").exists() and len(records(run, "train")) > 1):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, words = process.communicate(timeout=120)
+    assert process.returncode == 75, words
+    assert 1 < last(run).step < 8
+    again = subprocess.run([*command, str(run)], capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert_same_state(last(run), last(tmp_path / "whole"))
 
 
 def broken_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:

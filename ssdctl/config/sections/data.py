@@ -48,7 +48,7 @@ class DownloadConfig(Section, frozen=True):
     ] = None
     mirror: Annotated[
         str | None,
-        setting("Base URL to use instead of the official hosts", metavar="URL"),
+        setting("Base URL instead of the official hosts", metavar="URL"),
     ] = None
     connections: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=64)], setting("Connections per file", metavar="N")
@@ -86,7 +86,7 @@ class PrepareConfig(Section, frozen=True):
         Annotated[float, msgspec.Meta(gt=0, lt=1)] | None,
         setting(
             "Fraction of images for training; the rest is for validation",
-            metavar="SHARE",
+            metavar="FRACTION",
             panel="Conversion",
         ),
     ] = None
@@ -96,7 +96,7 @@ class PrepareConfig(Section, frozen=True):
     ] = ()
     pack: Annotated[
         bool,
-        setting("Copy the images for fast training, or only index them"),
+        setting("Pack images for fast training (else index only)"),
     ] = True
     shrink: Annotated[
         Annotated[int, msgspec.Meta(ge=300)] | None,

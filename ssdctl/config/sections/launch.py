@@ -106,7 +106,7 @@ class SlurmConfig(Section, frozen=True):
         setting("Slurm's name of the devices, or none [default: gpu or hpu]"),
     ] = None
     signal_before: Annotated[
-        Count, setting("Save and stop S seconds before the time limit", metavar="S")
+        Count, setting("Seconds before the time limit to stop", metavar="S")
     ] = 300
     requeue: Annotated[bool, setting("Requeue a job that reached its time limit")] = True
     options: Annotated[
@@ -136,7 +136,7 @@ class KubernetesConfig(Section, frozen=True):
     install: Annotated[
         str | None,
         setting(
-            "How pods get ssdctl: in the image, or a source for pip",
+            "How pods get ssdctl: image, or pip source",
             metavar="image|SOURCE",
         ),
     ] = None

@@ -36,7 +36,7 @@ class ModelConfig(Section, frozen=True):
     weights: Annotated[
         str,
         setting(
-            "Backbone weights: a name from `fetch-weights --list`, a file, or none",
+            "Backbone weights: a name (`ssdctl fetch-weights --list`), a file, or none",
             flag="--backbone-weights",
             metavar="NAME|FILE|none",
             panel="Network",
@@ -106,7 +106,7 @@ class TrainConfig(Section, frozen=True):
     lr_decay: Annotated[
         Literal["step", "cosine"],
         setting(
-            "Divide by 10 at each decay epoch, or cosine between two",
+            "Decay by factors of 10, or cosine",
         ),
     ]
     momentum: Annotated[
@@ -182,7 +182,7 @@ class TrainConfig(Section, frozen=True):
     out: Annotated[
         str | None,
         setting(
-            "Run folder; training resumes if it contains a run [default: runs/DATASET-BACKBONE]",
+            "Run folder; resumes a run in it [default: runs/DATASET-BACKBONE]",
             metavar="RUN",
             panel="Run",
             aliases=(
@@ -215,7 +215,7 @@ class TrainConfig(Section, frozen=True):
     resume: Annotated[
         str,
         setting(
-            "Resume from the newest checkpoint of RUN, never, or from FILE",
+            "Resume the newest checkpoint (auto), never, or FILE",
             metavar="auto|never|FILE",
             panel="Run",
             removed_flags={
@@ -261,7 +261,7 @@ class TrainConfig(Section, frozen=True):
     freeze: Annotated[
         Annotated[int, msgspec.Meta(ge=0, le=4)],
         setting(
-            "Freeze the first N of the backbone's 4 stages",
+            "Freeze the backbone's first N stages (of 4)",
             metavar="N",
             panel="Recipe",
         ),
@@ -318,7 +318,7 @@ class TrainConfig(Section, frozen=True):
     execution: Annotated[
         Literal["eager", "compile", "lazy"] | None,
         setting(
-            "Run eagerly, with torch.compile, or as lazily traced graphs [default: the fastest]",
+            "Eager, torch.compile, or lazily traced graphs [default: the fastest]",
             panel="Device",
             aliases=("--hpu-lazy-mode=lazy", "--use-torch-compile=compile", "--compile=compile"),
             removed_flags={"--use-lazy-mode": "--execution lazy, or compile"},
@@ -335,7 +335,7 @@ class TrainConfig(Section, frozen=True):
     profile: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[1-9]\d{0,17},[1-9]\d{0,17}$")] | None,
         setting(
-            "Profile these steps and write a trace to RUN/profile",
+            "Profile these steps into RUN/profile",
             metavar="FIRST,LAST",
             panel="Run",
             removed_flags={
@@ -395,7 +395,7 @@ class TrainConfig(Section, frozen=True):
     overfit: Annotated[
         Count | None,
         setting(
-            "Train and evaluate on the same N images, as a check",
+            "Train and evaluate on N images, to check",
             metavar="N",
             panel="Input",
         ),
@@ -454,7 +454,7 @@ class TrainConfig(Section, frozen=True):
     keep: Annotated[
         Count,
         setting(
-            "Number of newest checkpoints to keep, besides the best",
+            "Newest checkpoints to keep, besides the best",
             metavar="N",
             panel="Saving",
             aliases=("--keep-ckpt-max",),
@@ -483,14 +483,14 @@ class TrainConfig(Section, frozen=True):
     tracker: Annotated[
         tuple[str, ...],
         setting(
-            "Send metrics and images to tensorboard, wandb or mlflow",
+            "Log to tensorboard, wandb or mlflow",
             metavar="A,B",
             panel="Saving",
         ),
     ] = ()
     upload_checkpoints: Annotated[
         bool,
-        setting("Upload the best and last checkpoints to the trackers", panel="Saving"),
+        setting("Upload the best and last checkpoints", panel="Saving"),
     ] = False
     mllog: Annotated[
         str | None,
