@@ -82,11 +82,9 @@ def train(
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
         from ssdctl.cli.progress import TrainingDisplay
-        from ssdctl.data.store_folder import require_dataset, with_absolute_data
+        from ssdctl.data.store_folder import with_absolute_data
         from ssdctl.train.loop import run_training
 
-        if not call.config.train.fake_data:
-            require_dataset(call.config.data)
         with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
                 with_absolute_data(call.resolved),

@@ -119,7 +119,7 @@ def _broken_zip(archive: Path) -> Iterator[None]:
             "out of its manifest",
         ) from error
     except OSError as error:
-        if error.errno != errno.EINVAL:  # an invalid seek
+        if error.errno != errno.EINVAL or error.filename is not None:  # an invalid seek
             raise
         raise IntegrityError(f"{archive}: broken archive: {error}") from error
 
@@ -202,7 +202,8 @@ def _extract(
                 created.add(parent)
             if info.is_dir():
                 continue
-            with opened.open(info) as stream, target.open("xb") as file:
+            archive = Path(str(opened.filename))
+            with _broken_zip(archive), opened.open(info) as stream, target.open("xb") as file:
                 left = info.file_size
                 while data := stream.read(CHUNK_BYTES):
                     left -= len(data)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
 from ssdctl.data.store import Split
-from ssdctl.data.store_folder import dataset_folders
+from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.dataset import open_on_all_ranks
@@ -128,6 +129,8 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
     check_pipeline(config.train.pipeline)
     find_trackers(config.train)
     check_without_data(resolved, device)  # before the dataset, which may take long to prepare
+    if not (config.train.fake_data or resolved.is_chosen("data.root")):
+        require_dataset(msgspec.structs.replace(config.data, root=None))
     train, val = _open_splits(config, ranks, progress)
 
     def architecture_of(settled: Config) -> Architecture:
