@@ -334,7 +334,7 @@ def test_exports_train_and_are_scored(cli: Callable[..., Result], tmp_path: Path
         options = ("--device", "cpu", "--verify", "--score-threshold", "0.01", "--json")
         result = cli("evaluate", run, "--data", root, *options)
         assert result.code == 0, result.err
-        [scored] = json.loads(result.out)["checkpoints"]
+        scored = json.loads(result.out)
         assert scored["detections"] > 0
         figures.append([scored[name] for name in FIGURES])
     assert figures[0] == figures[1] == figures[2]

@@ -349,7 +349,7 @@ def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
 ) -> None:
     """Averaging their statistics of batch norm at the signal would change what follows."""
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
-    command += [*OPTIONS, "--bs", "1", "--ema", "0.5", "--steps", "8"]
+    command += [*OPTIONS, "--bs", "1", "--ema", "0.5", "--steps", "100"]
     command += ["--save-every", "1000st", "--eval-every", "1000st", "--out"]
     whole = subprocess.run([*command, str(tmp_path / "whole")], capture_output=True, text=True)
     assert whole.returncode == 0, whole.stderr
@@ -361,7 +361,7 @@ def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
     process.send_signal(signal.SIGTERM)
     _, words = process.communicate(timeout=120)
     assert process.returncode == 75, words
-    assert 1 < last(run).step < 8
+    assert 1 < last(run).step < 100
     again = subprocess.run([*command, str(run)], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert_same_state(last(run), last(tmp_path / "whole"))
