@@ -320,7 +320,7 @@ def test_a_signal_while_it_prepares_ends_it_there(
 def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Two gloo ranks through torchrun; nine validation pictures do not divide by two.
 
-    Containers have little shared memory: it is enough.
+    Containers have little shared memory: none is needed.
     """
     run = tmp_path / "run"
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
