@@ -149,9 +149,10 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
+    from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.train.memory import random_batch
     from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.run import settle_precision
+    from ssdctl.train.run import finalize
     from ssdctl.train.step import TrainStep
 
     config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
@@ -159,8 +160,8 @@ def seconds_per_step(resolved: Resolved) -> float:
     if not device.is_host:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
-    precision = settle_precision(resolved, device)[0].config.train.precision
-    step = TrainStep(model, build_optimizer(model, config, device), device, config, precision)
+    run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
+    step = TrainStep(model, build_optimizer(model, config, device), device, config, run.precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times: list[float] = []
     while len(times) < WARM_UP_STEPS + TIMED_STEPS:

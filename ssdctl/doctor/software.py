@@ -68,7 +68,7 @@ def _packages(config: Config) -> list[CheckResult]:
         *wrong,
         *([CheckResult("packages", OK, rest)] if rest else []),
         *_torchvision(),
-        *_extras(config, [r for r in requirements if r not in needed]),
+        *_extras(config, [r for r in requirements if r not in needed], {r.name for r in needed}),
     ]
 
 
@@ -102,8 +102,14 @@ def _torchvision() -> list[CheckResult]:
     return []
 
 
-def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult]:
-    """Check the optional dependencies; absent ones are problems only if the config needs them."""
+def _extras(
+    config: Config, requirements: list[Requirement], always_installed: set[str]
+) -> list[CheckResult]:
+    """Check the optional dependencies; absent ones are problems only if the config needs them.
+
+    An extra may also restrict a package that is always installed. That counts only if the extra's
+    other packages are installed.
+    """
     wanted = {
         dali_extra(): config.train.pipeline == "dali",
         "tensorboard": config.train.tensorboard,
@@ -115,11 +121,15 @@ def _extras(config: Config, requirements: list[Requirement]) -> list[CheckResult
         results = [_check_requirement(r) for r in members if r.name != "ssdctl"]
         if not results:  # unknown to the metadata
             continue
-        if all(c.state == OK for c in results):
+        bad = [c for c in results if c.state != OK]
+        own = {c.name for c in results} - always_installed
+        has_all = all(package_version(name) for name in own)
+        if not bad:
             installed.append(extra)
-        elif wanted.get(extra) or any(package_version(c.name) for c in results if c.state != OK):
+        elif wanted.get(extra) or any(
+            package_version(c.name) and (has_all or c.name in own) for c in bad
+        ):
             state = FAIL if wanted.get(extra) else WARN
-            bad = [c for c in results if c.state != OK]
             detail = "; ".join(f"{c.name}: {c.detail}" for c in bad)
             packages = " ".join(c.remedy.removeprefix("pip install ") for c in bad)
             remedy = f"pip install {packages}, for {purpose}"

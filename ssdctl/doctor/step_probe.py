@@ -14,6 +14,7 @@ import torch
 
 from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Resolved
+from ssdctl.data.dataset import COCO_NUM_IMAGES
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
@@ -22,7 +23,7 @@ from ssdctl.train.light_optimizer import without_dynamo
 from ssdctl.train.loss_scale import loss_scale
 from ssdctl.train.memory import random_batch
 from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.run import settle_precision
+from ssdctl.train.run import finalize
 from ssdctl.train.step import TrainStep
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
@@ -35,7 +36,10 @@ def main() -> None:
     config = resolved.config.train
     start = time.perf_counter()
     device = open_device(config.device, 0, config.execution)
-    precision = settle_precision(resolved, device)[0].config.train.precision
+    run = finalize(
+        resolved, device, SINGLE_PROCESS, COCO_NUM_IMAGES, largest_batch=lambda _: BATCH_SIZE
+    )
+    precision = run.precision
     report(
         device=device.name,
         label=device.label,
