@@ -387,7 +387,8 @@ def lock(path: Path, message: str = "", *, is_temporary: bool = False) -> Iterat
         yield
     finally:
         if is_temporary:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # of a file system that is gone
+                path.unlink()
         os.close(descriptor)
 
 

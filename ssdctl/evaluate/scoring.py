@@ -11,6 +11,7 @@ writes an `Evaluation` to stdout. It ignores signals: the parent process handles
 from __future__ import annotations
 
 import io
+import logging
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ from ssdctl.evaluate.ground_truth import read_ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.signals import STOP_SIGNALS
+
+log = logging.getLogger(__name__)
 
 
 class BackgroundScoring:
@@ -70,6 +73,12 @@ class BackgroundScoring:
             done = subprocess.run(
                 command, input=_packed(detections, about, image_ids), capture_output=True
             )
+            if done.returncode < 0:
+                log.warning(
+                    "the process that scores was killed (%s), as if memory ran out: scoring in the "
+                    "training process",
+                    signal.Signals(-done.returncode).name,
+                )
             return msgspec.json.decode(done.stdout, type=Evaluation)
         except (OSError, msgspec.DecodeError):
             return None

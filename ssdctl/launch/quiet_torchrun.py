@@ -1,5 +1,5 @@
-"""torchrun without its traceback: `python -m ssdctl.launch.quiet_torchrun` for
-`python -m torch.distributed.run`.
+"""torchrun without its traceback and its log lines: `python -m ssdctl.launch.quiet_torchrun`
+for `python -m torch.distributed.run`.
 
 The failed rank has printed its error, and `ssdctl launch` names the rank; torchrun would repeat it
 in thirty lines at the end, where the user looks first. Its own errors are still printed.
@@ -18,6 +18,7 @@ from torch.distributed.run import main
 def run() -> None:
     """Run torchrun's command line; exit 1 if a rank failed, 128 + N after signal N."""
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     try:
         main()
     except ChildFailedError:

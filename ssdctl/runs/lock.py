@@ -62,7 +62,8 @@ def exclusive_run(out: Path) -> Iterator[None]:
             os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a file system that is gone: raise why the run ended
+            path.unlink()
         os.close(descriptor)
         if is_new:
             with contextlib.suppress(OSError):

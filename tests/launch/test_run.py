@@ -382,15 +382,21 @@ def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # imports torchrun
-def test_torchrun_that_is_stopped_prints_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_that_is_stopped_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from ssdctl.launch import quiet_torchrun
 
     def stopped() -> None:
+        api.logger.warning("Received 15 death signal, shutting down workers")
         raise SignalException("Process 1 got signal: 15", sigval=signal.SIGTERM)
 
     monkeypatch.setattr(quiet_torchrun, "main", stopped)
+    monkeypatch.setattr(api.logger, "handlers", [caplog.handler])  # instead of one for stderr
     with pytest.raises(SystemExit) as end:
         quiet_torchrun.run()
     assert end.value.code == 128 + signal.SIGTERM
+    assert not caplog.records

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY_RUN, Result
 
-from ssdctl.errors import UsageError
+from ssdctl.errors import DiskError, UsageError
 from ssdctl.runs import lock
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
@@ -63,6 +63,21 @@ def test_an_owner_that_is_refused_removes_the_folder_of_one_that_waits(tmp_path:
     waiter.join()
     assert not errors
     assert [p.name for p in out.iterdir()] == ["mine"]
+
+
+def test_a_folder_that_is_gone_does_not_hide_why_the_run_ended(tmp_path: Path) -> None:
+    """As of a file system that disconnects: the lock can no longer be removed."""
+    out = tmp_path / "run"
+
+    def disconnect() -> None:
+        out.rename(tmp_path / "gone")
+        out.touch()
+        raise DiskError("the reason")
+
+    with pytest.raises(DiskError, match="the reason"), exclusive_run(out):
+        disconnect()
+    with exclusive_run(tmp_path / "gone"):  # it is not locked either
+        pass
 
 
 def test_waits_for_a_run_that_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

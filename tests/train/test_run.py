@@ -320,14 +320,15 @@ def test_a_signal_while_it_prepares_ends_it_there(
 def test_two_ranks_train_and_evaluate_as_one(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     """Two gloo ranks through torchrun; nine validation pictures do not divide by two.
 
-    Containers have little shared memory: it is enough.
+    Containers have little shared memory: none is needed.
     """
     run = tmp_path / "run"
     command = [sys.executable, "-m", "ssdctl", "launch", "--cpus", "2", "--data", str(shapes)]
     # The moving average has the statistics of batch norm of both ranks, too.
     command += ["--out", str(run), "--steps", "2", *OPTIONS, "--bs", "1", "--ema", "0.5"]
     if is_mountable(tmp_path):
-        script = 'mount -t tmpfs -o size=64k none /dev/shm && exec "$@"'
+        fill = "head -c 64K /dev/zero > /dev/shm/full"
+        script = f'mount -t tmpfs -o size=64k none /dev/shm && {fill} && exec "$@"'
         command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from conftest import TINY_RUN, Result
@@ -22,6 +23,7 @@ from run_processes import assert_same_state, is_mountable, last, records, start,
 
 from ssdctl import files
 from ssdctl.errors import DiskError
+from ssdctl.evaluate import scoring
 from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
 from ssdctl.runs import metrics
@@ -31,6 +33,15 @@ from ssdctl.train.step import TrainStep
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
+DAY_S = 24 * 60 * 60
+
+
+class Mirror(NamedTuple):
+    """A folder, where it is mounted a second time, and the process that serves the mount."""
+
+    source: Path
+    mount: Path
+    server: subprocess.Popen[bytes]
 
 
 def killed_at_random(command: list[object], number: signal.Signals, within_s: float) -> int:
@@ -102,6 +113,45 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     assert [r["step"] for r in records(tmp_path / "run", "eval")] == [2, 4]
 
 
+def test_an_evaluation_whose_process_is_killed_is_scored_in_the_training_process(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the system when memory runs out."""
+    killed = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        killed.append(command)
+        return subprocess.run(["sh", "-c", "kill -KILL $$"], **options)
+
+    monkeypatch.setattr(scoring, "subprocess", SimpleNamespace(run=run))
+    result = cli("train", "--data", shapes, "--out", tmp_path / "run", "--steps", 3, *OPTIONS)
+    assert result.code == 0, result.err
+    assert len(killed) == 1
+    assert "SIGKILL" in result.err
+    assert records(tmp_path / "run", "eval") == records(tiny_run, "eval")
+
+
+def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
+    tiny_run: Path, shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, clock, clock_ns = TrainStep.__call__, time.time, time.time_ns
+
+    def jumping(*given: Any) -> Any:
+        monkeypatch.setattr(time, "time", lambda: clock() - DAY_S)
+        monkeypatch.setattr(time, "time_ns", lambda: clock_ns() - DAY_S * 10**9)
+        return step(*given)
+
+    monkeypatch.setattr(TrainStep, "__call__", jumping)
+    run = tmp_path / "run"
+    often = ["--save-every", "0.00001min", "--keep", 9]
+    result = cli("train", "--data", shapes, "--out", run, "--steps", 3, *OPTIONS, *often)
+    assert result.code == 0, result.err
+    assert_same_state(last(run), last(tiny_run))
+    assert all(r["images_per_second"] > 0 for r in records(run, "train"))
+    assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
+    assert len(CheckpointDir(run, keep=9).steps()) > 1  # saved by the time since the last save
+
+
 @pytest.mark.parametrize("encoding", ["jpeg", "raw"])
 def test_a_store_that_is_cut_in_mid_run_ends_it_with_its_newest_state_saved(
     shapes: Path, tmp_path: Path, cli: Cli, encoding: str
@@ -164,6 +214,42 @@ def test_a_refusal_of_the_file_system_is_tried_again_before_the_run_stops(
         assert cli(*command, "--out", run).code == 0
     assert [r["step"] for r in records(run, "train")] == [1, 2, 3]
     assert last(run).step == 3
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Iterator[Mirror]:
+    """Mount a folder a second time through a process, without which the mount is disconnected."""
+    source, mount = tmp_path / "source", tmp_path / "mount"
+    if shutil.which("bindfs") is None or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("needs bindfs and /dev/fuse")
+    source.mkdir()
+    mount.mkdir()
+    server = subprocess.Popen(["bindfs", "-f", "--no-allow-other", source, mount])
+    try:
+        while not mount.is_mount():
+            if server.poll() is not None:
+                pytest.skip("this container may not mount")
+            time.sleep(0.01)
+        yield Mirror(source, mount, server)
+    finally:
+        server.kill()
+        server.wait()
+        subprocess.run(["fusermount", "-u", "-z", mount], capture_output=True)
+
+
+def test_a_run_folder_whose_file_system_disconnects(mirror: Mirror, shapes: Path, cli: Cli) -> None:
+    source, mounted = (folder / "run" for folder in mirror[:2])
+    command = ["train", "--data", shapes, *OPTIONS, "--save-every", "2st"]
+    process = start(*command, "--out", mounted, "--steps", 10_000)
+    wait_for((source / "checkpoints" / "last.pt").exists, process)
+    mirror.server.kill()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 6, words
+    assert os.strerror(errno.ENOTCONN) in words
+    assert any(f"{mounted}/{name}" in words for name in ("metrics.jsonl", "checkpoints")), words
+    assert "Traceback" not in words
+    done = cli(*command, "--out", source, "--steps", last(source).step + 1)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.slow
@@ -329,3 +415,32 @@ def test_a_lost_rank_is_named_and_the_others_end(shapes: Path, tmp_path: Path, h
     assert "rank 0 lost rank 1" in words
     assert "GLHF" not in words
     assert "Traceback" not in words
+
+
+@pytest.mark.slow(in_ci=True)
+def test_a_rank_that_is_suspended_for_some_seconds_continues(shapes: Path, tmp_path: Path) -> None:
+    """As by SIGSTOP, or with its virtual machine; the others wait for it."""
+    options = ["train", "--data", shapes, *OPTIONS, "--bs", 1, "--steps", 12]
+    for run, suspended in ((tmp_path / "whole", ()), (tmp_path / "run", (0, 1))):
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        command = [*options, "--out", run]
+        ranks = [start(*command, RANK=str(r), LOCAL_RANK=str(r), **common) for r in (0, 1)]
+        try:
+            for rank in suspended:
+                seen = 3 * rank + 2
+                wait_for(
+                    lambda run=run, seen=seen: (
+                        (run / "metrics.jsonl").exists() and len(records(run, "train")) > seen
+                    ),
+                    ranks[0],
+                )
+                ranks[rank].send_signal(signal.SIGSTOP)
+                time.sleep(3)
+                ranks[rank].send_signal(signal.SIGCONT)
+            words = [process.communicate(timeout=120)[1] for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+        assert [process.returncode for process in ranks] == [0, 0], words
+    assert_same_state(last(tmp_path / "run"), last(tmp_path / "whole"))
