@@ -237,6 +237,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     overrides = []
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
+            try:
+                f"{variable}{text}".encode()
+            except UnicodeEncodeError:  # Python's stand-ins for other bytes
+                raise UsageError(f"{variable}: {text!r} is not UTF-8 text") from None
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
             overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides

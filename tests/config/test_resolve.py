@@ -48,6 +48,14 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     assert top.config.model.backbone == "resnet50"  # of the preset that the file names
 
 
+def test_a_variable_that_is_not_utf8_is_named() -> None:
+    assert resolved(SSDCTL_TRAIN__OUT="Läufe").config.train.out == "Läufe"
+    with pytest.raises(UsageError, match="SSDCTL_TRAIN__OUT"):
+        resolved(SSDCTL_TRAIN__OUT="a\udcff")
+    with pytest.raises(UsageError, match="SSDCTL_"):
+        resolved(**{"SSDCTL_\udcff": "1"})
+
+
 LISTS = ['["/a:/b", "/c:/d"]', "/a:/b, /c:/d", "['/a:/b', '/c:/d']"]
 
 
