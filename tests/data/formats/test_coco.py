@@ -65,7 +65,12 @@ def test_a_table_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, name
 
 
 def test_the_name_of_a_table_may_occur_elsewhere(tmp_path: Path) -> None:
-    info = {"images": 2, "annotations": {"annotations": 2}, "text": 'a {"images": \\" {', "x": "images"}
+    info = {
+        "images": 2,
+        "annotations": {"annotations": 2},
+        "text": 'a {"images": \\" {',
+        "x": "images",
+    }
     assert len(read(written(tmp_path, {"info": info, **document(), "more": [info]})).images) == 2
 
 
