@@ -30,6 +30,7 @@ from ssdctl.runtime.system import is_process_running, lock_exclusively
 
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
+TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
 COPY_BYTES = 1024 * 1024
 # What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -308,20 +309,26 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync_dir(target.parent)
 
 
-def remove_stale_temporaries(folder: Path) -> list[Path]:
+def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
     Call it before this process writes to the folder: in a restarted pod this process often has
     the same id as the dead writer.
+
+    Args:
+        folder: It need not exist.
+        names: Of the files that this process will write; none: of all files.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
-        writer = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
-        if not writer.isdigit():
+        match = TEMPORARY_NAME.fullmatch(path.name)
+        if match is None or (names and match[1] not in names):
             continue
-        if int(writer) == os.getpid() or not is_process_running(int(writer)):
-            path.unlink(missing_ok=True)
-            removed.append(path)
+        writer = int(match[2])
+        if writer == os.getpid() or not is_process_running(writer):
+            with contextlib.suppress(OSError):  # it is in nobody's way
+                path.unlink()
+                removed.append(path)
     return removed
 
 
