@@ -24,7 +24,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
+from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runtime.redact import redact_url
 from ssdctl.runtime.system import is_process_running, lock_exclusively
 
@@ -81,12 +81,14 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
     return DiskError(f"{error.strerror} while {doing} {where}", hint=hint)
 
 
-def unreadable(path: str | Path, error: Exception) -> DataError | DiskError:
-    """Return the error for a data file that cannot be read: exit 6 if the file system refuses, 3
-    if the path or the content is wrong."""
+def unreadable(
+    path: str | Path, error: Exception, wrong_file: type[SsdctlError] = DataError
+) -> SsdctlError:
+    """Return the error for a user's file that cannot be read: exit 6 if the file system refuses,
+    that of `wrong_file` if the path or the content is wrong."""
     if isinstance(error, OSError) and error.errno not in (None, *UNSUITABLE_PATH):
         return disk_error(error, path, "reading")
-    return DataError(f"{path}: cannot be read: {reason_of(error)}")
+    return wrong_file(f"{path}: cannot be read: {reason_of(error)}")
 
 
 def retry_transient(work: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 
@@ -167,11 +167,12 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     Raises:
         UsageError: The file cannot be read, is empty, or contains an invalid host name or number of
             slots.
+        DiskError: The file system refuses to read it.
     """
     try:
         lines = read_limited(path, MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path}: cannot be read: {reason_of(error)}") from None
+        raise unreadable(f"--hostfile {path}", error, UsageError) from None
     hosts: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
         line = line.partition("#")[0]
