@@ -20,6 +20,7 @@ from ssdctl.files import (
     remove_stale_temporaries,
 )
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
 
@@ -152,6 +153,7 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> Predictor:
+    check_memory_limit()
     tune_process()
     from ssdctl.inference import predict as inference
 

@@ -11,6 +11,7 @@ import msgspec
 from ssdctl.config import Config, Resolved
 from ssdctl.errors import UsageError
 from ssdctl.files import remove_stale_temporaries, write_bytes
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def export_checkpoint(
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
         raise UsageError(f"--out {request.out} is the checkpoint itself", hint="give another file")
+    check_memory_limit()
     from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
 
     remove_stale_temporaries(
