@@ -24,12 +24,13 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
+from ssdctl.errors import DataError, DiskError, IntegrityError, SsdctlError, UsageError
 from ssdctl.runtime.redact import redact_url
 from ssdctl.runtime.system import is_process_running, lock_exclusively
 
 log = logging.getLogger(__name__)
 TEMPORARY_SUFFIX = ".tmp"
+TEMPORARY_NAME = re.compile(r"\.(.+)\.[0-9a-f]{12}\.([0-9]{1,10})\.tmp", re.DOTALL)
 COPY_BYTES = 1024 * 1024
 # What decoding damaged or deeply nested JSON raises; ValidationError is a DecodeError.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -80,12 +81,14 @@ def disk_error(error: OSError, where: object, doing: str) -> DiskError:
     return DiskError(f"{error.strerror} while {doing} {where}", hint=hint)
 
 
-def unreadable(path: str | Path, error: Exception) -> DataError | DiskError:
-    """Return the error for a data file that cannot be read: exit 6 if the file system refuses, 3
-    if the path or the content is wrong."""
+def unreadable(
+    path: str | Path, error: Exception, wrong_file: type[SsdctlError] = DataError
+) -> SsdctlError:
+    """Return the error for a user's file that cannot be read: exit 6 if the file system refuses,
+    that of `wrong_file` if the path or the content is wrong."""
     if isinstance(error, OSError) and error.errno not in (None, *UNSUITABLE_PATH):
         return disk_error(error, path, "reading")
-    return DataError(f"{path}: cannot be read: {reason_of(error)}")
+    return wrong_file(f"{path}: cannot be read: {reason_of(error)}")
 
 
 def retry_transient(work: Callable[[], T]) -> T:
@@ -308,20 +311,26 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync_dir(target.parent)
 
 
-def remove_stale_temporaries(folder: Path) -> list[Path]:
+def remove_stale_temporaries(folder: Path, *names: str) -> list[Path]:
     """Delete the temporary files of dead writers in `folder`; return their paths.
 
     Call it before this process writes to the folder: in a restarted pod this process often has
     the same id as the dead writer.
+
+    Args:
+        folder: It need not exist.
+        names: Of the files that this process will write; none: of all files.
     """
     removed = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
-        writer = path.name.removesuffix(TEMPORARY_SUFFIX).rpartition(".")[2]
-        if not writer.isdigit():
+        match = TEMPORARY_NAME.fullmatch(path.name)
+        if match is None or (names and match[1] not in names):
             continue
-        if int(writer) == os.getpid() or not is_process_running(int(writer)):
-            path.unlink(missing_ok=True)
-            removed.append(path)
+        writer = int(match[2])
+        if writer == os.getpid() or not is_process_running(writer):
+            with contextlib.suppress(OSError):  # it is in nobody's way
+                path.unlink()
+                removed.append(path)
     return removed
 
 

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from conftest import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from ssdctl import files
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
@@ -75,12 +77,44 @@ def test_a_killed_write_leaves_the_old_file_and_a_temporary_that_is_removed(
 
 
 def test_the_temporary_file_of_a_running_writer_is_kept(tmp_path: Path) -> None:
-    living = tmp_path / f".file.{os.getppid()}.tmp"
-    own = tmp_path / f".file.{os.getpid()}.tmp"  # of a process that had this one's number
+    living = tmp_path / f".file.{0:012x}.{os.getppid()}.tmp"
+    own = tmp_path / f".file.{0:012x}.{os.getpid()}.tmp"  # of a process that had this one's number
     living.touch()
     own.touch()
     assert remove_stale_temporaries(tmp_path) == [own]
     assert living.exists()
+
+
+DEAD = "0123456789ab.999999999.tmp"
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (["export", "CHECKPOINT", "--format", "safetensors", "--out", "out/x"], "out/.x."),
+        (["report", "RUN", "--out", "out/x"], "out/.x."),
+        (["predict", "CHECKPOINT", "a.png", "--out", "out"], "out/.a.png."),
+        (
+            ["predict", "CHECKPOINT", "a.png", "--save", "yolo", "--out", "out"],
+            "out/labels/.a.txt.",
+        ),
+        (["dataset", "export", "DATA", "--to", "yolo", "--out", "out/x"], "out/.x.partial/"),
+    ],
+)
+def test_the_next_command_removes_what_a_killed_one_left(
+    command: list[str], file: str, tiny_run: Path, checkpoint: Path, shapes: Path,
+    cli: Callable[..., Result],
+) -> None:  # fmt: skip
+    Image.new("RGB", (40, 30)).save("a.png")
+    left, other = Path(file + DEAD), Path(f"out/notes.{DEAD}")
+    left.parent.mkdir(parents=True)
+    left.touch()
+    other.touch()
+    names = {"RUN": tiny_run, "CHECKPOINT": checkpoint, "DATA": shapes}
+    result = cli(*(names.get(word, word) for word in command))
+    assert result.code == 0, result.err
+    assert not left.exists()
+    assert other.exists()
 
 
 def test_a_path_through_a_file_is_a_disk_error(tmp_path: Path) -> None:

@@ -295,13 +295,20 @@ def read_payload(path: Path) -> Any:
             f"{path}: no such file",
             hint="a run keeps its checkpoints in RUN/checkpoints/ (best.pt, last.pt)",
         )
-    with path.open("rb") as file:
-        if file.read(2) == b"PK":
-            check_zip(path)
     try:
+        with path.open("rb") as file:
+            magic = file.read(2)
+        if not magic:
+            raise IntegrityError(
+                f"{path}: an empty file", hint="copy it again, or use another checkpoint"
+            )
+        if magic == b"PK":
+            check_zip(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about formats that are checked by the result
             return torch.load(path, map_location="cpu", weights_only=True)
+    except SsdctlError:
+        raise
     except Exception as error:  # a hostile pickle can make the unpickler raise anything
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise unreadable(path, error) from None

@@ -15,6 +15,7 @@ from ssdctl.cli.runs import newest_run
 from ssdctl.distributed.ranks import MainRankFilter, Ranks, find_ranks
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import make_dir
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def evaluate(
 
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score all files; the list is empty on ranks other than the main one."""
+    check_memory_limit()
     from ssdctl.evaluate.sources import evaluate_files
 
     tune_process()

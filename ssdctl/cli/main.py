@@ -33,7 +33,7 @@ from ssdctl.cli.command import exit_as_bug
 from ssdctl.cli.console import STDOUT, Console
 from ssdctl.cli.help import usage
 from ssdctl.errors import DiskError, ExitCode, Interrupted, UsageError
-from ssdctl.runtime.packages import library_error
+from ssdctl.runtime.packages import library_error, memory_limit_error
 
 # In the order of `ssdctl --help`. Importing a module registers its command with `app`.
 MODULES = (
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             # typer itself writes --help and --version
             Console().error(DiskError(f"no space left while writing {error.filename or STDOUT}"))
             raise SystemExit(DiskError.exit_code) from None
-        if (problem := library_error(error)) is not None:
+        if (problem := memory_limit_error(error) or library_error(error)) is not None:
             Console().error(problem)
             raise SystemExit(problem.exit_code) from None
         exit_as_bug()

@@ -13,8 +13,14 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
-from ssdctl.files import atomic_write, make_dir, refuse_replacing
+from ssdctl.files import (
+    atomic_write,
+    make_dir,
+    refuse_replacing,
+    remove_stale_temporaries,
+)
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
 
@@ -120,6 +126,8 @@ def predict(
     if not images:
         raise UsageError(f"{checkpoint}: no image named", hint="ssdctl predict CKPT IMAGE...")
     folder = None if out is None else Path(out)
+    for written in () if folder is None else (folder, folder / "labels", folder / "images"):
+        remove_stale_temporaries(written)
     style = DrawingStyle(line_width, not hide_labels, not hide_scores)
     videos = split_videos(images)
     if videos:
@@ -145,6 +153,7 @@ def predict(
 
 
 def _load(call: Call, checkpoint: str) -> Predictor:
+    check_memory_limit()
     tune_process()
     from ssdctl.inference import predict as inference
 

@@ -19,6 +19,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.runs.progress import duration
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import quota_cores, usable_cores
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def train(
     if dry_run:
         _show_plan(call)
         return
+    check_memory_limit()
     signals.install()  # not yet installed if another command, such as demo, runs this one
     if call.config.train.pipeline != "dali":  # DALI is slower with it
         tune_process()

@@ -23,7 +23,7 @@ from ssdctl.config.schema import Config, conflicts
 from ssdctl.config.settings import SPLIT_KEYS, Setting, all_settings, paths_by_key, plain_type
 from ssdctl.config.sources import ASSIGNMENT, DEFAULT, Kind, Source
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text, reason_of
+from ssdctl.files import read_text, unreadable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -174,7 +174,8 @@ def read_toml(path: Path) -> list[Override]:
     """Return the values of a config file, each with its line.
 
     Raises:
-        UsageError: The file does not exist, cannot be read or is not valid TOML.
+        UsageError: The file does not exist, is not a text file or is not valid TOML.
+        DiskError: The file system refuses to read it.
     """
     try:
         text = read_text(path, MAX_FILE_BYTES, may_be_pipe=True)
@@ -182,7 +183,7 @@ def read_toml(path: Path) -> list[Override]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such config file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise unreadable(path, error, UsageError) from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     lines = _lines_of_keys(text)
@@ -237,6 +238,10 @@ def _from_environment(environment: Mapping[str, str]) -> list[Override]:
     overrides = []
     for variable, text in environment.items():
         if variable.startswith(PREFIX):
+            try:
+                f"{variable}{text}".encode()
+            except UnicodeEncodeError:  # Python's stand-ins for other bytes
+                raise UsageError(f"{variable}: {text!r} is not UTF-8 text") from None
             path = variable.removeprefix(PREFIX).lower().replace("__", ".", 1)
             overrides.append(Override(path, text, Source(Kind.ENVIRONMENT, variable)))
     return overrides

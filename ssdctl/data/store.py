@@ -49,6 +49,7 @@ from ssdctl.files import (
     open_regular,
     read_errors,
     retry_transient,
+    unreadable,
 )
 from ssdctl.runtime.system import allow_open_files
 
@@ -119,6 +120,7 @@ class Split(NamedTuple):
 
         Raises:
             DataError: The image cannot be read.
+            DiskError: The file system refuses to read it.
             ImageError: It cannot be decoded, or has another size.
         """
         width, height = self.pixel_sizes[row].tolist()
@@ -145,7 +147,7 @@ class ImageFiles(NamedTuple):
         try:
             return retry_transient(path.read_bytes)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+            raise unreadable(path, error) from None
 
     def place(self, row: int) -> str:
         return str(self.path(row))

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_text, reason_of, safe_join
+from ssdctl.files import read_text, safe_join, unreadable
 from ssdctl.runtime.redact import redact_url
 
 if sys.version_info >= (3, 11):
@@ -208,6 +208,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
     Raises:
         UsageError: It does not exist, is not TOML, has no pin, or names a file twice.
         IntegrityError: A name would leave the destination.
+        DiskError: The file system refuses to read it.
     """
     try:
         tables = tomllib.loads(read_text(path, MAX_MANIFEST_BYTES))
@@ -215,7 +216,7 @@ def read_manifest(path: Path) -> list[PinnedFile]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such manifest") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: cannot be read: {reason_of(error)}") from None
+        raise unreadable(path, error, UsageError) from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: not valid TOML: {error}") from None
     except msgspec.ValidationError as error:

@@ -10,6 +10,8 @@ import msgspec
 
 from ssdctl.config import Config, Resolved
 from ssdctl.errors import UsageError
+from ssdctl.files import remove_stale_temporaries, write_bytes
+from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.progress import Progress
 
 if TYPE_CHECKING:
@@ -65,8 +67,12 @@ def export_checkpoint(
     source = locate_checkpoint(checkpoint, mirror=resolved.config.download.mirror)
     if request.out.exists() and request.out.samefile(source):
         raise UsageError(f"--out {request.out} is the checkpoint itself", hint="give another file")
+    check_memory_limit()
     from ssdctl.checkpoint.reader import read_checkpoint  # imports torch
 
+    remove_stale_temporaries(
+        request.out.parent, request.out.name, request.out.with_suffix(".bin").name
+    )
     content = read_checkpoint(source)
     result: dict[str, Any] = {"file": str(request.out), "format": request.format}
     result["source"] = str(source)
@@ -152,7 +158,6 @@ def _export_int8(
     from ssdctl.data.store_folder import dataset_folders
     from ssdctl.export.formats import training_pictures
     from ssdctl.export.int8 import int8_model
-    from ssdctl.files import write_bytes
 
     count = CALIBRATION_PICTURES if request.calibrate is None else request.calibrate
     pictures = training_pictures(*dataset_folders(config.data), count)

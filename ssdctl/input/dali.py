@@ -26,7 +26,7 @@ from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels, plain_jpeg_size
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, DiskError
 from ssdctl.input.loader import BATCHES_AHEAD, Batch, TrainLoader, as_batch
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, Samples
@@ -107,7 +107,7 @@ class _Feed:
             if plain_jpeg_size(content) == (width, height):
                 return np.frombuffer(content, np.uint8)
             return _as_bmp(self._split.decode(row))
-        except (DataError, ImageError):  # DALI fails on it as on any bad image
+        except (DataError, DiskError, ImageError):  # DALI fails on it as on any bad image
             return np.zeros(1, np.uint8)
 
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels
-from ssdctl.data.store import Split
+from ssdctl.data.store import ImageFiles, Split
 from ssdctl.device.base import pageable_buffer
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, DiskError
 from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samples
@@ -139,6 +139,7 @@ def evaluation_batches(
 
     Raises:
         DataError: An image cannot be decoded.
+        DiskError: The file system refuses to read one.
     """
     work = (
         whole_samples(split, rows[i : i + batch_size], max_boxes)
@@ -227,7 +228,12 @@ def _decode_part(split: Split, samples: Samples, slots: range, pixels: Pixels) -
 
 
 def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str | None:
-    """Read, decode, crop and resize one image into `out`; return its problem, or None."""
+    """Read, decode, crop and resize one image into `out`; return its problem, or None.
+
+    Raises:
+        DiskError: The file system refuses to read the store, or an image to evaluate. In training
+            one image file less is a bad image.
+    """
     row = int(samples.rows[slot])
     try:
         if samples.is_whole:
@@ -243,7 +249,10 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
         )
         pixels = split.decode(row, rows=min(edges[3], height))
         resize_crop(pixels, edges, bool(samples.flip[slot]), out)
-    except (DataError, ImageError) as error:
+    except (DataError, DiskError, ImageError) as error:
+        is_replaced = isinstance(split.images, ImageFiles) and not samples.is_whole
+        if isinstance(error, DiskError) and not is_replaced:
+            raise
         return str(error)
     return None
 

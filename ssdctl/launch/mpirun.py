@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 
 from ssdctl.errors import UsageError
-from ssdctl.files import read_limited, reason_of
+from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
 
@@ -25,6 +25,8 @@ from ssdctl.launch.request import LaunchRequest
 STOP_SIGNAL = signal.SIGUSR1
 MAX_HOSTFILE_BYTES = 16 << 20
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
+SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
+MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # Variables that ranks on other nodes need; mpirun does not export any by default.
 EXPORTED = re.compile(
@@ -163,15 +165,18 @@ def read_hosts(path: Path) -> tuple[str, ...]:
     """Return the host names of an Open MPI host file (`NAME slots=8`, `#` comments), in its order.
 
     Raises:
-        UsageError: The file cannot be read, is empty, or contains an invalid host name.
+        UsageError: The file cannot be read, is empty, or contains an invalid host name or number of
+            slots.
+        DiskError: The file system refuses to read it.
     """
     try:
         lines = read_limited(path, MAX_HOSTFILE_BYTES).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--hostfile {path}: cannot be read: {reason_of(error)}") from None
+        raise unreadable(f"--hostfile {path}", error, UsageError) from None
     hosts: dict[str, None] = {}
     for number, line in enumerate(lines, start=1):
-        words = line.partition("#")[0].split()
+        line = line.partition("#")[0]
+        words = line.split()
         if not words:
             continue
         if not _is_host(words[0]):
@@ -180,6 +185,12 @@ def read_hosts(path: Path) -> tuple[str, ...]:
                 hint="one host per line, as NAME slots=8. The user name of ssh is set in "
                 "~/.ssh/config; scontrol show hostnames expands a list of Slurm",
             )
+        for slots in SLOTS.findall(line):
+            if not re.fullmatch("[0-9]{1,9}", slots) or int(slots) > MAX_SLOTS:
+                raise UsageError(
+                    f"--hostfile {path}:{number}: {slots[:20]!r} is not a number of slots up to "
+                    f"{MAX_SLOTS:,}"
+                )
         hosts[words[0]] = None
     if not hosts:
         raise UsageError(f"--hostfile {path}: contains no host")

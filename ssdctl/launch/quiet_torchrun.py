@@ -18,6 +18,7 @@ from torch.distributed.run import main
 def run() -> None:
     """Run torchrun's command line; exit 1 if a rank failed, 128 + N after signal N."""
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
+    # Signals are warnings, of which `ssdctl launch` reports the cause. Each module has its level.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     try:
         main()

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from ssdctl._version import __version__
 from ssdctl.evaluate.analysis import ERROR_NAMES, best_threshold, diagnosis
 from ssdctl.evaluate.coco_ap import FIGURES
-from ssdctl.files import make_dir, write_text
+from ssdctl.files import make_dir, remove_stale_temporaries, write_text
 from ssdctl.inference.drawing import class_color, ink_on, one_line
 from ssdctl.report import charts
 from ssdctl.report.charts import Chart
@@ -40,6 +40,7 @@ def write_report(runs: Sequence[RunData], target: Path) -> None:
     Raises:
         DiskError: It cannot be written.
     """
+    remove_stale_temporaries(target.parent, target.name)
     limit = max(MAX_IMAGES // len(runs), MIN_IMAGES)
     analyses = [_analysis(run, limit) for run in runs]
     curves = charts.training_charts(runs)

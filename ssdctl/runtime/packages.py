@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import traceback
 from importlib import metadata
 from typing import Any
 
 from ssdctl.errors import UsageError
+from ssdctl.runtime.system import UNLIMITED, resource_limit
 
 LOADER_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD")
+# Loads the libraries and starts the threads of a training step.
+TRIAL = (
+    "import torch; images = torch.ones(2, 3, 300, 300)\n"
+    "torch.nn.Conv2d(3, 64, 7)(images).sum().backward()"
+)
+OUT_OF_MEMORY = re.compile(
+    r"allocate memory|allocation|failed to map|MemoryError|start new thread|"
+    r"Resource temporarily unavailable|could not create a primitive",
+    re.IGNORECASE,
+)
 NATIVE_PACKAGES = ("numpy", "torch", "pyarrow", "PIL", "torchvision", "matplotlib", "hotcoco")
 
 
@@ -53,6 +66,45 @@ def library_error(error: BaseException | None) -> UsageError | None:
         hint = f"{values} makes the system load other libraries: unset it, or {hint}"
     return UsageError(
         f"{package or 'a package'} cannot be loaded: {match[1]}: {match[2]}", hint=hint
+    )
+
+
+def check_memory_limit() -> None:
+    """Try in a child process whether torch can be loaded and compute within `ulimit -v`.
+
+    Call it before torch is loaded: where an allocation fails, its libraries end the process by a
+    signal or `abort`, with nothing said. Without a limit this does nothing.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if (limit := _memory_limit()) is None or "torch" in sys.modules:
+        return
+    done = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, check=False)
+    words = done.stderr.decode(errors="replace")
+    if done.returncode < 0 or (done.returncode > 0 and OUT_OF_MEMORY.search(words)):
+        raise _too_low(limit)
+
+
+def memory_limit_error(error: BaseException) -> UsageError | None:
+    """Return the error for an allocation that `ulimit -v` refused; None for other errors."""
+    is_refused = isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError, ImportError)) and OUT_OF_MEMORY.search(str(error))
+    )
+    limit = _memory_limit() if is_refused else None
+    return None if limit is None else _too_low(limit)
+
+
+def _memory_limit() -> int | None:
+    """Return the limit of virtual memory in bytes; None if there is none."""
+    limits = resource_limit("AS")
+    return None if limits is None or limits[0] == UNLIMITED else limits[0]
+
+
+def _too_low(limit: int) -> UsageError:
+    return UsageError(
+        f"the limit of virtual memory (ulimit -v), {limit / 2**30:.1f} GiB, is too small for torch",
+        hint="raise it (ulimit -v unlimited); limit the memory of a job by its cgroup instead",
     )
 
 

@@ -74,6 +74,14 @@ def test_an_intact_one_is_read(tmp_path: Path) -> None:
     load_network(read_checkpoint(save(payload(), tmp_path)))
 
 
+@pytest.mark.parametrize("reader", [read_checkpoint, read_payload])
+def test_an_empty_file_is_called_empty(reader: Callable[[Path], object], tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    path.touch()
+    with pytest.raises(IntegrityError, match=f"{path}: an empty file"):
+        reader(path)
+
+
 def wide(content: Payload, num_classes: int, width: int | None = None) -> None:
     """Claim more classes, with heads that are as large, or narrow."""
     content["architecture"]["num_classes"] = num_classes

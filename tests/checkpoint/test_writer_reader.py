@@ -323,7 +323,7 @@ def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
 def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    dead, foreign = folder / ".step-00000001.pt.999999999.tmp", folder / "notes.tmp"
+    dead, foreign = folder / ".step-00000001.pt.0123456789ab.999999999.tmp", folder / "notes.tmp"
     dead.touch()
     foreign.touch()
     CheckpointDir(tmp_path, keep=1).clean()

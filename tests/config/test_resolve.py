@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,14 @@ from ssdctl.config.resolve import (
     Resolved,
     parse_assignments,
     preset_overrides,
+    read_toml,
     resolve,
 )
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.config.sources import of_call
-from ssdctl.errors import UsageError
+from ssdctl.download import sources
+from ssdctl.errors import DiskError, UsageError
+from ssdctl.launch import mpirun
 
 PRESETS = all_settings()["train.preset"].choices
 
@@ -46,6 +52,33 @@ def test_each_layer_overrides_the_one_below(tmp_path: Path) -> None:
     top = resolved(("train.lr", "3e-3"), file=file, SSDCTL_TRAIN__LR="2e-3")
     assert top.config.train.lr == 3e-3
     assert top.config.model.backbone == "resnet50"  # of the preset that the file names
+
+
+def test_a_variable_that_is_not_utf8_is_named() -> None:
+    assert resolved(SSDCTL_TRAIN__OUT="Läufe").config.train.out == "Läufe"
+    with pytest.raises(UsageError, match="SSDCTL_TRAIN__OUT"):
+        resolved(SSDCTL_TRAIN__OUT="a\udcff")
+    with pytest.raises(UsageError, match="SSDCTL_"):
+        resolved(**{"SSDCTL_\udcff": "1"})
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES", "ESTALE"])
+def test_a_file_that_the_system_refuses_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    number = getattr(errno, name)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for reader in (sys.modules["ssdctl.config.resolve"], sources):
+        monkeypatch.setattr(reader, "read_text", refuse)
+    monkeypatch.setattr(mpirun, "read_limited", refuse)
+    for read in (read_toml, sources.read_manifest, mpirun.read_hosts):
+        with pytest.raises(DiskError) as caught:
+            read(tmp_path / "file")
+        assert str(tmp_path / "file") in str(caught.value)
+        assert os.strerror(number) in str(caught.value)
 
 
 LISTS = ['["/a:/b", "/c:/d"]', "/a:/b, /c:/d", "['/a:/b', '/c:/d']"]

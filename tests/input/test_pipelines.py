@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import re
 import resource
 import shutil
 import threading
@@ -15,12 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ssdctl import files
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
-from ssdctl.errors import DataError
+from ssdctl.errors import DataError, DiskError
 from ssdctl.input.fake import fake_split
-from ssdctl.input.loader import Batch
+from ssdctl.input.loader import Batch, evaluation_batches
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
@@ -59,6 +63,30 @@ def assert_same(actual: list[Batch], expected: list[Batch], levels: int = 0) -> 
         for name in ("boxes", "labels", "jitter"):
             assert torch.equal(getattr(a, name), getattr(b, name)), name
         assert (a.images.int() - b.images.int()).abs().max() <= levels
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES"])
+def test_an_image_that_the_system_refuses_is_replaced_and_not_scored(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    split = open_dataset(root, tmp_path / "store")["train"]
+    refused = Path(split.place(int(split.trainable[2])))
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == refused:
+            raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(files, "RETRY_AFTER_S", ())
+    bad = [bad for batch in read_batches(split, PLAN, 0, 12) for bad in batch.bad]
+    assert {b.file for b in bad} == {str(refused)}
+    assert os.strerror(getattr(errno, name)) in bad[0].problem
+    with pytest.raises(DiskError, match=re.escape(str(refused))):
+        list(evaluation_batches(split, split.trainable, 4, 1))
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)

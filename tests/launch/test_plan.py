@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -380,6 +381,21 @@ def test_host_file(tmp_path: Path) -> None:
 def test_hostile_hosts_are_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "hosts").write_text(f"node-0\n{line}\n")
     with pytest.raises(UsageError, match=r"hosts:2: .*host name"):
+        read_hosts(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize(
+    "slots", ["slots=65537", f"slots = {'9' * 5000}", "max_slots=-1", "slots=1e3", "slots="]
+)
+def test_numbers_of_slots_have_a_bound(tmp_path: Path, slots: str) -> None:
+    (tmp_path / "hosts").write_text(f"node-0 slots=65536 max-slots=0\nnode-1 {slots}\n")
+    with pytest.raises(UsageError, match=r"hosts:2: .*slots"):
+        read_hosts(tmp_path / "hosts")
+
+
+def test_a_pipe_is_not_a_host_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hosts")
+    with pytest.raises(UsageError, match="hosts: cannot be read"):
         read_hosts(tmp_path / "hosts")
 
 

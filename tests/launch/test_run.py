@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -400,3 +401,18 @@ def test_torchrun_that_is_stopped_prints_nothing(
         quiet_torchrun.run()
     assert end.value.code == 128 + signal.SIGTERM
     assert not caplog.records
+
+
+def test_torchrun_does_not_log_the_signal_that_ends_it(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text("import pathlib, time; pathlib.Path('up').touch(); time.sleep(60)\n")
+    command = [sys.executable, "-m", "ssdctl.launch.quiet_torchrun", "--standalone"]
+    command += ["--local-addr=127.0.0.1", "--nproc-per-node=1", str(script)]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "up").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    _, words = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not re.search(r"^[WE]\d{4} ", words, re.MULTILINE), words

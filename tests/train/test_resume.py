@@ -108,7 +108,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     good = run / "checkpoints/step-00000003.pt"
     (run / "checkpoints/step-00000009.pt").write_bytes(good.read_bytes()[:-1000])
     for folder in (run, run / "checkpoints"):  # of a writer that was killed
-        (folder / ".file.999999999.tmp").touch()
+        (folder / ".file.0123456789ab.999999999.tmp").touch()
     result = cli("train", "--data", shapes, "--out", run, *OPTIONS, "--steps", 4)
     assert result.code == 0, result.err
     assert not list(run.rglob("*.tmp"))

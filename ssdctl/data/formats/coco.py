@@ -27,6 +27,7 @@ from ssdctl.data.formats.coco_json import (
     NotWholeError,
     Tables,
     column,
+    repeated_table,
 )
 from ssdctl.data.formats.coco_slices import decode_tables, open_content
 from ssdctl.errors import DataError
@@ -67,7 +68,8 @@ def read(path: Path) -> Annotations:
     """Return an annotation file, typed.
 
     Raises:
-        DataError: It cannot be read, is not JSON, or a field is absent or of the wrong type.
+        DataError: It cannot be read, is not JSON, has a table twice, or a field is absent or of the
+            wrong type.
     """
     return parse(read_content(path), path)
 
@@ -99,6 +101,12 @@ def parse(content: Content, path: Path, other_splits: Sequence[Path] = ()) -> An
         raise DataError(
             f"{path}: broken JSON: {error}", hint="export or copy the file again"
         ) from None
+    if (repeated := repeated_table(content)) is not None:
+        name, lines = repeated
+        raise DataError(
+            f"{path}:{lines[1]}: has {name} again, after line {lines[0]}",
+            hint="merge both into one list",
+        )
     categories, supercategories = _without_supercategories(tables, other_splits)
     images, columns, merged = _one_image_per_file(tables, path)
     return Annotations(images, columns, categories, supercategories, merged)

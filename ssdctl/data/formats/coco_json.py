@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import mmap
+import re
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 from ssdctl.files import refuse_utf16
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+# What tells keys of the document from keys of its parts: braces, and strings as keys or as values.
+STRUCTURE = re.compile(rb'[{}]|"(?:[^"\\]|\\.)*"(\s*:)?', re.DOTALL)
 
 Content = bytes | mmap.mmap
 T = TypeVar("T")
@@ -150,6 +154,29 @@ def decode(content: Content, kind: type[T]) -> T:
             return msgspec.json.decode(memoryview(content)[start:], type=kind)
         except RecursionError:
             raise msgspec.DecodeError("nested too deeply") from None
+
+
+def repeated_table(content: Content) -> tuple[str, list[int]] | None:
+    """Return a table that a valid document has more than once, and its lines; None if none.
+
+    Decoding takes the last of equal keys and drops the others without a word.
+    """
+    keys = [b'"%s"' % name.encode() for name in Tables._fields]
+    if all(content.find(key, content.find(key) + 1) < 0 for key in keys):
+        return None  # the usual file: the parts have no such keys
+    places: dict[bytes, list[int]] = {key: [] for key in keys}
+    depth = 0
+    for token in STRUCTURE.finditer(content):
+        if token[1]:
+            key = token[0][: -len(token[1])]
+            if depth == 1 and key in places:
+                places[key].append(token.start())
+        else:
+            depth += {b"{": 1, b"}": -1}.get(token[0], 0)
+    for key, starts in places.items():
+        if len(starts) > 1:
+            return key.decode().strip('"'), [content[:n].count(b"\n") + 1 for n in starts]
+    return None
 
 
 def decode_whole(content: Content) -> Tables:

@@ -15,7 +15,7 @@ HEAD_BYTES = 4096
 
 
 def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
-    """Return the root element of an XML file.
+    """Return the root element of an XML file, with the names of elements without namespaces.
 
     Raises:
         DataError: It cannot be read, is too large, is not XML or declares a document type.
@@ -28,9 +28,12 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
     if not text.startswith(b"<") or any(mark in text for mark in FORBIDDEN):
         raise DataError(f"{path}: not plain XML, or it declares a document type")
     try:
-        return ElementTree.fromstring(content)
+        root = ElementTree.fromstring(content)
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         raise DataError(f"{path}: broken XML: {error}") from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return root
 
 
 def is_cvat_xml(path: Path) -> bool:

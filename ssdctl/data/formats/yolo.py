@@ -42,6 +42,20 @@ MAX_LIST_BYTES = 1 << 28  # paths of images
 THREADS = 8
 
 
+class _DistinctKeys(yaml.BaseLoader):
+    """Loads every value as text: a class may have the name `no`. Refuses keys that occur twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                problem = f"{name} occurs again, after line {seen[name]}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
 class _Description(NamedTuple):
     """The content of a data.yaml; every value is text, a list or a table."""
 
@@ -95,8 +109,7 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
         if not path.is_file():
             continue
         try:
-            # Every value stays text: a class may have the name `no`.
-            content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=yaml.BaseLoader)
+            content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_DistinctKeys)
         except OSError as error:
             raise unreadable(path, error) from None
         except (UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:

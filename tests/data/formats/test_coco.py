@@ -57,6 +57,23 @@ def test_truncated_json_is_refused_with_its_place(tmp_path: Path, cut: int) -> N
         read(path)
 
 
+@pytest.mark.parametrize("name", ["images", "annotations", "categories"])
+def test_a_table_that_occurs_twice_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+    text = json.dumps(document())[:-1] + f',\n\n"{name}" : []}}'
+    with pytest.raises(DataError, match=f"annotations.json:3: .*{name}.* line 1"):
+        read(written(tmp_path, text))
+
+
+def test_the_name_of_a_table_may_occur_elsewhere(tmp_path: Path) -> None:
+    info = {
+        "images": 2,
+        "annotations": {"annotations": 2},
+        "text": 'a {"images": \\" {',
+        "x": "images",
+    }
+    assert len(read(written(tmp_path, {"info": info, **document(), "more": [info]})).images) == 2
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
 def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> None:
     path = written(

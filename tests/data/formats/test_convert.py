@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,14 @@ class TestVoc:
         with pytest.raises(DataError, match=words):
             make(tmp_path, "voc")
         assert not (tmp_path / "dataset.toml").exists()
+
+    @pytest.mark.parametrize(("root", "prefix"), [("xmlns", ""), ("xmlns:v", "v:")])
+    def test_a_namespace_makes_no_difference(self, tmp_path: Path, root: str, prefix: str) -> None:
+        content = re.sub(r"<(/?)(\w)", rf"<\1{prefix}\2", xml(thing("cat", 1, 1, 9, 9)))
+        content = content.replace("annotation>", f'annotation {root}="http://x.org/voc">', 1)
+        voc(tmp_path, {"a": content})
+        make(tmp_path, "voc")
+        assert boxes_of(tmp_path) == {"JPEGImages/a.jpg": [("cat", [0, 0, 9, 9], 0)]}
 
     def test_lists_and_folders_of_cvat(self, tmp_path: Path) -> None:
         """A list per subset, images in folders, names with spaces."""
@@ -409,6 +418,9 @@ class TestYolo:
             ("names: []\n", "must be a list"),
             ("names: [[cat], dog]\n", "must be a list"),
             ("names: [cat, dog", "data.yaml: cannot be read"),
+            ("names: [cat, dog]\nnames: [cat]\n", "line 2"),
+            ("names:\n  0: cat\n  1: dog\n  1: cow\n", "line 4"),
+            ("names: {0: cat, 1: dog, 0: cat}\n", "line 1"),
             ("names: [cat, dog]\ntrain: pics\n", "pics is not below"),
             ("names: [cat, dog]\ntrain: ../../../../etc\n", "is not below"),
         ],

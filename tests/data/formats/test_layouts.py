@@ -445,6 +445,26 @@ def test_open_images_groups_are_crowds(tmp_path: Path, cli: Callable[..., Result
     assert [a["iscrowd"] for a in content["annotations"]] == [0, 1, 0, 0, 0, 1, 0]
 
 
+@pytest.mark.parametrize("flag", ["1", "true", "TRUE", "True", "1.0"])
+def test_open_images_flags_and_absent_labels(
+    tmp_path: Path, flag: str, cli: Callable[..., Result]
+) -> None:
+    exports.open_images(tmp_path)
+    file = tmp_path / "oidv6-train-annotations-bbox.csv"
+    lines = file.read_text().splitlines()
+    header, first = lines[0].split(","), lines[1].split(",")
+    first[header.index("IsGroupOf")] = flag
+    unlabeled = [*first]
+    unlabeled[header.index("LabelName")] = ""
+    file.write_text("\n".join([lines[0], ",".join(first), *lines[2:], ",".join(unlabeled)]) + "\n")
+    result = cli("prepare", "--data", tmp_path)
+    assert result.code == 0, result.err
+    assert "1 boxes without LabelName" in result.err
+    root, store = dataset_folders(DataConfig(root=str(tmp_path)))
+    content = json.loads(find_splits(root, store)["train"].annotations.read_text())
+    assert [a["iscrowd"] for a in content["annotations"]] == [1, 1, 0, 0, 0, 1, 0]
+
+
 def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.open_images(tmp_path)
     (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")
