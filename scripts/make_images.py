@@ -9,6 +9,7 @@ the demo's sheet, drawn by `ssdctl predict`. The hero image shows all three, in 
 from __future__ import annotations
 
 import html
+import io
 import os
 import pty
 import re
@@ -104,7 +105,7 @@ def terminal_output(folder: Path, command: list[str]) -> str:
 
 def terminal_svg(output: str, theme: TerminalTheme) -> str:
     """Return a terminal window as SVG that requests no font from another host."""
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(f"$ ssdctl {' '.join(COMMAND[:2])}", style="bold"))
     console.print(Text.from_ansi(output))
     text = console.export_svg(title="ssdctl", theme=theme)
