@@ -71,10 +71,10 @@ from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.runtime.process_settings import tune_process
-from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.memory import random_batch
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.step import TrainStep
+from ssdctl.training.loss_scale import loss_scale
+from ssdctl.training.memory import random_batch
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.step import TrainStep
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]
 model = device.place(Architecture("resnet18", "none", 81).build()).train()

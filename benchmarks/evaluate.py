@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from ssdctl.evaluate.coco_ap import read_detections, run_scoring
-from ssdctl.evaluate.ground_truth import read_ground_truth
-from ssdctl.evaluate.synthetic import make_split
+from ssdctl.evaluation.coco_ap import read_detections, run_scoring
+from ssdctl.evaluation.ground_truth import read_ground_truth
+from ssdctl.evaluation.synthetic import make_split
 
 PYCOCOTOOLS = """
 import contextlib, io, json, sys, time

@@ -31,9 +31,9 @@ from PIL import Image
 import ssdctl
 from ssdctl.checkpoint import third_party
 from ssdctl.checkpoint.reader import read_checkpoint
-from ssdctl.export import onnx
-from ssdctl.export.deployed import ExportOptions
-from ssdctl.export.int8 import quantize
+from ssdctl.exporting import onnx
+from ssdctl.exporting.deployed import ExportOptions
+from ssdctl.exporting.int8 import quantize
 from ssdctl.inference.batches import predict_sources
 from ssdctl.inference.sources import FileSource
 from ssdctl.model.ssd300 import SSD300

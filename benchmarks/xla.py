@@ -42,9 +42,9 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import Ranks
-    from ssdctl.train.memory import random_batch
-    from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.step import TrainStep
+    from ssdctl.training.memory import random_batch
+    from ssdctl.training.optimizer import build_optimizer
+    from ssdctl.training.step import TrainStep
 
     device = open_device("xla")
     device.register_backend()

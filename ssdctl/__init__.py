@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import types
 from typing import TYPE_CHECKING, Any
 
 from ssdctl import errors
@@ -25,10 +24,6 @@ if TYPE_CHECKING:
     from ssdctl.config import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
-else:
-    import ssdctl.evaluate
-    import ssdctl.export
-    import ssdctl.train  # noqa: F401 - the names of these functions are also those of packages
 
 __all__ = [
     "Config",
@@ -49,29 +44,6 @@ __all__ = [
 # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
 os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # applications add theirs
-
-
-class _CallablePackage(types.ModuleType):
-    """A package that is also the function of its name: `ssdctl.train(...)`."""
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._function(*arguments, **options)
-
-    @property
-    def _function(self) -> Any:
-        from ssdctl import api
-
-        return getattr(api, self.__name__.rpartition(".")[2])
-
-    @property
-    def __signature__(self) -> Any:
-        import inspect
-
-        return inspect.signature(self._function)
-
-
-for _name in ("evaluate", "export", "train"):
-    globals()[_name].__class__ = _CallablePackage
 
 
 def __getattr__(name: str) -> Any:

@@ -174,7 +174,7 @@ def train(
 
     resolved = _resolved(config, ["data.*", "model.*", "train.*"], {"data": data, **settings})
     with signals.handled():
-        from ssdctl.train.loop import run_training
+        from ssdctl.training.loop import run_training
 
         with closing(TrainingBar(is_shown=progress)) as bar:
             summary = run_training(
@@ -216,7 +216,7 @@ def evaluate(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or has other classes.
     """
     from ssdctl.distributed.ranks import find_ranks
-    from ssdctl.evaluate.sources import evaluate_files, locate_source
+    from ssdctl.evaluation.sources import evaluate_files, locate_source
 
     resolved = _resolved(config, ["data.*", "evaluate.*"], {"data": data, **settings})
     path = locate_source(what, mirror=resolved.config.download.mirror)
@@ -227,7 +227,7 @@ def evaluate(
         detections_file=None if detections is None else Path(detections),
     )
     if report is not None and find_ranks().is_main:
-        from ssdctl.report.page import write_evaluation_report
+        from ssdctl.reporting.page import write_evaluation_report
 
         write_evaluation_report(evaluation, Path(report))
     return evaluation
@@ -276,7 +276,7 @@ def export(
         ssdctl.errors.IntegrityError: The checkpoint is damaged, or the outputs differ.
         ssdctl.errors.DiskError: The file cannot be written.
     """
-    from ssdctl.export.request import ExportRequest, export_checkpoint
+    from ssdctl.exporting.request import ExportRequest, export_checkpoint
 
     names = ["score_threshold", "nms_iou", "limit"]
     return export_checkpoint(
@@ -331,7 +331,7 @@ class Run:
         Args:
             out: The file; None: report.html in the run folder.
         """
-        from ssdctl.report.page import write_report
+        from ssdctl.reporting.page import write_report
         from ssdctl.runs.reader import read_run
 
         target = RunDir(self.path).report if out is None else Path(out)

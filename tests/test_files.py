@@ -41,7 +41,7 @@ from ssdctl.files import (
 from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
-from ssdctl.train.mllog import MLLog
+from ssdctl.training.mllog import MLLog
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

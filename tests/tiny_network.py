@@ -15,9 +15,9 @@ from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch
-from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.step import TrainStep
+from ssdctl.training.loss_scale import loss_scale
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.step import TrainStep
 
 NUM_CLASSES = 4
 

@@ -20,10 +20,10 @@ from ssdctl.config import Config
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
-from ssdctl.evaluate.coco_ap import run_scoring
-from ssdctl.evaluate.detect import DetectOptions, detect_split
-from ssdctl.evaluate.ground_truth import read_ground_truth
-from ssdctl.evaluate.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
+from ssdctl.evaluation.coco_ap import run_scoring
+from ssdctl.evaluation.detect import DetectOptions, detect_split
+from ssdctl.evaluation.ground_truth import read_ground_truth
+from ssdctl.evaluation.synthetic import NUM_BOXES, NUM_DETECTIONS, NUM_IMAGES, make_split
 from ssdctl.inference.detector import Detector
 from ssdctl.input.loader import evaluation_batches
 from ssdctl.model.postprocess import detect

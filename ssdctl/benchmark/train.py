@@ -27,12 +27,12 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
 from ssdctl.runtime.cores import usable_cores
-from ssdctl.train.light_optimizer import without_dynamo
-from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.run import SettledRun, finalize
-from ssdctl.train.step import TrainStep, copy_ahead
+from ssdctl.training.light_optimizer import without_dynamo
+from ssdctl.training.loss_scale import loss_scale
+from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.run import SettledRun, finalize
+from ssdctl.training.step import TrainStep, copy_ahead
 
 log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1

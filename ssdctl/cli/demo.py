@@ -132,7 +132,7 @@ def recipe(steps: int) -> str:
 def measured_speed(resolved: Resolved) -> Speed:
     """Measure a training step of the demo's network, and the drawing of an image."""
     from ssdctl.data.shapes import draw_picture
-    from ssdctl.train.light_optimizer import without_dynamo
+    from ssdctl.training.light_optimizer import without_dynamo
 
     with without_dynamo():
         step_s = seconds_per_step(resolved)
@@ -150,10 +150,10 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.train.memory import random_batch
-    from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.run import finalize
-    from ssdctl.train.step import TrainStep
+    from ssdctl.training.memory import random_batch
+    from ssdctl.training.optimizer import build_optimizer
+    from ssdctl.training.run import finalize
+    from ssdctl.training.step import TrainStep
 
     config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)

@@ -88,7 +88,7 @@ def evaluate(
     Checkpoints remember their dataset and precision, so you can omit --data. The result lists the
     classes, and how much AP50 each type of error costs.
     """
-    from ssdctl.evaluate.sources import files_to_score, locate_source
+    from ssdctl.evaluation.sources import files_to_score, locate_source
 
     source = locate_source(what or newest_run(call.console), mirror=call.config.download.mirror)
     if every and not source.is_dir():
@@ -110,7 +110,7 @@ def evaluate(
             call.console.result(None, lambda: tables(best))
     facts = []
     if report is not None:
-        from ssdctl.report.page import write_evaluation_report
+        from ssdctl.reporting.page import write_evaluation_report
 
         facts.append(("report", str(write_evaluation_report(best, Path(report)))))
     if best.about.precision is None:  # a file of detections
@@ -126,7 +126,7 @@ def evaluate(
 def _evaluate(call: Call, files: list[Path], detections: Path | None) -> list[Evaluation]:
     """Score all files; the list is empty on ranks other than the main one."""
     check_memory_limit()
-    from ssdctl.evaluate.sources import evaluate_files
+    from ssdctl.evaluation.sources import evaluate_files
 
     tune_process()
     ranks = find_ranks()
@@ -169,7 +169,7 @@ def tables(evaluation: Evaluation) -> Group:
     """Return the classes, the other metrics, the errors by type, and what they mean."""
     from rich.console import Group
 
-    from ssdctl.evaluate.analysis import ERROR_NAMES, diagnosis
+    from ssdctl.evaluation.analysis import ERROR_NAMES, diagnosis
 
     about, figures = evaluation.about, evaluation.figures
     sizes = _present(evaluation, SIZES)

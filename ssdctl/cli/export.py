@@ -11,7 +11,7 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command, completer
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import UsageError
-from ssdctl.export.request import (
+from ssdctl.exporting.request import (
     CALIBRATION_PICTURES,
     FORMATS,
     MAX_AP_LOSS,

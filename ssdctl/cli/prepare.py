@@ -62,7 +62,7 @@ def prepare(
     from ssdctl.data.store_folder import dataset_folders
 
     if preview is not None:
-        from ssdctl.report.preview import check_target
+        from ssdctl.reporting.preview import check_target
 
         check_target(preview)
     with stoppable("the finished parts are kept"):
@@ -91,7 +91,7 @@ def prepare(
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
     from ssdctl.data.dataset import find_splits
     from ssdctl.data.store import open_split
-    from ssdctl.report.preview import preview
+    from ssdctl.reporting.preview import preview
 
     splits = find_splits(root, folder)
     split = "train" if "train" in splits else "val"

@@ -90,8 +90,8 @@ def push(
     if out is None:
         hub_package()
     from ssdctl.checkpoint.reader import load_network, read_checkpoint
-    from ssdctl.export.hub_folder import write_model_folder
-    from ssdctl.export.hub_upload import upload_folder
+    from ssdctl.exporting.hub_folder import write_model_folder
+    from ssdctl.exporting.hub_upload import upload_folder
     from ssdctl.inference.model_source import locate_checkpoint
 
     content = read_checkpoint(locate_checkpoint(checkpoint, mirror=call.config.download.mirror))

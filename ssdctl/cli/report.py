@@ -38,7 +38,7 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML report of one or more runs."""
-    from ssdctl.report.page import write_report
+    from ssdctl.reporting.page import write_report
     from ssdctl.runs.layout import RunDir
     from ssdctl.runs.reader import read_runs
 

@@ -24,9 +24,9 @@ from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.data.open_dataset import DatasetSize
-    from ssdctl.train.loop import Summary
-    from ssdctl.train.run import SettledRun
-    from ssdctl.train.schedule import TrainSchedule
+    from ssdctl.training.loop import Summary
+    from ssdctl.training.run import SettledRun
+    from ssdctl.training.schedule import TrainSchedule
 
 
 @command(
@@ -85,7 +85,7 @@ def train(
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.store_folder import with_absolute_data
-        from ssdctl.train.loop import run_training
+        from ssdctl.training.loop import run_training
 
         with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(
@@ -135,16 +135,16 @@ def _show_plan(call: Call) -> None:
         WHAT_IS_DROPPED,
         warning_without_validation,
     )
-    from ssdctl.train import description
-    from ssdctl.train.run import finalize
-    from ssdctl.train.weight_sources import check_weight_sources
+    from ssdctl.training import description
+    from ssdctl.training.run import finalize
+    from ssdctl.training.weight_sources import check_weight_sources
 
     root, size = _dataset_size(call)
     if not size.trainable:
         raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
     ranks, network = find_ranks(), None
     if call.config.train.init is not None:
-        from ssdctl.train.setup import planned_network  # late: torch takes seconds
+        from ssdctl.training.setup import planned_network  # late: torch takes seconds
 
         network = planned_network(call.resolved)
     device = DEVICE_TYPES.get(call.config.train.device)
@@ -239,7 +239,7 @@ def _known_time(run: SettledRun) -> str:
 def _disk_needed(run: SettledRun, classes: int) -> str:
     """Return the disk space that the checkpoints need, and the free space."""
     from ssdctl.files import free_bytes
-    from ssdctl.train.schedule import checkpoint_bytes
+    from ssdctl.training.schedule import checkpoint_bytes
 
     config = run.config
     each = checkpoint_bytes(config.model.backbone, classes + 1, config.train)

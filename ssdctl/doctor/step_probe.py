@@ -19,12 +19,12 @@ from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
-from ssdctl.train.light_optimizer import without_dynamo
-from ssdctl.train.loss_scale import loss_scale
-from ssdctl.train.memory import random_batch
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.run import finalize
-from ssdctl.train.step import TrainStep
+from ssdctl.training.light_optimizer import without_dynamo
+from ssdctl.training.loss_scale import loss_scale
+from ssdctl.training.memory import random_batch
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.run import finalize
+from ssdctl.training.step import TrainStep
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
 BATCH_SIZE = 1  # a step on two cores takes a second or two

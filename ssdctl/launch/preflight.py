@@ -16,7 +16,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError, UsageError
 from ssdctl.launch import pod_spec
 from ssdctl.launch.request import LaunchRequest
-from ssdctl.train.run import check_without_data, finalize
+from ssdctl.training.run import check_without_data, finalize
 
 FILE = re.compile(r"/|\.(pth?|safetensors|whl)$")
 

@@ -1,7 +1,7 @@
 """The result of an evaluation (evaluation.json): figures, curves, errors, samples. Torch-free.
 
 The report is drawn from this file, so the network need not run again for it.
-`ssdctl.evaluate.analysis` computes it.
+`ssdctl.evaluation.analysis` computes it.
 """
 
 from __future__ import annotations

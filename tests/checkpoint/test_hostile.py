@@ -29,10 +29,10 @@ from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
-from ssdctl.evaluate.checkpoint import choose_data
+from ssdctl.evaluation.checkpoint import choose_data
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.resume import restore
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.resume import restore
 
 Payload = dict[str, Any]
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 
 from ssdctl.cli import demo
 from ssdctl.config.resolve import Override, resolve
-from ssdctl.train.schedule import make_plan, next_evaluation
+from ssdctl.training.schedule import make_plan, next_evaluation
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.train.optimizer import load_optimizer
-from ssdctl.train.step import copy_ahead
+from ssdctl.training.optimizer import load_optimizer
+from ssdctl.training.step import copy_ahead
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),

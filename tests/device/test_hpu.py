@@ -21,8 +21,8 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import local_cache
-from ssdctl.train.optimizer import is_adamw, load_optimizer
-from ssdctl.train.run import finalize
+from ssdctl.training.optimizer import is_adamw, load_optimizer
+from ssdctl.training.run import finalize
 
 Cli = Callable[..., Result]
 STANDIN = Path(__file__).parent.parent / "standin"

@@ -23,8 +23,8 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
-from ssdctl.train import memory
-from ssdctl.train.memory import (
+from ssdctl.training import memory
+from ssdctl.training.memory import (
     MemoryEstimate,
     activation_bytes,
     estimate,
@@ -48,8 +48,8 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.train.loss_module import LossModule
-    from ssdctl.train.memory import random_batch
+    from ssdctl.training.loss_module import LossModule
+    from ssdctl.training.memory import random_batch
 
     held = []
     for size in (1, 2):
@@ -212,7 +212,7 @@ def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) 
     code = (
         "import resource, sys, torch, torchvision\n"
         "from ssdctl.cli.main import main\n"
-        "import ssdctl.train.loop\n"
+        "import ssdctl.training.loop\n"
         "held = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmSize')][0]\n"
         "limit = held * 1024 + 3_000_000_000\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

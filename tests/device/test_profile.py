@@ -14,7 +14,7 @@ from torch.autograd.profiler_util import FunctionEvent, FunctionEventAvg
 
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.train.profile import StepProfiler, waits
+from ssdctl.training.profile import StepProfiler, waits
 
 Cli = Callable[..., Result]
 CPU = open_device("cpu")

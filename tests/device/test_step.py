@@ -19,10 +19,10 @@ from ssdctl.device.inductor import resolve_execution
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.model.distributed_norm import DistributedBatchNorm2d
-from ssdctl.train.loss_scale import INITIAL_SCALE, LossScale
-from ssdctl.train.nonfinite import NonFiniteGuard
-from ssdctl.train.setup import with_sync_bn
-from ssdctl.train.step import copy_ahead
+from ssdctl.training.loss_scale import INITIAL_SCALE, LossScale
+from ssdctl.training.nonfinite import NonFiniteGuard
+from ssdctl.training.setup import with_sync_bn
+from ssdctl.training.step import copy_ahead
 
 CPU = open_device("cpu")
 # What makes the host wait for the device: reading a value, or shapes that depend on one.

@@ -18,7 +18,7 @@ from tiny_network import Tiny, batch, build_training, everything, losses
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.train.optimizer import load_optimizer
+from ssdctl.training.optimizer import load_optimizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
@@ -152,7 +152,7 @@ sys.path.insert(0, sys.argv[1])
 import tiny_network as tiny
 import torch_xla
 from ssdctl.device import open_device
-from ssdctl.train.step import copy_ahead
+from ssdctl.training.step import copy_ahead
 
 xla = open_device("xla")
 _, _, step = tiny.build_training(xla)
@@ -176,8 +176,8 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 from ssdctl.device.xla import Xla
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.train.optimizer import build_optimizer
-from ssdctl.train.step import TrainStep
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.step import TrainStep
 import torch
 
 xr.addressable_runtime_device_count = lambda: 1  # of a rank

@@ -30,9 +30,9 @@ import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import FlagExchange, any_rank
 from ssdctl.distributed.process_group import process_group
-from ssdctl.train.optimizer import build_optimizer
+from ssdctl.training.optimizer import build_optimizer
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.train.step import TrainStep
+from ssdctl.training.step import TrainStep
 
 ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
 steps = []

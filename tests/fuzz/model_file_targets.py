@@ -19,7 +19,7 @@ def safetensors(folder: Path) -> Iterator[Target]:
     from checkpoint.test_hostile import payload
 
     from ssdctl.checkpoint.reader import load_network, read_checkpoint
-    from ssdctl.export.formats import export
+    from ssdctl.exporting.formats import export
 
     torch.save(payload(), folder / "first.pt")
     path = folder / "x.safetensors"

@@ -100,7 +100,7 @@ def dataset_toml(folder: Path) -> Iterator[Target]:
 @contextmanager
 def results(folder: Path) -> Iterator[Target]:
     """Detections in COCO's results format."""
-    from ssdctl.evaluate.coco_ap import read_detections
+    from ssdctl.evaluation.coco_ap import read_detections
 
     root = folder / "data"
     generate(root, num_train=1, num_val=2, seed=0)
@@ -153,8 +153,8 @@ def _load(path: Path) -> None:
     from ssdctl.checkpoint.reader import load_network, read_checkpoint
     from ssdctl.config import resolve
     from ssdctl.device import open_device
-    from ssdctl.train.optimizer import build_optimizer
-    from ssdctl.train.resume import restore
+    from ssdctl.training.optimizer import build_optimizer
+    from ssdctl.training.resume import restore
 
     checkpoint = read_checkpoint(path)
     model = load_network(checkpoint)
@@ -175,7 +175,7 @@ def _payload(folder: Path) -> dict[str, Any]:
     from ssdctl.checkpoint.reader import load_network, read_checkpoint
     from ssdctl.config import resolve
     from ssdctl.device import open_device
-    from ssdctl.train.optimizer import build_optimizer
+    from ssdctl.training.optimizer import build_optimizer
 
     content = payload()
     torch.save(content, folder / "first.pt")

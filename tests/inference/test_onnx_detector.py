@@ -1,6 +1,6 @@
 """ONNX files in place of checkpoints: thresholds of the NMS in the graph, fixed batches; files of other
 programs, damaged and hostile ones are refused. The graphs are small and return constants; files of a
-real network: tests/export/test_onnx.py."""
+real network: tests/exporting/test_onnx.py."""
 
 from __future__ import annotations
 

@@ -1,0 +1,188 @@
+"""Quantize an ONNX graph to int8 and measure what it costs: AP, size and latency before and after.
+
+Static quantization by onnxruntime: QDQ format, weights per channel, activations by the ranges on
+pictures of the training split. Decoding and NMS stay in fp32.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.config import Config
+from ssdctl.device import open_device
+from ssdctl.errors import DataError, IntegrityError
+from ssdctl.evaluation.checkpoint import evaluate_checkpoint
+from ssdctl.exporting import onnx
+from ssdctl.exporting.deployed import ExportOptions, Pictures, Runner
+from ssdctl.inference.onnx_detector import filled_batches
+from ssdctl.runtime.progress import Progress
+
+CALIBRATION_BATCH = 8
+LATENCY_RUNS = 11
+QUANTIZED = ("Conv", "Relu", "MaxPool", "Add")
+HEADS = ("box_heads", "class_heads")  # in the names of their weights
+
+
+class Cost(NamedTuple):
+    """What a graph costs."""
+
+    ap: float
+    size: int  # bytes
+    latency_ms: float  # of a call without NMS: the batch size of the graph, else one picture
+
+
+class Quantized(NamedTuple):
+    """An int8 file, and what quantization changed."""
+
+    content: bytes
+    heads: str  # int8 or fp32
+    before: Cost
+    after: Cost
+
+
+def int8_model(
+    checkpoint: Checkpoint,
+    options: ExportOptions,
+    calibration: Pictures,
+    config: Config,
+    *,
+    max_ap_loss: float,
+    progress: Progress,
+) -> Quantized:
+    """Return an int8 file that loses little AP; the heads are in fp32 if int8 loses too much.
+
+    Args:
+        checkpoint: Ours or a third-party one.
+        options: Of the file.
+        calibration: (P, 300, 300, 3) RGB pictures for the ranges of the activations.
+        config: Names the dataset and the settings of the evaluation.
+        max_ap_loss: The AP may fall by this much.
+        progress: Shows the progress of an iteration.
+
+    Raises:
+        UsageError: The packages of the extra `onnx` are not installed.
+        DataError: The dataset cannot be evaluated on, or has no objects.
+        IntegrityError: The AP falls by more.
+    """
+    onnx.require_onnx()
+    graph = onnx.network_graph(checkpoint, options)
+    measured = options._replace(nms="raw" if options.nms == "raw" else "none")
+
+    def cost(graph: Any) -> Cost:
+        with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+            path = Path(folder) / "model.onnx"
+            path.write_bytes(onnx.with_metadata(graph, checkpoint, measured))
+            evaluation = evaluate_checkpoint(
+                path, config, open_device("cpu"), given={"data.root"}, progress=progress
+            )
+            assert evaluation is not None  # a single process
+            size = path.stat().st_size
+        return Cost(evaluation.figures["AP"], size, _latency_ms(onnx.runner(graph), options.batch))
+
+    before = cost(graph)
+    if before.ap < 0:
+        raise DataError(
+            "the loss of AP by int8 cannot be measured: the validation images have no objects",
+            hint="name a dataset with annotated images: --data DIR",
+        )
+    for heads in ("int8", "fp32"):
+        quantized = quantize(graph, calibration, options.batch, keep_heads=heads == "fp32")
+        after = cost(quantized)
+        if before.ap - after.ap <= max_ap_loss:
+            if options.has_nms:
+                quantized = onnx.with_nms(quantized, checkpoint, options)
+            content = onnx.with_metadata(quantized, checkpoint, options)
+            return Quantized(content, heads, before, after)
+    raise IntegrityError(
+        f"int8 lowers the AP from {before.ap:.4f} to {after.ap:.4f}, by more than {max_ap_loss}; "
+        "nothing was written",
+        hint="more pictures (--calibrate) may help; --max-ap-loss X accepts a larger loss",
+    )
+
+
+def quantize(graph: Any, calibration: Pictures, batch: int | None, *, keep_heads: bool) -> Any:
+    """Return a graph with int8 convolutions.
+
+    Args:
+        graph: Of `network_graph`.
+        calibration: Pictures for the ranges of the activations.
+        batch: The batch size of the graph; None: any.
+        keep_heads: Leave the heads in fp32.
+    """
+    import onnx as package
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    size = batch or CALIBRATION_BATCH
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        source, prepared, target = (Path(folder) / f"{n}.onnx" for n in ("source", "prepared", "q"))
+        source.write_bytes(graph.SerializeToString())
+        quant_pre_process(source, prepared, skip_symbolic_shape=True)
+        quantization.quantize_static(
+            prepared,
+            target,
+            _reader(calibration, size),
+            quant_format=quantization.QuantFormat.QDQ,
+            per_channel=True,
+            # 7 bits: with 8, the sums of processors without VNNI overflow.
+            reduce_range=True,
+            op_types_to_quantize=list(QUANTIZED),
+            nodes_to_exclude=_fp32_nodes(package.load(prepared), keep_heads),
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QInt8,
+        )
+        quantized = package.load(target)
+    onnx.clean_opsets(quantized)
+    return quantized
+
+
+def _reader(pictures: Pictures, size: int) -> Any:
+    """Return onnxruntime's reader of calibration data; the last batch is filled."""
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self._batches: Iterator[Pictures] = iter(filled_batches(pictures, size))
+
+        def get_next(self) -> dict[str, Pictures] | None:
+            batch = next(self._batches, None)
+            return None if batch is None else {"images": batch}
+
+    return Reader()
+
+
+def _fp32_nodes(model: Any, keep_heads: bool) -> list[str]:
+    """Return the names of the nodes after the heads, and of the heads if they are kept."""
+    heads = [
+        node
+        for node in model.graph.node
+        if node.op_type == "Conv" and any(name in node.input[1] for name in HEADS)
+    ]
+    assert len(heads) == 12  # six pairs
+    makers = {output: node for node in model.graph.node for output in node.output}
+    kept = set() if keep_heads else {node.name for node in heads}
+    waiting = [name for node in heads for name in node.input]
+    while waiting:
+        node = makers.get(waiting.pop())
+        if node is not None and node.name not in kept:
+            kept.add(node.name)
+            waiting += node.input
+    return [node.name for node in model.graph.node if node.name not in kept]
+
+
+def _latency_ms(run: Runner, batch: int | None) -> float:
+    pictures = np.zeros((batch or 1, 300, 300, 3), np.uint8)
+    times = []
+    for _ in range(LATENCY_RUNS):
+        start = time.perf_counter()
+        run(pictures)
+        times.append(time.perf_counter() - start)
+    return 1000 * statistics.median(times[1:])  # the first one allocates

@@ -1,0 +1,129 @@
+"""The training state in a checkpoint of NVIDIA's SSD300 program: epoch, optimizer and scheduler.
+
+Its `main.py --checkpoint FILE` loads the states into `torch.optim.SGD` with two parameter groups
+(first biases and batch norm, without weight decay, then all other parameters) and into a
+`MultiStepLR` that steps once per epoch, in evaluation as in training.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR
+
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.config.settings import with_current_keys
+from ssdctl.errors import IntegrityError
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.training import light_optimizer
+from ssdctl.training.optimizer import decay_groups
+from ssdctl.training.schedule import DECAY_FACTOR
+
+NUM_CLASSES = 81  # fixed in NVIDIA's network
+
+
+class _Recipe(msgspec.Struct):
+    """The settings of a checkpoint that the states contain. The defaults are NVIDIA's."""
+
+    lr: float = 2.6e-3
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    decay_epochs: list[float] = msgspec.field(default_factory=lambda: [43.0, 54.0])
+    lr_decay: str = "step"
+    decay_bias: bool = False
+    decay_norm: bool = False
+    freeze_stem: bool = False
+
+
+def training_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return `epoch`, `iteration`, `optimizer` and `scheduler` for a checkpoint of NVIDIA's.
+
+    The learning rate is the one after the warm-up, and an epoch that is not complete is repeated.
+    Momenta are included for the weights that SGD trained; those of a moving average (`--ema`), of
+    AdamW and of third-party checkpoints do not exist and start at zero.
+
+    Raises:
+        IntegrityError: The optimizer's state does not fit the network, or a setting is not valid.
+    """
+    recipe = _recipe(checkpoint)
+    with torch.device("meta"):
+        model = checkpoint.architecture.build()
+    named = dict(model.named_parameters())
+    vectors = [name for name, p in named.items() if p.dim() == 1]
+    others = [name for name, p in named.items() if p.dim() != 1]
+    groups: list[dict[str, Any]] = [
+        {"params": [named[name] for name in vectors], "weight_decay": 0.0},
+        {"params": [named[name] for name in others]},
+    ]
+    with light_optimizer.without_dynamo():
+        optimizer = torch.optim.SGD(
+            groups,
+            lr=recipe.lr * (checkpoint.global_batch or 32) / 32,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+        )
+    milestones = recipe.decay_epochs if recipe.lr_decay == "step" else _Recipe().decay_epochs
+    scheduler = MultiStepLR(optimizer, [math.ceil(epoch) for epoch in milestones], DECAY_FACTOR)
+    epoch = int(checkpoint.epoch)
+    for group in optimizer.param_groups:
+        group["lr"] *= DECAY_FACTOR ** sum(epoch >= milestone for milestone in milestones)
+    momenta = _momenta(checkpoint, model, recipe)
+    with light_optimizer.without_dynamo():
+        state = optimizer.state_dict()
+    state["state"] = {
+        index: {"momentum_buffer": momenta[name]}
+        for index, name in enumerate([*vectors, *others])
+        if name in momenta
+    }
+    return {
+        "epoch": epoch,
+        "iteration": checkpoint.step,
+        "optimizer": state,
+        "scheduler": scheduler.state_dict()
+        | {
+            "last_epoch": epoch,
+            "_step_count": epoch + 1,
+            "_last_lr": [group["lr"] for group in optimizer.param_groups],
+        },
+    }
+
+
+def _recipe(checkpoint: Checkpoint) -> _Recipe:
+    values = {
+        path.removeprefix("train."): value
+        for path, value in with_current_keys(checkpoint.config).items()
+        if path.startswith("train.")
+    }
+    try:
+        return msgspec.convert(values, _Recipe)
+    except msgspec.ValidationError as error:
+        raise IntegrityError(f"{checkpoint.path}: its config is not valid: {error}") from None
+
+
+def _momenta(checkpoint: Checkpoint, model: SSD300, recipe: _Recipe) -> dict[str, Tensor]:
+    """Return SGD's momentum by parameter name, on the CPU; empty if there is none."""
+    saved = checkpoint.optimizer.get("state", {})
+    if checkpoint.trained is not None or not any("momentum_buffer" in s for s in saved.values()):
+        return {}
+    if recipe.freeze_stem:
+        model.freeze_stem()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = decay_groups(model, decay_bias=recipe.decay_bias, decay_norm=recipe.decay_norm)
+    trained = [parameter for group in groups for parameter in group]
+    momenta = {}
+    for index, state in saved.items():
+        momentum = state.get("momentum_buffer")
+        if index >= len(trained) or not isinstance(momentum, Tensor):
+            raise IntegrityError(f"{checkpoint.path}: its optimizer state has other parameters")
+        parameter = trained[index]
+        if momentum.shape != parameter.shape:
+            raise IntegrityError(
+                f"{checkpoint.path}: the momentum of {names[id(parameter)]} is "
+                f"{tuple(momentum.shape)}, not {tuple(parameter.shape)}"
+            )
+        momenta[names[id(parameter)]] = momentum.contiguous()
+    return momenta

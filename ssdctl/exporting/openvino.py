@@ -1,0 +1,120 @@
+"""Export to OpenVINO's IR: `NAME.xml` and `NAME.bin`, converted from the ONNX graph.
+
+The files are compared with PyTorch by OpenVINO on the CPU before they are written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ssdctl.checkpoint.reader import Checkpoint
+from ssdctl.errors import UsageError, missing_package
+from ssdctl.exporting import onnx
+from ssdctl.exporting.deployed import (
+    Comparison,
+    ExportOptions,
+    Pictures,
+    Reference,
+    Runner,
+)
+from ssdctl.files import write_bytes
+from ssdctl.inference.onnx_detector import DETECTIONS
+from ssdctl.runtime.cores import quota_cores
+
+METADATA = "ssdctl"  # key of the runtime information in the file
+
+
+def write_openvino(
+    checkpoint: Checkpoint, target: Path, pictures: Pictures, options: ExportOptions
+) -> Comparison:
+    """Write the network as IR if OpenVINO gives PyTorch's outputs.
+
+    Args:
+        checkpoint: Ours or a third-party one.
+        target: NAME.xml; the weights are written to NAME.bin.
+        pictures: (P, 300, 300, 3) RGB, to compare on; at least 2.
+        options: `nms` is onnx, none or raw.
+
+    Raises:
+        UsageError: OpenVINO is not installed, or the file has another suffix.
+        IntegrityError: The outputs differ.
+        DiskError: A file cannot be written.
+    """
+    if target.suffix != ".xml":
+        raise UsageError(f"{target}: OpenVINO reads NAME.xml and NAME.bin", hint="--out NAME.xml")
+    onnx.require_onnx()
+    try:
+        import openvino
+    except ImportError as error:
+        raise missing_package(error.name, "openvino") from None
+    reference = Reference(checkpoint, pictures, options, "OpenVINO")
+    graph = onnx.network_graph(checkpoint, options)
+    with _converted(openvino, graph, checkpoint, options) as file:
+        comparison = reference.check_outputs(_runner(openvino, file, options.output_names))
+        comparison = _with_defaults(openvino, file, options, reference, comparison)
+        if not options.has_nms:
+            _publish(file, target)
+            return comparison
+    graph = onnx.with_nms(graph, checkpoint, options)
+    with _converted(openvino, graph, checkpoint, options) as file:
+        reference.check_detections(_runner(openvino, file, DETECTIONS))
+        _publish(file, target)
+    return comparison
+
+
+@contextmanager
+def _converted(
+    openvino: Any, graph: Any, checkpoint: Checkpoint, options: ExportOptions
+) -> Iterator[Path]:
+    """Yield the IR of an ONNX graph in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="ssdctl-export-") as folder:
+        source, file = Path(folder) / "model.onnx", Path(folder) / "model.xml"
+        source.write_bytes(graph.SerializeToString())
+        model = openvino.convert_model(source)
+        for key, value in onnx.description(checkpoint, options).as_metadata().items():
+            model.set_rt_info(value, [METADATA, key])
+        openvino.save_model(model, file, compress_to_fp16=options.is_fp16)
+        yield file
+
+
+def _with_defaults(
+    openvino: Any, file: Path, options: ExportOptions, reference: Reference, comparison: Comparison
+) -> Comparison:
+    """Add the differences without a hint: by default OpenVINO computes in bf16 where it can."""
+    compiled = _compiled(openvino, file)
+    found = reference.compare(_runner_of(compiled, options.output_names))
+    return comparison._replace(
+        default_precision=compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name(),
+        default_box_difference=found.box_difference,
+        default_score_difference=found.score_difference,
+    )
+
+
+def _runner(openvino: Any, file: Path, names: tuple[str, ...]) -> Runner:
+    """Return a function that runs the IR on the CPU in fp32."""
+    return _runner_of(_compiled(openvino, file, INFERENCE_PRECISION_HINT="f32"), names)
+
+
+def _compiled(openvino: Any, file: Path, **hints: str) -> Any:
+    threads = {"INFERENCE_NUM_THREADS": quota_cores() or 0}
+    return openvino.Core().compile_model(file, "CPU", {**hints, **threads})
+
+
+def _runner_of(compiled: Any, names: tuple[str, ...]) -> Runner:
+    """Return a function that returns the outputs of these names."""
+
+    def run(pictures: Pictures) -> list[Any]:
+        results = compiled(pictures)
+        return [results[name] for name in names]
+
+    return run
+
+
+def _publish(file: Path, target: Path) -> None:
+    """Write the weights, then the graph that refers to them by the name of the file."""
+    write_bytes(target.with_suffix(".bin"), file.with_suffix(".bin").read_bytes())
+    write_bytes(target, file.read_bytes())

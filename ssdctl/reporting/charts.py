@@ -1,0 +1,340 @@
+"""Draw charts as inline SVG in the page's colors: training curves, PR, F1, calibration. Torch-free.
+
+The page's script shows the values under the pointer; they are in `Chart.hover`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from ssdctl.evaluation.analysis import best_threshold, f1_curve
+from ssdctl.inference.drawing import class_color, one_line
+from ssdctl.runs.evaluation import Evaluation
+from ssdctl.runs.metrics import Record, is_number
+from ssdctl.runs.reader import RunData
+
+WIDTH, HEIGHT = 420, 240  # pixels of the drawing, which the page scales
+LEFT, TOP, RIGHT, BOTTOM = 46, 10, 12, 36  # margins
+NUM_COLORS = 6  # --c1 ... --c6 of the page's style
+DASHES = ("", "6 4", "2 3", "8 3 2 3")
+MOST_POINTS, LEAST_POINTS = 600, 100  # of the lines of all runs, of one; more are averaged
+MOST_CLASSES = 100  # of which each has a line
+MOST_COLORED = 7  # classes whose lines have their colors and stand in the legend
+Values = NDArray[np.float64]
+
+
+class Line(NamedTuple):
+    """One line of a chart."""
+
+    name: str
+    x: Values
+    y: Values
+    color: str  # in CSS
+    dash: str = ""
+    is_faint: bool = False  # shown clearly only if its class is selected
+    number: int = -1  # of the class
+
+
+class Metric(NamedTuple):
+    """A metric of a training chart."""
+
+    key: str
+    name: str
+    is_eval: bool = False
+    color: int = 0
+    dash: int = 0
+
+
+TRAINING = [
+    ("Loss", [Metric("loss", "training"), Metric("loss", "validation", True, 1)]),
+    (
+        "AP on the validation split",
+        [
+            Metric("AP", "AP", True),
+            Metric("AP50", "AP50", True, 1),
+            Metric("AP75", "AP75", True, 2),
+        ],
+    ),
+    (
+        "Box and class loss",
+        [
+            Metric("loss_box", "box, training"),
+            Metric("loss_box", "box, validation", True, 0, 1),
+            Metric("loss_class", "class, training", False, 1),
+            Metric("loss_class", "class, validation", True, 1, 1),
+        ],
+    ),
+    ("Learning rate", [Metric("lr", "learning rate")]),
+    ("Images per second", [Metric("images_per_second", "images per second")]),
+    ("Gradient norm", [Metric("grad_norm", "gradient norm")]),
+]
+
+
+class Chart(NamedTuple):
+    """A chart, and what the page's script needs to show its values."""
+
+    title: str
+    svg: Markup
+    legend: list[Line]
+    hover: dict[str, Any]
+    number: int = 0  # in the page
+
+
+class Scale(NamedTuple):
+    """Maps data to pixels of the drawing."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+
+    def x(self, value: Any) -> Any:
+        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: Any) -> Any:
+        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+
+
+def training_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Return the curves of training over the steps; those with fewer than two points are left out.
+
+    Several runs have a color each, several metrics of a chart a line style each.
+    """
+    last = max([1, *(r["step"] for run in runs for r in (*run.train, *run.evals))])
+    charts = []
+    for title, metrics in TRAINING:
+        lines = [
+            Line(
+                name=f"{one_line(run.name)}: {metric.name}" if len(runs) > 1 else metric.name,
+                x=x,
+                y=y,
+                color=_color(number if len(runs) > 1 else metric.color),
+                dash=DASHES[place if len(runs) > 1 else metric.dash],
+            )
+            for number, run in enumerate(runs)
+            for place, metric in enumerate(metrics)
+            for x, y in [_points(run.evals if metric.is_eval else run.train, metric.key, len(runs))]
+            if len(x)
+        ]
+        if any(len(line.x) > 1 for line in lines):
+            top = max(float(line.y.max()) for line in lines)
+            charts.append(_chart(title, "step", lines, Scale(0, last, 0, top * 1.05 or 1)))
+    return charts
+
+
+def precision_recall(evaluation: Evaluation) -> Chart | None:
+    """Return precision over recall: the mean of the classes for each IoU, and each class at 0.5."""
+    means = [
+        Line(f"mean, IoU {iou}", _shares(curve), np.array(curve), "currentColor", DASHES[n % 4])
+        for n, (iou, curve) in enumerate(evaluation.curves.items())
+        if len(curve) > 1
+    ]
+    classes = _class_lines(evaluation, [entry.precision for entry in evaluation.per_class])
+    return (
+        _chart("Precision and recall", "recall", [*classes, *means], UNIT, "precision")
+        if means
+        else None
+    )
+
+
+def f1_over_score(evaluation: Evaluation) -> Chart | None:
+    """Return F1 over the score threshold: each class and the mean, with the best threshold."""
+    curves = [f1_curve(entry) for entry in evaluation.per_class]
+    best = best_threshold(evaluation)
+    if best is None:
+        return None
+    mean = np.mean([curve for curve in curves if curve], axis=0)
+    lines = [*_class_lines(evaluation, curves), Line("mean", _shares(mean), mean, "currentColor")]
+    mark = f"best: {best[0]:.2f}"
+    return _chart(
+        "F1 and score threshold", "score threshold", lines, UNIT, "F1", mark=(best[0], mark)
+    )
+
+
+def calibration(evaluation: Evaluation) -> Chart | None:
+    """Return a reliability diagram: precision over score; None without detections."""
+    bins = [b for b in evaluation.calibration if b.count]
+    if not bins:
+        return None
+    ends = np.array([0.0, 1.0])
+    ideal = Line("calibrated", ends, ends, "var(--muted)", DASHES[1])
+    bars = [(b.low, b.high, b.fraction_right) for b in bins]
+    middle = np.array([(b.low + b.high) / 2 for b in bins])
+    right = Line("precision", middle, np.array([b.fraction_right for b in bins]), _color(0))
+    chart = _chart("Calibration", "score", [ideal], UNIT, "precision", bars=bars)
+    return chart._replace(hover={**chart.hover, "lines": [_hover(right)]})
+
+
+def runs_precision_recall(runs: Sequence[RunData]) -> Chart | None:
+    """Return the mean precision over recall at IoU 0.5 of several runs."""
+    lines = [
+        Line(one_line(run.name), _shares(curve), np.array(curve), _color(number))
+        for number, run in enumerate(runs)
+        if run.evaluation and len(curve := run.evaluation.curves.get("0.50", [])) > 1
+    ]
+    return (
+        _chart("Precision and recall at IoU 0.5", "recall", lines, UNIT, "precision")
+        if lines
+        else None
+    )
+
+
+UNIT = Scale(0, 1, 0, 1)
+
+
+def _class_lines(evaluation: Evaluation, curves: Sequence[list[float]]) -> list[Line]:
+    if len(curves) > MOST_CLASSES:
+        return []
+    is_colored = len(curves) <= MOST_COLORED
+    return [
+        Line(
+            one_line(entry.name),
+            _shares(curve),
+            np.array(curve),
+            class_color(number + 1) if is_colored else "var(--muted)",
+            is_faint=not is_colored,
+            number=number,
+        )
+        for number, (entry, curve) in enumerate(zip(evaluation.per_class, curves, strict=True))
+        if len(curve) > 1
+    ]
+
+
+def _color(number: int) -> str:
+    return f"var(--c{number % NUM_COLORS + 1})"
+
+
+def _shares(curve: Sequence[float] | Values) -> Values:
+    return np.linspace(0, 1, len(curve))
+
+
+def _points(records: Sequence[Record], key: str, num_runs: int) -> tuple[Values, Values]:
+    """Return steps and values, averaged if they are many, without values that do not exist (-1)."""
+    pairs = [(r["step"], float(r[key])) for r in records if is_number(r.get(key))]
+    points = np.array([p for p in pairs if p[1] >= 0], np.float64).reshape(-1, 2)
+    if len(points) > (limit := max(MOST_POINTS // num_runs, LEAST_POINTS)):
+        points = np.array([part.mean(axis=0) for part in np.array_split(points, limit)])
+    return points[:, 0], points[:, 1]
+
+
+def _chart(
+    title: str,
+    x_label: str,
+    lines: Sequence[Line],
+    scale: Scale,
+    y_label: str = "",
+    *,
+    bars: Iterable[tuple[float, float, float]] = (),
+    mark: tuple[float, str] | None = None,
+) -> Chart:
+    parts = [_axes(scale, x_label, y_label)]
+    for low, high, value in bars:
+        left, right = scale.x(low) + 1, scale.x(high) - 1
+        top = scale.y(value)
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
+            f'height="{scale.y(0) - top:.1f}" class="fill"/>'
+        )
+    if mark is not None:
+        at, text = scale.x(mark[0]), mark[1]
+        anchor, gap = ("start", 4) if mark[0] < 0.6 else ("end", -4)
+        parts.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="mark"/>'
+            f'<text x="{at + gap:.1f}" y="{HEIGHT - BOTTOM - 6}" text-anchor="{anchor}" '
+            f'class="mark">{text}</text>'
+        )
+    parts += [_polyline(line, scale) for line in lines]
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" aria-hidden="true">{"".join(parts)}</svg>'
+    hover = {
+        "x": x_label,
+        "area": [LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM],
+        "scale": list(scale),
+        "lines": [_hover(line) for line in lines],
+    }
+    legend = [line for line in lines if not line.is_faint]
+    # Made of numbers, and of texts of this module.
+    return Chart(title, Markup(svg), legend if len(legend) > 1 else [], hover)
+
+
+def _hover(line: Line) -> dict[str, Any]:
+    return {
+        "name": line.name,
+        "color": line.color,
+        "faint": line.is_faint,
+        "number": line.number,
+        "x": [_short(v) for v in line.x.tolist()],
+        "y": [_short(v) for v in line.y.tolist()],
+    }
+
+
+def _polyline(line: Line, scale: Scale) -> str:
+    points = np.stack([scale.x(line.x), scale.y(line.y)], axis=1)
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points.tolist())
+    faint = " faint" if line.is_faint else ""
+    number = f' data-class="{line.number}"' if line.number >= 0 else ""
+    result = (
+        f'<polyline points="{text}" class="line{faint}"{number} style="stroke:{line.color}" '
+        f'stroke-dasharray="{line.dash}"/>'
+    )
+    if len(points) < 20:
+        result += "".join(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" style="fill:{line.color}"/>'
+            for x, y in points.tolist()
+        )
+    return result
+
+
+def _axes(scale: Scale, x_label: str, y_label: str) -> str:
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for value in _ticks(scale.y0, scale.y1, 5):
+        y = scale.y(value)
+        parts.append(
+            f'<line x1="{LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>'
+        )
+    for value in _ticks(scale.x0, scale.x1, 6):
+        x = scale.x(value)
+        parts.append(
+            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}" class="axis"/>'
+            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{_tick(value)}</text>'
+        )
+    parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}" class="axis"/>')
+    middle = (LEFT + right) / 2
+    parts.append(
+        f'<text x="{middle:.1f}" y="{HEIGHT - 4}" text-anchor="middle" class="label">'
+        f"{x_label}</text>"
+    )
+    if y_label:
+        parts.append(
+            f'<text transform="translate(12 {(TOP + bottom) / 2:.0f}) rotate(-90)" '
+            f'text-anchor="middle" class="label">{y_label}</text>'
+        )
+    return "".join(parts)
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:
+    """Return at most `most` + 1 round values between two."""
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _tick(value: float) -> str:
+    if abs(value) >= 10_000:
+        return f"{value / 1000:.6g}k"
+    return f"{value:.4g}"
+
+
+def _short(value: float) -> float:
+    """Return 7 significant digits of a value: a page has thousands of them."""
+    short = float(f"{value:.7g}")
+    return int(short) if short.is_integer() else short

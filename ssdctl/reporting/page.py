@@ -1,0 +1,234 @@
+"""Write the report: one self-contained HTML page of one run folder or several. Torch-free."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from ssdctl._version import __version__
+from ssdctl.evaluation.analysis import ERROR_NAMES, best_threshold, diagnosis
+from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.files import make_dir, remove_stale_temporaries, write_text
+from ssdctl.inference.drawing import class_color, ink_on, one_line
+from ssdctl.reporting import charts
+from ssdctl.reporting.charts import Chart
+from ssdctl.reporting.samples import embed_samples
+from ssdctl.runs.evaluation import SHOWN_SCORE, Evaluation, write_evaluation
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.reader import RunData, different_settings, prepare_findings, read_run
+
+HERE = Path(__file__).parent
+MAX_IMAGES, MIN_IMAGES = 24, 4  # of all runs, of one: the page stays small
+SHOWN_CLASSES = 6  # named in the header
+SIZES = {"APs": "small", "APm": "medium", "APl": "large"}
+
+
+def write_report(runs: Sequence[RunData], target: Path) -> None:
+    """Write the page of one run or several.
+
+    Raises:
+        DiskError: It cannot be written.
+    """
+    remove_stale_temporaries(target.parent, target.name)
+    limit = max(MAX_IMAGES // len(runs), MIN_IMAGES)
+    analyses = [_analysis(run, limit) for run in runs]
+    curves = charts.training_charts(runs)
+    if len(runs) > 1 and (compared := charts.runs_precision_recall(runs)):
+        curves.append(compared)
+    number = itertools.count()
+    for part in [*(analysis["charts"] for analysis in analyses), curves]:
+        part[:] = [chart._replace(number=next(number)) for chart in part]
+    drawn = [chart for analysis in analyses for chart in analysis["charts"]] + curves
+    script = (HERE / "report.js").read_text(encoding="utf-8")
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["score"] = _score
+    environment.filters["one_line"] = one_line
+    # A folder's name alone may be as plain as "run".
+    names = (
+        [run.name for run in runs]
+        if len(runs) > 1
+        else ["/".join(runs[0].path.resolve().parts[-2:])]
+    )
+    page = environment.get_template("page.html").render(
+        runs=runs,
+        heading=" \u00b7 ".join(names),
+        facts=[_facts(run) for run in runs],
+        curves=curves,
+        style=Markup((HERE / "report.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        metrics=list(FIGURES),
+        bests={name: _best(runs, name) for name in FIGURES},
+        class_names=sorted({name for run in runs for name in run.class_ap}),
+        differences=different_settings(list(runs)),
+        analyses=analyses,
+        data=_as_script(analyses, drawn),
+        error_names=ERROR_NAMES,
+        shown_score=SHOWN_SCORE,
+        sizes=SIZES,
+        version=__version__,
+    )
+    # File names that are not UTF-8 contain surrogates, which a page cannot.
+    write_text(target, page.encode("utf-8", "backslashreplace").decode())
+
+
+def write_evaluation_report(evaluation: Evaluation, folder: Path) -> Path:
+    """Write an evaluation and its report to a folder, and return the page's path.
+
+    Raises:
+        DiskError: It cannot be written.
+    """
+    run = RunDir(make_dir(folder))
+    write_evaluation(run.evaluation, evaluation)
+    write_report([read_run(folder)], run.report)
+    return run.report
+
+
+def _facts(run: RunData) -> dict[str, str]:
+    """Return what the header says about a run, by its label; what is unknown is left out."""
+    started, about = run.started, run.evaluation.about if run.evaluation else None
+    facts = {}
+    if date := _date(started.get("time")):
+        facts["Date"] = date
+    if backbone := run.settings.get("model.backbone"):
+        facts["Network"] = f"SSD300, {_network_name(str(backbone))}"
+    elif about is not None:
+        facts["Evaluated"] = one_line(Path(about.source).name)
+    if names := list(run.class_ap):
+        shown = ", ".join(one_line(name) for name in names[:SHOWN_CLASSES])
+        facts["Classes"] = f"{len(names)}: {shown}{', ...' if len(names) > SHOWN_CLASSES else ''}"
+    root = run.settings.get("data.root") or (about.data if about else None)
+    counts = [
+        f"{count:,} {name}"
+        for name, count in (
+            ("train", started.get("train_images")),
+            ("val", started.get("val_images", about.images if about else None)),
+        )
+        if isinstance(count, int) and count
+    ]
+    if root or counts:
+        facts["Data"] = ", ".join([Path(str(root)).name or str(root), *counts] if root else counts)
+    device, world_size = run.environment.get("device"), run.environment.get("world_size")
+    precision = run.settings.get("train.precision")
+    if device:
+        count = f"{world_size} x " if isinstance(world_size, int) and world_size > 1 else ""
+        facts["Device"] = f"{count}{device}" + (f", {precision}" if precision else "")
+    length = []
+    if run.train:
+        last = run.train[-1]
+        length.append(f"{last['step']:,} steps, {last['epoch']:.1f} epochs")
+    if run.duration_s is not None:
+        length.append(_duration(run.duration_s))
+    if length:
+        facts["Length"] = ", ".join(length)
+    return facts
+
+
+def _network_name(backbone: str) -> str:
+    return re.sub(r"^([a-z]+)(\d+)$", lambda m: f"{_STEMS.get(m[1], m[1])}-{m[2]}", backbone)
+
+
+_STEMS = {"resnet": "ResNet", "vgg": "VGG"}
+
+
+def _date(time: Any) -> str | None:
+    try:
+        return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M}"
+    except (TypeError, ValueError):
+        return None
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60} min"
+
+
+def _command(run: RunData) -> str | None:
+    """Return the command that trained a run, to be copied."""
+    words = run.environment.get("command")
+    if not isinstance(words, list) or not words:
+        return None
+    name = Path(words[0]).name
+    start = "python -m ssdctl" if name == "__main__.py" else shlex.quote(name)
+    return shlex.join(["", *words[1:]]).replace("''", start, 1)
+
+
+def _analysis(run: RunData, limit: int) -> dict[str, Any]:
+    """Return what the page shows of a run's evaluation."""
+    evaluation = run.evaluation
+    images, reason = embed_samples(evaluation, limit)
+    drawn = (
+        [charts.precision_recall(evaluation), charts.f1_over_score(evaluation),
+         charts.calibration(evaluation)] if evaluation else []
+    )  # fmt: skip
+    classes = evaluation.per_class if evaluation else []
+    measured = sorted((c for c in classes if c.AP >= 0), key=lambda c: -c.AP)
+    return {
+        "name": run.name,
+        "command": _command(run),
+        "evaluation": evaluation,
+        "diagnosis": diagnosis(evaluation) if evaluation else None,
+        "threshold": best_threshold(evaluation) if evaluation else None,
+        "ends": (measured[0], measured[-1]) if len(measured) > 1 else None,
+        "sizes": [size for size in SIZES if any(getattr(c, size) >= 0 for c in classes)],
+        "images": images,
+        "reason": reason,
+        "charts": [chart for chart in drawn if chart],
+        "largest_error": max((e.delta_ap for e in evaluation.errors), default=0)
+        if evaluation
+        else 0,
+        "findings": prepare_findings(Path(evaluation.about.store)) if evaluation else [],
+    }
+
+
+def _as_script(analyses: Sequence[dict[str, Any]], drawn: Sequence[Chart]) -> Markup:
+    """Return what the page's script reads, as JSON that cannot end its script element."""
+    data = []
+    for analysis in analyses:
+        evaluation: Evaluation | None = analysis["evaluation"]
+        classes = [one_line(c.name) for c in evaluation.per_class] if evaluation else []
+        colors = [class_color(number + 1) for number in range(len(classes))]
+        data.append(
+            {
+                "classes": classes,
+                "colors": colors,
+                "inks": [ink_on(color) for color in colors],
+                "confusion": evaluation.confusion if evaluation else [],
+                "images": [
+                    {"truth": i.truth, "detections": i.detections, "worst": i.is_worst}
+                    for i in analysis["images"]
+                ],
+            }
+        )
+    content = {"runs": data, "charts": [chart.hover for chart in drawn]}
+    text = json.dumps(content, separators=(",", ":"))
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def _score(value: float | None) -> str:
+    return "\u2013" if value is None or value < 0 else f"{value:.3f}"
+
+
+def _best(runs: Sequence[RunData], name: str) -> float | None:
+    """Return the best value of a metric if several runs have one."""
+    values = [run.best[name] for run in runs if run.best and name in run.best]
+    return max(values) if len(values) > 1 else None

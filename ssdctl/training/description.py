@@ -1,0 +1,129 @@
+"""Describe a run in a few lines: its data, network, length and recipe. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssdctl.config import Config
+from ssdctl.config.resolve import Resolved
+from ssdctl.config.sources import Kind
+from ssdctl.download.backbone_weights import weights_of
+from ssdctl.runtime.printable import listed
+from ssdctl.training.schedule import TrainSchedule, next_evaluation
+
+MAX_CLASSES = 8  # that are named
+NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine
+MAX_EVALUATIONS = 10_000  # that are counted
+
+
+def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:
+    """Return the dataset's name, its images and its classes by name."""
+    val = f", {val_images:,} for validation" if val_images else ", none for validation"
+    return f"{root.name or root}: {images:,} training images{val}; {classes_line(classes)}"
+
+
+def classes_line(classes: Sequence[str]) -> str:
+    """Return the number of classes and the first names."""
+    return f"{len(classes)} classes: {listed(list(classes), MAX_CLASSES)}"
+
+
+def network_line(config: Config, *, step: int = 0) -> str:
+    """Return the network and its first weights.
+
+    Args:
+        config: The run.
+        step: That of the checkpoint that it continues from.
+    """
+    if step:
+        weights = f"continues from step {step:,}"
+    elif config.train.init is not None:
+        weights = f"starts from {config.train.init}"
+    else:
+        name = weights_of(config.model)
+        weights = "random weights" if name is None else f"backbone weights {name}"
+    return f"SSD300 with {config.model.backbone}, {weights}"
+
+
+def length_line(plan: TrainSchedule, evaluations: int) -> str:
+    """Return the steps, epochs and evaluations of a run."""
+    epochs = plan.epoch(plan.total_steps)
+    epochs_text = f"{epochs:.1f}" if epochs >= 10 else f"{epochs:.2f}"
+    line = f"{plan.total_steps:,} steps of {plan.global_batch_size} images ({epochs_text} epochs)"
+    counted = f"{evaluations:,} evaluation{'s' * (evaluations != 1)}"
+    return f"{line}, {counted}" if evaluations else line
+
+
+def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
+    """Return the name of the recipe and its learning rate in one line."""
+    config = resolved.config.train
+    rules = rule_values(resolved)
+    name = next(iter(rules), f"preset {config.preset}")
+    if config.steps == plan.total_steps and any(
+        "decay_epochs" in chosen for chosen in rules.values()
+    ):
+        name += f", fitted to --steps {config.steps}"
+    decay = [step for step in plan.decay_steps if step <= plan.total_steps]
+    if plan.is_cosine:
+        shape = f"cosine from step {plan.decay_steps[0]:,} to {plan.decay_steps[1]:,}"
+    else:
+        shape = f"x 0.1 at step {' and '.join(f'{s:,}' for s in decay)}" if decay else "no decay"
+    warmup = f"warm-up {plan.warmup_steps:,} steps, " if plan.warmup_steps else ""
+    return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
+
+
+def rule_values(resolved: Resolved) -> dict[str, dict[str, object]]:
+    """Return the settings that a rule for few images or fine-tuning chose: {rule: {name: value}}.
+
+    At most one rule applies; without one the result is empty.
+    """
+    chosen: dict[str, dict[str, object]] = {}
+    for path, source in resolved.sources.items():
+        section, _, name = path.partition(".")
+        if source.kind is Kind.RULE and section == "train":
+            chosen.setdefault(source.label, {})[name] = getattr(resolved.config.train, name)
+    return chosen
+
+
+def details_line(resolved: Resolved) -> str | None:
+    """Return the settings that a rule chose, for -v; None without a rule."""
+    for rule, values in rule_values(resolved).items():
+        changes = ", ".join(f"{name} {_text(value)}" for name, value in values.items())
+        preset = resolved.config.train.preset
+        return f"{rule} sets {changes}; use --preset {preset} for the full COCO recipe"
+    return None
+
+
+def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
+    """Return a warning if --steps ends the run before its learning rate does; else None.
+
+    The rules for few images and fine-tuning fit the schedule to --steps, recipes do not.
+    """
+    config, total = resolved.config.train, plan.total_steps
+    if config.steps is None or config.fake_data or config.steps > total:
+        return None
+    missed = [f"{step:,}" for step in plan.decay_steps if step > total]
+    if plan.is_cosine:
+        missed = missed[-1:] if plan.lr(total - 1) > NEARLY_DECAYED * plan.peak_lr else []
+    if not missed:
+        return None
+    what = "cosine decay ends at step" if plan.is_cosine else "decay at step"
+    return (
+        f"--steps {total} ends before the learning rate does: {what} {' and '.join(missed)} is "
+        "not reached; --epochs or --decay-epochs fit the recipe to a short run"
+    )
+
+
+def evaluations_after(resolved: Resolved, plan: TrainSchedule, step: int) -> list[int]:
+    """Return the steps after `step` with which an evaluation follows; the last one included."""
+    config, steps = resolved.config.train, list[int]()
+    while step < plan.total_steps and len(steps) < MAX_EVALUATIONS:
+        step = next_evaluation(config, plan, step)
+        steps.append(step)
+    return steps
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(f"{part:g}" for part in value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,249 @@
+"""The device memory that a training step needs: for `--bs auto`, and for out-of-memory errors.
+
+Activations kept for backward are counted on fake tensors, which have shapes but no memory, on any
+machine. If the device reports its memory, `--bs auto` measures real steps once their kernels are
+chosen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ssdctl.checkpoint.format import Architecture
+from ssdctl.config import TrainConfig
+from ssdctl.device.base import Device
+from ssdctl.device.cpu import Cpu
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.errors import UsageError
+from ssdctl.input.loader import Batch
+from ssdctl.training.loss_module import LossModule
+from ssdctl.training.loss_scale import loss_scale
+from ssdctl.training.optimizer import build_optimizer
+from ssdctl.training.step import TrainStep
+
+USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces
+LARGE_PROBE = 48  # images at most; a second probe with a third as many gives the need of one
+WORKSPACE = 1.15  # gradients of activations and workspaces, relative to saved activations
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes of the network with its gradients and optimizer, and of each image of a batch."""
+
+    fixed: int
+    per_image: int
+
+    def fits(self, memory_bytes: int) -> int:
+        """Return the largest batch for that much memory; a multiple of 8 if it is larger than 8."""
+        most = max(int((USED_SHARE * memory_bytes - self.fixed) / self.per_image), 0)
+        return most if most < 8 else most - most % 8
+
+
+def estimate(architecture: Architecture, config: TrainConfig, precision: str) -> MemoryEstimate:
+    """Count what a step needs."""
+    with FakeTensorMode():
+        model = architecture.build()
+    parameters = sum(p.numel() for p in model.parameters())
+    copies = 4 if config.optimizer == "adamw" else 3  # weights, gradients, state
+    per_image = activation_bytes(architecture, precision)
+    return MemoryEstimate(4 * copies * parameters, int(WORKSPACE * per_image))
+
+
+def activation_bytes(architecture: Architecture, precision: str) -> int:
+    """Return the bytes that forward keeps for the backward of one image."""
+    two_images, three_images = (_saved_bytes(architecture, precision, size) for size in (2, 3))
+    return three_images - two_images
+
+
+def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) -> int:
+    seen: dict[StorageWeakRef, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        seen.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return tensor
+
+    with FakeTensorMode():
+        model = architecture.build().train()
+        loss_module = LossModule(model, Cpu(), precision)
+        batch = random_batch(batch_size, architecture.num_classes)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = loss_module(batch.images, batch.jitter, batch.boxes, batch.labels)[0]
+        parameters = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
+        del loss
+        return sum(size for ref, size in seen.items() if ref not in parameters)
+
+
+def random_batch(
+    batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
+) -> Batch:
+    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch."""
+    generator = torch.Generator().manual_seed(0)
+    low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    labels = torch.randint(1, num_classes, (batch_size, max_boxes), generator=generator)
+    labels[:, real_boxes:] = 0
+    pixels = torch.randint(
+        0, 256, (batch_size, 300, 300, 3), dtype=torch.uint8, generator=generator
+    )
+    jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
+    rows = np.zeros(batch_size, np.int64)
+    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
+
+
+def largest_batch(
+    config: TrainConfig, architecture: Architecture, device: Device, ranks: Ranks, precision: str
+) -> int:
+    """Return the batch size of `--bs auto`, the same on every rank.
+
+    Raises:
+        UsageError: The device does not report its memory, or not even one image fits.
+    """
+    if device.is_host:
+        raise UsageError(
+            f"--bs auto: the memory of device {device.name} does not determine a good batch size",
+            hint="give a number, as in --bs 8",
+        )
+    memory = device.memory_bytes()
+    if memory is None:
+        raise UsageError(
+            f"--bs auto: device {device.name} does not report its memory",
+            hint="give a number, as in --bs 32",
+        )
+    fits = _measure_largest_batch(config, architecture, device, precision, memory)
+    fits = collectives.broadcast(min(collectives.gather_to_first(fits, ranks), default=0), ranks)
+    if fits < 1:
+        raise UsageError(
+            f"--bs auto: {architecture.backbone} does not fit into {memory / 1e9:.1f} GB",
+            hint="choose a smaller --backbone, or give a number, as in --bs 2",
+        )
+    return max(fits - fits % device.num_cores, device.num_cores)
+
+
+def check_shares(batch_size: int, device: Device) -> None:
+    """Check that every core of the device gets the same number of images.
+
+    Raises:
+        UsageError: The batch is not a multiple of the cores.
+    """
+    cores = device.num_cores
+    if batch_size % cores:
+        nearest = max(batch_size - batch_size % cores, cores)
+        raise UsageError(
+            f"--bs {batch_size}: the {cores} cores of device {device.name} cannot share it equally",
+            hint=f"--bs {nearest} is a multiple of {cores}",
+        )
+
+
+def _measure_largest_batch(
+    config: TrainConfig, architecture: Architecture, device: Device, precision: str, memory: int
+) -> int:
+    """Extrapolate the largest batch from the peaks of two small ones; 0 if these do not fit."""
+    likely = estimate(architecture, config, precision).fits(memory)
+    large = min(max(likely // 2, 6), LARGE_PROBE)  # a third of it is 2: batch norm needs two
+    peaks = {}
+    try:
+        for size in (large // 3, large):
+            _free_memory(device)
+            peaks[size] = _peak(size, config, architecture, device, precision)
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        return 0
+    _free_memory(device)
+    (less, low), (more, high) = peaks.items()
+    per_image = max((high - low) / (more - less), 1)
+    return MemoryEstimate(int(low - less * per_image), int(per_image)).fits(memory)
+
+
+def _peak(
+    size: int, config: TrainConfig, architecture: Architecture, device: Device, precision: str
+) -> int:
+    """Return the peak memory of a step on that many images, with a temporary network."""
+    model = device.place(architecture.build()).train()
+    optimizer = build_optimizer(model, config, device)
+    scale = loss_scale(precision, device, optimizer)
+    step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+    batch = random_batch(size, architecture.num_classes)
+    step([batch], 0.0)  # compiles, and tries kernels that may need more than the chosen ones
+    device.synchronize()
+    device.release_memory()
+    step([batch], 0.0)  # CUDA graphs record this one, so it includes their memory
+    device.synchronize()
+    return device.peak_memory_bytes()
+
+
+def _free_memory(device: Device) -> None:
+    """Free unused networks: compiled ones keep themselves and their graphs alive."""
+    if device.execution == "compile":
+        torch.compiler.reset()
+    gc.collect()
+    device.release_memory()
+
+
+@contextlib.contextmanager
+def out_of_memory_hints(
+    architecture: Architecture,
+    config: TrainConfig,
+    batch_size: int,
+    device: Device,
+    precision: str,
+) -> Iterator[None]:
+    """Replace an out-of-memory error by one that proposes a `--bs` that fits.
+
+    Raises:
+        UsageError: Instead of the out-of-memory error of the device.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_out_of_memory(error):
+            raise
+        memory = device.memory_bytes()
+        raise UsageError(
+            f"out of memory on device {device.name} ({device.label}) at --bs {batch_size}",
+            hint=_proposal(
+                estimate(architecture, config, precision),
+                memory,
+                batch_size,
+                config.accumulate,
+                device,
+            ),
+        ) from error
+
+
+def _proposal(
+    need: MemoryEstimate, memory: int | None, tried: int, accumulate: int, device: Device
+) -> str:
+    """Return a `--bs` that fits: the counted one, or half if the count or the memory says nothing.
+
+    If the batch that failed fits by the count, the software of the device or another process needs
+    the rest of the memory.
+    """
+    if tried == 1:
+        return "not even one image fits: choose a smaller --backbone, or --bf16"
+    fits = need.fits(memory) if memory else tried
+    is_counted = fits < tried
+    if not is_counted:
+        fits = tried // 2
+        fits -= fits % 8 if fits > 8 else 0
+    fits = max(fits, 1)
+    more = -(-tried * accumulate // fits)
+    same = f"with --accumulate {more} the global batch stays about the same"
+    if is_counted:
+        return f"--bs {fits} would fit; {same}"
+    counted = (need.fixed + tried * need.per_image) / 1e9
+    remedy = "" if device.is_host else " (--bs auto measures it)"
+    return (
+        f"--bs {fits}, half of it: network and activations need {counted:.1f} GB, what else the "
+        f"device needs is not known{remedy}; {same}"
+    )

@@ -1,0 +1,340 @@
+"""Prepare a run before its first step, in the order of the checks: options, device, dataset,
+weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from ssdctl.checkpoint.format import Architecture
+from ssdctl.checkpoint.reader import (
+    Checkpoint,
+    load_backbone,
+    load_state,
+    read_checkpoint,
+    same_classes,
+    with_classes,
+    with_counters,
+)
+from ssdctl.config import Config, TrainConfig
+from ssdctl.config.resolve import Resolved
+from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
+from ssdctl.data.store import Split
+from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.device.base import Device
+from ssdctl.distributed import collectives
+from ssdctl.distributed.dataset import open_on_all_ranks
+from ssdctl.distributed.process_group import wait_for_main
+from ssdctl.distributed.ranks import Ranks
+from ssdctl.download.backbone_weights import fetch_weights, weights_of
+from ssdctl.download.detectors import DetectorSource, cached_path
+from ssdctl.errors import DataError, IntegrityError, NetworkError
+from ssdctl.inference.model_source import locate_checkpoint, resolve_source
+from ssdctl.input.fake import fake_split
+from ssdctl.input.pipelines import check_pipeline
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.runs.default_folder import run_dir
+from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.progress import Progress
+from ssdctl.training.memory import check_shares, largest_batch
+from ssdctl.training.run import Network, SettledRun, check_without_data, finalize
+from ssdctl.training.schedule import TrainSchedule
+from ssdctl.training.trackers.registry import find_trackers
+
+log = logging.getLogger(__name__)
+
+
+class Setup(NamedTuple):
+    """The parts of a run before its first step."""
+
+    run: SettledRun
+    device: Device
+    ranks: Ranks
+    train: Split
+    val: Split | None
+    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
+    architecture: Architecture
+    model: SSD300
+    threads: int
+    init: InitCheckpoint
+
+    @property
+    def config(self) -> Config:
+        """The settings of the run."""
+        return self.run.config
+
+    @property
+    def plan(self) -> TrainSchedule:
+        """The schedule of the run."""
+        return self.run.plan
+
+    @property
+    def precision(self) -> str:
+        """The precision of the network."""
+        return self.run.precision
+
+    @property
+    def out(self) -> Path:
+        """The run folder."""
+        return self.run.out
+
+
+class InitCheckpoint:
+    """The checkpoint of `--init`, read once: for its network, and later for its weights.
+
+    Args:
+        config: Of the run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._checkpoint: Checkpoint | None = None
+
+    def read(self) -> Checkpoint:
+        """Return it; a detector by name is fetched.
+
+        Raises:
+            UsageError, NetworkError, IntegrityError: It is not available, or damaged.
+        """
+        if self._checkpoint is None:
+            source, mirror = self._config.train.init, self._config.download.mirror
+            assert source is not None
+            self._checkpoint = read_checkpoint(locate_checkpoint(source, mirror=mirror))
+        return self._checkpoint
+
+    def take(self) -> Checkpoint:
+        """Return it for the last time, so that its memory is freed."""
+        checkpoint, self._checkpoint = self.read(), None
+        return checkpoint
+
+
+def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Progress) -> Setup:
+    """Open the dataset, settle the run, build the network with random weights.
+
+    Raises:
+        UsageError, DataError: See the functions called.
+    """
+    config = resolved.config
+    check_pipeline(config.train.pipeline)
+    find_trackers(config.train)
+    check_without_data(resolved, device)  # before the dataset, which may take long to prepare
+    if not (config.train.fake_data or resolved.is_chosen("data.root")):
+        require_dataset(msgspec.structs.replace(config.data, root=None))
+    train, val = _open_splits(config, ranks, progress)
+
+    def architecture_of(settled: Config) -> Architecture:
+        model = settled.model
+        return Architecture(model.backbone, model.extra_norm, len(train.classes) + 1)
+
+    def measured(settled: Config) -> int:
+        architecture, precision = architecture_of(settled), settled.train.precision
+        return largest_batch(settled.train, architecture, device, ranks, precision)
+
+    init = InitCheckpoint(config)
+    run = finalize(
+        resolved,
+        device,
+        ranks,
+        len(train.trainable),
+        network=_network_of_init(resolved, init, ranks),
+        largest_batch=measured,
+    )
+    check_shares(run.plan.batch_size, device)
+    for notice in run.notices:
+        log.warning("%s", notice)
+    train = train._replace(trainable=train.trainable[: run.plan.images])
+    val_rows = None
+    if config.train.overfit is not None:  # train and evaluate on the same few images
+        val, val_rows = train, train.trainable
+    architecture = architecture_of(run.config)
+    return Setup(
+        run=run,
+        device=device,
+        ranks=ranks,
+        train=train,
+        val=val,
+        val_rows=val_rows,
+        architecture=architecture,
+        model=device.place(_new_model(architecture, run.config.train, device, ranks)),
+        threads=config.train.workers or usable_cores(ranks.world_size),
+        init=init,
+    )
+
+
+def _new_model(
+    architecture: Architecture, config: TrainConfig, device: Device, ranks: Ranks
+) -> SSD300:
+    """Return the network with random weights, the same on every rank."""
+    torch.manual_seed(config.seed)
+    model = architecture.build()
+    if config.freeze_stem:
+        model.freeze_stem()
+    model.freeze(config.freeze)
+    if config.freeze_norm:
+        model.freeze_norm()
+    return with_sync_bn(model, device, ranks) if config.sync_bn else model
+
+
+def planned_network(resolved: Resolved) -> Network | None:
+    """Return the network of `--init`, or of the run to resume, if it is on this machine.
+
+    Raises:
+        UsageError, IntegrityError: There is no such file or name, or it is damaged.
+    """
+    config = resolved.config
+    if config.train.init is None or resolved.is_chosen("train.preset"):
+        return None
+    if not run_dir(config).step_checkpoints():
+        source = resolve_source(config.train.init)
+        is_cached = isinstance(source, DetectorSource) and cached_path(source) is not None
+        if not is_cached and not isinstance(source, Path):
+            return None
+    return _network_of(config, InitCheckpoint(config))
+
+
+def _network_of_init(resolved: Resolved, init: InitCheckpoint, ranks: Ranks) -> Network | None:
+    """Return the network of the checkpoint of `--init`, or of the run to resume.
+
+    Raises:
+        UsageError, NetworkError, IntegrityError: The checkpoint is not available, or damaged.
+    """
+    config = resolved.config
+    if config.train.init is None or resolved.is_chosen("train.preset"):
+        return None
+    return collectives.broadcast(_network_of(config, init) if ranks.is_main else None, ranks)
+
+
+def _network_of(config: Config, init: InitCheckpoint) -> Network:
+    """Return the network of the run to resume, else of the checkpoint of `--init`."""
+    checkpoint, _ = CheckpointDir(run_dir(config).path, config.train.keep).newest_intact()
+    architecture = (checkpoint or init.read()).architecture
+    return Network(architecture.backbone, architecture.extra_norm)
+
+
+def with_sync_bn(model: SSD300, device: Device, ranks: Ranks) -> SSD300:
+    """Return the network with batch norm over the images of all ranks."""
+    if ranks.is_single_process:
+        return model
+    # PyTorch cannot compile its own: https://github.com/pytorch/pytorch/issues/156680
+    if device.has_sync_bn and device.execution == "eager":
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    from ssdctl.model.distributed_norm import convert_batch_norms
+
+    convert_batch_norms(model, ranks.world_size)
+    return model
+
+
+@contextlib.contextmanager
+def deterministic_kernels(is_on: bool) -> Iterator[None]:
+    """Let PyTorch choose deterministic kernels, or fail if there is none, during the block."""
+    if not is_on:
+        yield
+        return
+    variable = "CUBLAS_WORKSPACE_CONFIG"  # read at the first use
+    workspace = os.environ.get(variable)
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    os.environ.setdefault(variable, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned_only)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            os.environ.pop(variable, None)
+
+
+def _open_splits(config: Config, ranks: Ranks, progress: Progress) -> tuple[Split, Split | None]:
+    """Return the splits to train and to validate on; with fake data, only their sizes."""
+    root, folder = dataset_folders(config.data)
+    if config.train.fake_data and not root.exists():
+        log.info("fake data: no dataset at %s, using COCO's number of images and classes", root)
+        return fake_split(), None
+    splits = open_on_all_ranks(root, folder, ranks, progress)
+    if config.train.fake_data:
+        log.info("fake data: no image is read, nothing is evaluated")
+        splits.pop("val", None)
+    return _checked_splits(splits, root)
+
+
+def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split | None]:
+    """Return the splits to train and to validate on, after checking that their classes agree."""
+    train, val = require_split(splits, "train", root), splits.get("val")
+    if not len(train.trainable):
+        raise DataError(f"{root}: no training image has a box to learn from", hint=WHAT_IS_DROPPED)
+    if val is not None and val.classes != train.classes:
+        listed = [", ".join(f"{c.name} ({c.id})" for c in s.classes) for s in (train, val)]
+        raise DataError(
+            f"{root}: the splits list different categories, or in another order: "
+            f"train {listed[0]}; val {listed[1]}",
+            hint="give both annotation files the same list of categories",
+        )
+    return train, val
+
+
+def load_first_weights(setup: Setup) -> None:
+    """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
+
+    Raises:
+        UsageError, NetworkError, IntegrityError: They are not available, or do not fit.
+    """
+    config, model, classes = setup.config, setup.model, setup.train.classes
+    if config.train.init is not None:
+        checkpoint = setup.init.take()
+        _refuse_another_network(checkpoint, setup.architecture)
+        state = with_counters(checkpoint.model, model)
+        log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)
+        if not same_classes(checkpoint, classes):
+            state, kept = with_classes(checkpoint, model, classes)
+            log.info(
+                "it has %d classes, the dataset has %d: the class heads are re-initialised%s",
+                checkpoint.architecture.num_classes - 1,
+                len(classes),
+                f", except for {', '.join(kept)}, which both have" if kept else "",
+            )
+        load_state(model, state, checkpoint.path)
+        return
+    name = weights_of(config.model)
+    if name is None:
+        return
+    if Path(name).is_file():
+        path = Path(name)
+    else:
+        if setup.ranks.is_main:
+            _fetch_weights(name, config)
+        wait_for_main(setup.ranks, "weights")
+        # It is in the cache now; on another node that node's first process fetches it.
+        path = _fetch_weights(name, config)
+    load_backbone(model, path)
+
+
+def _fetch_weights(name: str, config: Config) -> Path:
+    try:
+        return fetch_weights(name, mirror=config.download.mirror)
+    except NetworkError as error:
+        others = "or train without them: --init FILE, or --backbone-weights none"
+        raise NetworkError(str(error), hint=f"{error.hint}; {others}") from None
+
+
+def _refuse_another_network(checkpoint: Checkpoint, expected: Architecture) -> None:
+    saved = checkpoint.architecture
+    if (saved.backbone, saved.extra_norm) != (expected.backbone, expected.extra_norm):
+        raise IntegrityError(
+            f"{checkpoint.path}: does not fit the network: it is {saved.backbone} with extra_norm "
+            f"{saved.extra_norm}, the run has {expected.backbone} with {expected.extra_norm}",
+            hint=f"--backbone {saved.backbone} --extra-norm {saved.extra_norm}",
+        )

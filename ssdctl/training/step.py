@@ -1,0 +1,227 @@
+"""One optimizer step: colour, network, targets, loss, backward, guard, update.
+
+Nothing here synchronizes with the device: failures are counted there and read at a log point.
+If steps are compiled, shapes never change, so that compilation happens once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ssdctl.config import TrainConfig
+from ssdctl.device.base import Device
+from ssdctl.distributed import collectives
+from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
+from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.model.loss import Losses
+from ssdctl.training.loss_module import LossModule
+from ssdctl.training.loss_scale import LossScale
+from ssdctl.training.masked_update import GuardedUpdate, clip_factor, groups_of
+from ssdctl.training.optimizer import set_lr, update
+
+
+class StepResult:
+    """Results of a step: scalars on the device, which may not be computed yet."""
+
+    def __init__(self, losses: Losses, grad_norm: Tensor, is_bad: Tensor) -> None:
+        self.losses = losses
+        self.grad_norm = grad_norm
+        self.is_bad = is_bad  # 1.0 if the step was skipped, other than to find a loss scale
+
+    def read(self, ranks: Ranks) -> dict[str, float]:
+        """Synchronize once and return the values; the losses are means over the ranks."""
+        losses = collectives.average(torch.stack(list(self.losses)), ranks)
+        values = torch.cat([losses, torch.stack([self.grad_norm, self.is_bad])]).tolist()
+        names = ("loss", "loss_box", "loss_class", "grad_norm", "is_bad")
+        return dict(zip(names, values, strict=True))
+
+
+class TrainStep:
+    """The network, its loss and its optimizer, ready to step.
+
+    Args:
+        model: The network on the device.
+        optimizer: From `build_optimizer`.
+        device: Holds all of it.
+        config: Of the run.
+        precision: Of the network.
+        ranks: Average the gradients.
+        scale: Loss scale for fp16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        config: TrainConfig,
+        precision: str,
+        ranks: Ranks = SINGLE_PROCESS,
+        scale: LossScale | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._ranks = ranks
+        self._scale = scale
+        self._clip = config.clip_grad
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._statistics = [b for b in model.buffers() if b.is_floating_point()]
+        device.set_tf32(config.tf32)
+        loss_module = LossModule(model, device, precision)
+        device.compile(loss_module)
+        self._guarded_update = None
+        if not device.supports_found_inf:
+            assert scale is None
+            self._guarded_update = GuardedUpdate(config.clip_grad)
+            device.compile(self._guarded_update)
+        # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
+        self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
+        self._loss_module = collectives.wrap(loss_module, ranks, device)
+
+    def __call__(self, batches: Sequence[Batch], lr: float) -> StepResult:
+        """Take one optimizer step on the mean of the micro-batches.
+
+        A step with a non-finite loss or gradient on any rank is skipped: weights, momentum and the
+        statistics of batch norm stay unchanged. All ranks make the same decision.
+        """
+        set_lr(self._optimizer, lr)
+        self._clear_gradients(accumulate=len(batches) > 1)
+        statistics = _flattened(self._statistics)
+        parts = []
+        for number, batch in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self._without_sync():
+                losses = self._loss_module(*_to_device(batch, self._device.torch_device))
+                parts_of_mean = len(batches) * (self._ranks.world_size if self._adds_up else 1)
+                self._backward(losses[0] / parts_of_mean)
+            parts.append(losses.detach().clone())
+            self._device.mark_step()
+        mean = torch.stack(parts).mean(dim=0)
+        loss = self._reduce(mean[0])
+        if self._guarded_update is not None:
+            before = _split(statistics, self._statistics)
+            groups = groups_of(self._optimizer)
+            norm, is_bad = self._guarded_update(groups, loss, self._statistics, before)
+        else:
+            norm, is_bad = self._fused_update(loss, statistics)
+        self._device.mark_step()
+        return StepResult(Losses(*mean), norm, is_bad)
+
+    def _fused_update(self, loss: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Update with the device's fused kernels; return the norm and whether the step is bad."""
+        norm, is_skipped = self._check_gradients(loss)
+        if self._scale is None:
+            update(self._optimizer, is_skipped, None)
+            is_bad = is_skipped
+        else:
+            is_bad = is_skipped * (~self._scale.explains(loss)).float()
+            update(self._optimizer, is_skipped, self._scale.scale)
+            self._scale.adapt(is_skipped)
+        self._restore(statistics, is_skipped)
+        return norm, is_bad
+
+    def _clear_gradients(self, *, accumulate: bool) -> None:
+        """Clear the gradients of the previous step.
+
+        Accumulated gradients need separate memory: a CUDA graph always writes to the same.
+        """
+        if not accumulate:
+            self._optimizer.zero_grad(set_to_none=True)
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_zero_(self._gradients())
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _backward(self, loss: Tensor) -> None:
+        scaled = loss if self._scale is None else loss * self._scale.scale
+        scaled.backward()
+
+    def _reduce(self, loss: Tensor) -> Tensor:
+        """Return the sum of the ranks' losses, not finite if one is not; finish the gradients.
+
+        Gradients that are not averaged yet are added up by the same call.
+        """
+        if self._ranks.is_single_process:
+            return loss
+        total = loss.clone()
+        self._device.sum_over_ranks([*(self._gradients() if self._adds_up else ()), total])
+        return total
+
+    def _check_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the gradients; return their norm before, and 1.0 if the step must be skipped."""
+        gradients = self._gradients()
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._scale is not None:
+            norm = norm / self._scale.scale
+        is_skipped = (~(torch.isfinite(norm) & torch.isfinite(loss))).float()
+        if self._clip:
+            torch._foreach_mul_(gradients, clip_factor(norm, self._clip))
+        return norm, is_skipped
+
+    def _restore(self, before: Tensor, is_skipped: Tensor) -> None:
+        """Restore the statistics of batch norm if the step was skipped."""
+        if self._statistics:
+            kept = torch.where(is_skipped > 0, before, _flattened(self._statistics))
+            torch._foreach_copy_(self._statistics, _split(kept, self._statistics))
+
+    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without averaging: it happens once a step, with the last micro-batch."""
+        if isinstance(self._loss_module, nn.parallel.DistributedDataParallel):
+            return self._loss_module.no_sync()
+        return contextlib.nullcontext()
+
+
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+    """Copy batches to the device, each while the device works on the previous one."""
+    if device.is_host:
+        yield from map(trim_padding, batches) if device.execution == "eager" else batches
+        return
+    waiting: Batch | None = None
+    for batch in batches:
+        device.wait_for_copies()  # of the waiting batch, not of the next one
+        is_on_device = batch.images.device.type != "cpu"  # decoded there
+        copied = batch._replace(
+            images=batch.images if is_on_device else device.copy(batch.images),
+            boxes=device.copy(batch.boxes),
+            labels=device.copy(batch.labels),
+            jitter=None if batch.jitter is None else device.copy(batch.jitter),
+        )
+        if waiting is not None:
+            yield waiting
+        waiting = copied
+        device.wait_for_reads()  # the next batch may be decoded into the same memory
+    if waiting is not None:
+        device.wait_for_copies()
+        yield waiting
+
+
+def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Return the arguments of the loss on the device, without copying what is there."""
+    jitter = None if batch.jitter is None else batch.jitter.to(device, non_blocking=True)
+    return (
+        batch.images.to(device, non_blocking=True),
+        jitter,
+        batch.boxes.to(device, non_blocking=True),
+        batch.labels.to(device, non_blocking=True),
+    )
+
+
+def _flattened(tensors: list[Tensor]) -> Tensor:
+    """Return a flat copy of many small tensors, in one kernel."""
+    return torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
+
+
+def _split(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the parts of a flat tensor in the shapes of the tensors."""
+    if not tensors:
+        return []
+    parts = flat.split([t.numel() for t in tensors])
+    return [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]

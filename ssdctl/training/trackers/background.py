@@ -1,0 +1,149 @@
+"""Call trackers in background threads, so that none of them can slow down or end a training run."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import wait
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.runs.metrics import Record
+from ssdctl.runtime.background import run_in_daemon_thread
+from ssdctl.runtime.redact import redact_urls
+from ssdctl.training.trackers.base import TrackedRun, Tracker, metrics_of
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1000  # calls in the queue of a tracker
+CLOSE_S = 30.0  # seconds to wait for a tracker at the end
+UPLOAD_S = 300.0  # the same if it uploads checkpoints
+
+Call = Callable[[Tracker], None]
+
+
+class BackgroundTracker:
+    """Calls a tracker in a daemon thread.
+
+    Args:
+        name: For messages.
+        create: Returns the tracker.
+        run: The run to track.
+        max_waiting: Size of the queue; calls are dropped while it is full.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[TrackedRun], Tracker],
+        run: TrackedRun,
+        max_waiting: int = MAX_WAITING,
+    ) -> None:
+        self._name = name
+        self._calls: queue.Queue[Call | None] = queue.Queue(max_waiting)
+        self._tracker: Tracker | None = None
+        self._has_warned = False
+        self._ended = run_in_daemon_thread(lambda: self._work(create, run))
+
+    def call(self, call: Call) -> None:
+        """Add a call to the queue. Does not wait."""
+        if self._ended.done():
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._warn("is slower than training: some of its figures are dropped")
+
+    def close(self, *, is_success: bool, timeout_s: float) -> None:
+        """Finish the queue and close the tracker; give up after `timeout_s` seconds."""
+        end = time.monotonic() + timeout_s
+        for call in (lambda tracker: tracker.close(is_success=is_success), None):
+            try:
+                if not self._ended.done():
+                    self._calls.put(call, timeout=max(end - time.monotonic(), 0.001))
+            except queue.Full:
+                break
+        if wait([self._ended], timeout=max(end - time.monotonic(), 0)).done:
+            return
+        self._has_warned = False  # a reason to warn again: figures are lost
+        self._warn(f"did not finish within {timeout_s:.0f} s: its last figures may be missing")
+        if self._tracker is not None:
+            self._tracker.abandon()
+
+    def _work(self, create: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
+        try:
+            self._tracker = create(run)
+            self._tracker.open()
+        except BaseException as error:  # SystemExit, too: libraries raise it
+            self._warn(f"cannot be used: {_reason(error)}")
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call(self._tracker)
+            except BaseException as error:
+                self._warn(f"failed: {_reason(error)}")
+
+    def _warn(self, problem: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            text = "tracker %s %s; training continues, metrics.jsonl has all figures"
+            log.warning(text, self._name, problem)
+
+
+def _reason(error: BaseException) -> str:
+    text = redact_urls(str(error)).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Trackers:
+    """The trackers of a run.
+
+    Args:
+        trackers: What creates each tracker, by name.
+        run: The run to track.
+        uploads: Whether to pass checkpoints to them.
+        longest_wait_s: Seconds that the end of the run may take; other ranks wait for it.
+    """
+
+    def __init__(
+        self,
+        trackers: Mapping[str, Callable[[TrackedRun], Tracker]],
+        run: TrackedRun,
+        *,
+        uploads: bool = False,
+        longest_wait_s: float = UPLOAD_S,
+    ) -> None:
+        self._trackers = [BackgroundTracker(name, c, run) for name, c in trackers.items()]
+        self._uploads = uploads
+        self._longest_wait_s = longest_wait_s
+
+    def record(self, record: Record) -> None:
+        """Pass a record of metrics.jsonl."""
+        if (metrics := metrics_of(record)) is not None:
+            self._call(lambda tracker: tracker.metrics(metrics))
+
+    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Pass validation images with their detections."""
+        self._call(lambda tracker: tracker.pictures(step, pictures))
+
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        """Pass a checkpoint if they are uploaded."""
+        if self._uploads and path.is_file():
+            self._call(lambda tracker: tracker.checkpoint(name, step, path))
+
+    def close(self, *, is_success: bool) -> None:
+        """Close all of them; a second call does nothing."""
+        trackers, self._trackers = self._trackers, []
+        timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
+        end = time.monotonic() + min(timeout_s, self._longest_wait_s)
+        for tracker in trackers:
+            remaining = max(end - time.monotonic(), 0.1)
+            tracker.close(is_success=is_success, timeout_s=remaining)
+
+    def _call(self, call: Call) -> None:
+        for tracker in self._trackers:
+            tracker.call(call)

@@ -1,0 +1,177 @@
+"""The error analysis detects deliberate errors by type."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssdctl.errors import DataError
+from ssdctl.evaluation.analysis import ERROR_REMEDIES, analyse, best_threshold, diagnosis, f1_curve
+from ssdctl.evaluation.coco_ap import Detections, run_scoring
+from ssdctl.evaluation.ground_truth import read_ground_truth
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo, read_evaluation, write_evaluation
+
+BOX = [20.0, 20.0, 100.0, 100.0]
+NUM_IMAGES = 4
+Row = tuple[int, int, list[float], float]  # image, category, box, score
+RIGHT: list[Row] = [(i, 2, BOX, 0.9) for i in range(NUM_IMAGES)]
+
+
+def evaluation(tmp_path: Path, rows: list[Row]) -> Evaluation:
+    """Evaluate detections on images with one object of category 2 each."""
+    path = tmp_path / "annotations.json"
+    listed = [
+        {"id": i, "width": 300, "height": 300, "file_name": f"{i}.jpg"} for i in range(NUM_IMAGES)
+    ]
+    truth = [
+        {"id": i + 1, "image_id": i, "category_id": 2, "bbox": BOX, "area": 1e4, "iscrowd": 0}
+        for i in range(NUM_IMAGES)
+    ]
+    categories = [{"id": 2, "name": "cat"}, {"id": 7, "name": "dog"}]
+    path.write_text(json.dumps({"images": listed, "annotations": truth, "categories": categories}))
+    detections = Detections(
+        np.array([r[0] for r in rows], np.int64),
+        np.array([r[2] for r in rows], np.float64).reshape(-1, 4),
+        np.array([r[3] for r in rows], np.float64),
+        np.array([r[1] for r in rows], np.int64),
+    )
+    about = EvaluationInfo(
+        source="x.json", data=".", store=".", split="val", images=4, detections=len(rows)
+    )
+    return analyse(run_scoring(read_ground_truth(path), detections), detections, about)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("Cls", [(0, 7, BOX, 0.9), *RIGHT[1:]]),
+        ("Loc", [(0, 2, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Both", [(0, 7, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Dupe", [*RIGHT, (0, 2, [22.0, 20, 100, 100], 0.8)]),
+        ("Bkg", [*RIGHT, (0, 2, [200.0, 200, 50, 50], 0.95)]),
+        ("Miss", RIGHT[1:]),
+    ],
+)
+def test_each_kind_of_error_is_named(tmp_path: Path, kind: str, rows: list[Row]) -> None:
+    errors = {e.kind: e for e in evaluation(tmp_path, rows).errors}
+    assert errors[kind].count == 1
+    others = sum(e.count for k, e in errors.items() if k not in (kind, "Miss"))
+    assert others == 0
+    if kind not in ("Both", "Dupe"):  # those do not change the AP here
+        assert errors[kind].delta_ap > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("Cls", [(0, 7, BOX, 0.9), *RIGHT[1:]]),
+        ("Loc", [(0, 2, [20.0, 20, 100, 35], 0.9), *RIGHT[1:]]),
+        ("Bkg", [*RIGHT, (0, 2, [200.0, 200, 50, 50], 0.95)]),
+        ("Miss", RIGHT[1:]),
+    ],
+)
+def test_the_diagnosis_names_the_worst_kind(tmp_path: Path, kind: str, rows: list[Row]) -> None:
+    result = evaluation(tmp_path, rows)
+    sentence = diagnosis(result)
+    gains = {e.kind: e.delta_ap for e in result.errors}
+    assert sentence.startswith(ERROR_REMEDIES[kind])
+    assert f"+{gains[kind]:.3f}" in sentence
+    assert ("cat" in sentence and "dog" in sentence) == (kind == "Cls")
+
+
+def test_the_diagnosis_without_errors_or_detections(tmp_path: Path) -> None:
+    sentences = [diagnosis(evaluation(tmp_path, rows)) for rows in (RIGHT, [])]
+    assert len(set(sentences)) == 2
+    assert not any(text in s for s in sentences for text in ERROR_REMEDIES.values())
+
+
+def test_perfect_detections_have_no_errors(tmp_path: Path) -> None:
+    result = evaluation(tmp_path, RIGHT)
+    assert all(e.count == 0 and e.delta_ap == 0 for e in result.errors)
+    cat, dog = result.per_class
+    assert (cat.objects, cat.AP, cat.best_f1, cat.best_score) == (4, pytest.approx(1), 1.0, 0.9)
+    assert cat.precision == pytest.approx([1.0] * 101)
+    assert (dog.objects, dog.AP, dog.best_f1, dog.precision) == (0, -1, -1, [])
+    assert result.curves["0.50"] == pytest.approx([1.0] * 101)
+
+
+def test_calibration_counts_true_positives(tmp_path: Path) -> None:
+    far = [200.0, 200.0, 50.0, 50.0]
+    rows: list[Row] = [(0, 2, BOX, 0.75), (1, 2, far, 0.75), (2, 2, far, 0.75), (3, 2, far, 0.75)]
+    result = evaluation(tmp_path, rows)
+    [used] = [b for b in result.calibration if b.count]
+    assert (used.count, used.mean_score, used.fraction_right) == (4, 0.75, 0.25)
+    assert result.calibration_error == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("score", [-0.5, 1.5, 1e300])
+def test_scores_that_are_no_probabilities_have_no_calibration(tmp_path: Path, score: float) -> None:
+    result = evaluation(tmp_path, [(0, 2, BOX, score), *RIGHT[1:]])
+    assert result.calibration_error is None
+    assert result.calibration == []
+    assert result.figures["AP"] == pytest.approx(1)
+
+
+def test_confusions_and_samples(tmp_path: Path) -> None:
+    rows = [(0, 7, BOX, 0.9), (1, 7, BOX, 0.2), (1, 7, BOX, 0.01), *RIGHT[2:]]
+    result = evaluation(tmp_path, rows)
+    assert [(c.truth, c.found, c.count) for c in result.confusions] == [("cat", "dog", 1)]
+    first, second = result.samples[:2]
+    assert (first.image_id, first.file_name) == (0, "0.jpg")
+    assert [(t.category_id, list(t.box)) for t in first.truth] == [(2, BOX)]
+    assert [(f.category_id, f.score) for f in first.found] == [(7, 0.9)]
+    assert [f.score for f in second.found] == [0.2]  # the report's threshold can be lowered to 0.05
+    cat, dog, background = result.confusion  # of detections with a score of 0.3 or more
+    assert (cat, dog, background) == ([2, 1, 1], [0, 0, 0], [0, 0, 0])
+
+
+def test_the_worst_images_come_first(tmp_path: Path) -> None:
+    far = [200.0, 200.0, 50.0, 50.0]
+    rows = [
+        (0, 2, BOX, 0.9),
+        (2, 2, BOX, 0.9),
+        (2, 2, far, 0.8),
+        (3, 2, BOX, 0.9),
+        (3, 2, far, 0.1),
+    ]
+    samples = evaluation(tmp_path, rows).samples
+    assert [(s.image_id, s.is_worst) for s in samples] == [
+        (1, True),  # missed
+        (2, True),  # one wrong
+        (0, False),
+        (3, False),  # wrong, but below the score that is shown
+    ]
+
+
+def test_f1_over_the_threshold(tmp_path: Path) -> None:
+    """Two of four objects are found with 0.8, then one false detection and the others follow."""
+    far = [200.0, 200.0, 50.0, 50.0]
+    scores = (0.8, 0.8, 0.4, 0.4)
+    rows = [(n, 2, BOX, s) for n, s in enumerate(scores)] + [(0, 2, far, 0.6), (1, 2, far, 0.5)]
+    result = evaluation(tmp_path, rows)
+    cat, dog = result.per_class
+    curve = f1_curve(cat)
+    assert f1_curve(dog) == []
+    assert len(curve) == 101
+    assert [curve[n] for n in (81, 100)] == [0, 0]
+    assert curve[80] == curve[41] == pytest.approx(2 * 0.5 / 1.5, abs=1e-4)
+    assert curve[40] == curve[0] == pytest.approx(2 * 4 / 6 / (1 + 4 / 6), abs=1e-4)
+    assert best_threshold(result) == (0.2, curve[0])
+    assert best_threshold(evaluation(tmp_path, RIGHT)) == (0.45, 1.0)
+
+
+@pytest.mark.parametrize("rows", [[], RIGHT])
+def test_round_trip(tmp_path: Path, rows: list[Row]) -> None:
+    before = evaluation(tmp_path, rows)
+    write_evaluation(tmp_path / "evaluation.json", before)
+    assert read_evaluation(tmp_path / "evaluation.json") == before
+    assert read_evaluation(tmp_path / "none.json") is None
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text('{"about": 3}')
+    with pytest.raises(DataError, match=r"evaluation\.json"):
+        read_evaluation(tmp_path / "evaluation.json")

@@ -1,0 +1,160 @@
+"""The figures are pycocotools' own, to 1e-12, ties, crowds and empty images included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ssdctl.errors import DataError
+from ssdctl.evaluation.coco_ap import Detections, read_detections, run_scoring
+from ssdctl.evaluation.ground_truth import read_ground_truth
+
+CATEGORIES = [{"id": i, "name": f"class {i}"} for i in (2, 5, 11)]
+
+
+def annotations(folder: Path, boxes: list[dict[str, object]], images: int = 4) -> Path:
+    path = folder / "annotations.json"
+    entries = [
+        {"id": i + 1, "area": b["bbox"][2] * b["bbox"][3], "iscrowd": 0, **b}  # type: ignore[index]
+        for i, b in enumerate(boxes)
+    ]
+    listed = [
+        {"id": i, "width": 200, "height": 200, "file_name": f"{i}.jpg"} for i in range(images)
+    ]
+    path.write_text(
+        json.dumps({"images": listed, "annotations": entries, "categories": CATEGORIES})
+    )
+    return path
+
+
+def detections(rows: list[tuple[int, list[float], float, int]]) -> Detections:
+    return Detections(
+        np.array([r[0] for r in rows], np.int64),
+        np.array([r[1] for r in rows], np.float64).reshape(-1, 4),
+        np.array([r[2] for r in rows], np.float64),
+        np.array([r[3] for r in rows], np.int64),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+) -> tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]:
+    """Use few places and few scores, so that overlaps and ties are common."""
+    place = st.integers(0, 6).map(lambda n: n * 12.0)
+    side = st.sampled_from([5.0, 20.0, 40.0, 100.0])
+    box = st.tuples(place, place, side, side).map(list)
+    image, category = st.integers(0, 3), st.sampled_from([2, 5, 11])
+    truth = st.fixed_dictionaries(
+        {
+            "image_id": image,
+            "bbox": box,
+            "category_id": category,
+            "iscrowd": st.sampled_from([0, 0, 0, 1]),
+        }
+    )
+    detection = st.tuples(image, box, st.sampled_from([0.2, 0.5, 0.5, 0.9]), category)
+    return draw(st.lists(truth, max_size=20)), draw(st.lists(detection, max_size=40))
+
+
+Case = tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]
+
+
+@settings(max_examples=40)
+@given(cases())
+@pytest.mark.process
+def test_equal_to_pycocotools(tmp_path_factory: pytest.TempPathFactory, case: Case) -> None:
+    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
+
+
+@pytest.mark.slow(in_ci=True)
+@settings(max_examples=200)
+@given(cases())
+def test_equal_to_pycocotools_in_many_cases(
+    tmp_path_factory: pytest.TempPathFactory, case: Case
+) -> None:
+    check_against_pycocotools(tmp_path_factory.mktemp("case"), case)
+
+
+def check_against_pycocotools(folder: Path, case: Case) -> None:
+    truth, result = case
+    path = annotations(folder, truth)
+    run_scoring(read_ground_truth(path), detections(result), verify=True)  # raises if they differ
+    run_scoring(
+        read_ground_truth(path), detections(result), image_ids=np.array([0, 2]), verify=True
+    )
+
+
+def test_perfect_detections_score_one(tmp_path: Path) -> None:
+    truth = [{"image_id": i, "bbox": [10.0, 10, 50, 50], "category_id": 5} for i in range(3)]
+    path = annotations(tmp_path, truth)
+    actual = [(i, [10.0, 10, 50, 50], 0.9, 5) for i in range(3)]
+    result = run_scoring(read_ground_truth(path), detections(actual)).scores
+    assert result.figures["AP"] == pytest.approx(1.0)
+    assert result.figures["APs"] == -1
+    by_name = {c.name: c.AP for c in result.per_class}
+    assert by_name == {"class 2": -1, "class 5": pytest.approx(1.0), "class 11": -1}
+    assert result.images == 4
+
+
+def test_no_detections_score_zero(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
+    result = run_scoring(read_ground_truth(path), detections([]), verify=True).scores
+    assert result.figures["AP"] == 0
+    assert result.figures["AR100"] == 0
+
+
+def test_detections_on_unlisted_images_are_refused(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [])
+    with pytest.raises(DataError, match="1 images with detections are not in"):
+        run_scoring(read_ground_truth(path), detections([(99, [1.0, 1, 1, 1], 0.5, 2)]))
+
+
+def test_detections_of_unlisted_categories_are_ignored(tmp_path: Path) -> None:
+    path = annotations(tmp_path, [{"image_id": 0, "bbox": [1, 1, 5, 5], "category_id": 2}])
+    listed = [(0, [1.0, 1, 5, 5], 0.5, 2)]
+    unlisted = [(0, [1.0, 1, 5, 5], 0.9, 99), (1, [1.0, 1, 5, 5], 0.9, -1)]
+    truth = read_ground_truth(path)
+    scores = run_scoring(truth, detections([*listed, *unlisted]), verify=True).scores
+    assert scores == run_scoring(truth, detections(listed)).scores
+
+
+def test_results_file_round_trip(tmp_path: Path) -> None:
+    before = detections([(1, [1.5, 2, 3, 4], 0.25, 5), (0, [0.1, 0.2, 0.3, 0.4], 1 / 3, 2)])
+    path = tmp_path / "detections.json"
+    path.write_text(json.dumps(before.to_coco()))
+    after = read_detections(path)
+    assert all(np.array_equal(*pair) for pair in zip(after, before, strict=True))
+
+
+def test_ids_may_be_whole_floats(tmp_path: Path) -> None:
+    path = tmp_path / "detections.json"
+    path.write_text('[{"image_id": 139.0, "category_id": 2.0, "bbox": [1, 2, 3, 4], "score": 1}]')
+    after = read_detections(path)
+    assert (after.image_ids.tolist(), after.category_ids.tolist()) == ([139], [2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '[{"image_id": 1}]',
+        '[{"image_id": "x"}]',
+        '[{"image_id": 1.5, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
+        '[{"image_id": 1e30, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
+        '[{"image_id": 9223372036854775808, "category_id": 1, "bbox": [1, 1, 2, 2], "score": 1}]',
+        '[{"image_id": 1, "category_id": 1, "bbox": [1, 1, 2, 1e999], "score": 1}]',
+        '[{"\xe9": 1}]',  # Latin-1
+    ],
+)
+def test_what_is_not_a_results_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "detections.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match="results format"):
+        read_detections(path)

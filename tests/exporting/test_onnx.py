@@ -1,0 +1,188 @@
+"""An exported ONNX file gives PyTorch's boxes and AP in onnxruntime, for any batch; a wrong one is not
+published."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result
+
+import ssdctl
+
+onnxruntime = pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+if importlib.util.find_spec("onnxscript") is None:  # not imported: it takes a second
+    pytest.skip("onnxscript is not installed", allow_module_level=True)
+
+from ssdctl.exporting import onnx as onnx_export  # noqa: E402 - after the skips
+from ssdctl.exporting.formats import pictures_of  # noqa: E402
+from ssdctl.inference.predict import open_picture, resized  # noqa: E402
+
+Cli = Callable[..., Result]
+THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6"), reason="torch 2.6 cannot export the network to ONNX"
+)
+def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    result = cli(
+        "export", checkpoint, "--format", "onnx", "--out", "ssd.onnx",
+        "--score-threshold", THRESHOLD,
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    assert f"onnxruntime agrees with PyTorch on 5 images ({shapes})" in result.err
+    deployed = session(Path("ssd.onnx"))
+    facts = deployed.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
+    predictor = ssdctl.load(checkpoint, device="cpu", score=THRESHOLD)
+    for batch in (1, 4):
+        pictures = [open_picture(p) for p in sorted((shapes / "val2017").iterdir())[-batch:]]
+        pixels = np.stack([resized(p) for p in pictures])
+        boxes, scores, labels, count = deployed.run(None, {"images": pixels})
+        assert boxes.shape == (batch, 200, 4)
+        for i, detections in enumerate(predictor.predict_many(pictures)):
+            n = int(count[i])
+            assert n == len(detections) > 0
+            assert (labels[i, n:] == 0).all()
+            np.testing.assert_allclose(scores[i, :n], [f.score for f in detections], atol=2e-5)
+            pixel_boxes = boxes[i, :n].clip(0, 1) * np.array([*pictures[i].size] * 2)
+            expected = {
+                (int(k), *np.round(box / 2).astype(int))
+                for k, box in zip(labels[i, :n], pixel_boxes, strict=True)
+            }
+            actual = {(f.label, *np.round(np.array(f.box) / 2).astype(int)) for f in detections}
+            assert len(actual & expected) > 0.9 * len(actual)  # the rest: rounded to the other side
+    check_quantization(Path("ssd.onnx"))
+
+
+@pytest.mark.slow
+def test_the_same_scores(cli: Cli, checkpoint: Path, shapes: Path) -> None:
+    """`evaluate` scores the ONNX files and safetensors as it scores the checkpoint."""
+    files = [checkpoint, Path("ssd.onnx"), Path("ssd.safetensors"), Path("raw.onnx")]
+    for kind, file, *options in (
+        ("onnx", files[1], "--score-threshold", THRESHOLD),
+        ("safetensors", files[2]),
+        ("onnx", files[3], "--raw"),
+    ):
+        result = cli("export", checkpoint, "--format", kind, "--out", file, *options)
+        assert result.code == 0, result.err
+    figures = []
+    for file in files:
+        result = cli("evaluate", file, "--data", shapes, "--device", "cpu", "--json",
+                     "--score-threshold", THRESHOLD)  # fmt: skip
+        assert result.code == 0, result.err
+        figures.append(json.loads(result.out))
+    for other in figures[1:]:
+        assert other["AP"] == pytest.approx(figures[0]["AP"], abs=1e-3)
+        assert abs(other["detections"] - figures[0]["detections"]) <= 2
+    assert figures[1]["step"] == figures[0]["step"] == 3
+
+
+def check_quantization(path: Path) -> None:
+    """onnxruntime's quantization takes the file: it refuses an operator set that is listed twice."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    domains = [entry.domain for entry in onnx.load(path).opset_import]
+    assert len(domains) == len(set(domains))
+    small = path.with_name("small.onnx")
+    quantization.quantize_dynamic(path, small, weight_type=quantization.QuantType.QUInt8)
+    assert small.stat().st_size < path.stat().st_size / 2
+    pixels = np.zeros((1, 300, 300, 3), np.uint8)
+    assert session(small).run(None, {"images": pixels})[0].shape == (1, 200, 4)
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+@pytest.mark.process
+def test_pictures_to_compare_on(cli: Cli, shapes: Path, tmp_path: Path, is_prepared: bool) -> None:
+    """The dataset's, anywhere in it; its store's if only that is left; else generated ones."""
+    root = tmp_path / "root"
+    (root / "photos").mkdir(parents=True)
+    shutil.copytree(shapes / "val2017", root / "photos/deep")
+    document = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    for image in document["images"]:
+        image["file_name"] = f"deep/{image['file_name']}"
+    (root / "val.json").write_text(json.dumps(document))
+    (root / "dataset.toml").write_text('[val]\nimages = "photos"\nannotations = "val.json"\n')
+    if is_prepared:
+        result = cli("prepare", "--data", root)
+        assert result.code == 0, result.err
+        assert pictures_of(root, root / "prepared")[1] == str(root)
+    shutil.rmtree(root / "photos")
+    pixels, source = pictures_of(root, root / "prepared")
+    assert pixels.shape == (5, 300, 300, 3)
+    assert source == (str(root) if is_prepared else "generated shapes")
+
+
+def test_weights_that_are_nan_are_named(cli: Cli, checkpoint: Path) -> None:
+    payload = torch.load(checkpoint, weights_only=True)
+    payload["model"]["backbone.conv1.weight"].fill_(float("nan"))
+    torch.save(payload, "nan.pt")
+    result = cli("export", "nan.pt", "--format", "onnx", "--out", "x.onnx")
+    assert (result.code, "NaN" in result.err) == (7, True)
+
+
+def test_a_file_that_differs_is_not_published(
+    cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = """
+        <ir_version: 10, opset_import: ["" : 18]>
+        zeros (uint8[batch, 300, 300, 3] images) => (float[b, 4, 8732] offsets, float[b, 6, 8732] logits)
+        {
+            shape = Shape <end = 1> (images)
+            box = Constant <value = int64[2] {4, 8732}> ()
+            classes = Constant <value = int64[2] {6, 8732}> ()
+            box_shape = Concat <axis = 0> (shape, box)
+            class_shape = Concat <axis = 0> (shape, classes)
+            offsets = ConstantOfShape (box_shape)
+            logits = ConstantOfShape (class_shape)
+        }
+    """
+    graph = onnx.parser.parse_model(wrong)
+    monkeypatch.setattr(onnx_export, "network_graph", lambda checkpoint, options: graph)
+    result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx")
+    assert result.code == 5, result.err
+    assert "differs from PyTorch" in result.err
+    assert not list(Path().glob("*x.onnx*"))
+
+
+@pytest.mark.slow
+def test_raw_heads(cli: Cli, checkpoint: Path, tmp_path: Path) -> None:
+    """Without the dataset, pictures are generated for the comparison."""
+    result = cli("export", checkpoint, "--format", "onnx", "--raw", "--out", "x.onnx",
+                 "--data", tmp_path / "none")  # fmt: skip
+    assert result.code == 0, result.err
+    assert "generated shapes" in result.err
+    offsets, logits = session(Path("x.onnx")).run(
+        None, {"images": np.zeros((3, 300, 300, 3), np.uint8)}
+    )
+    assert offsets.shape == (3, 4, 8732)
+    assert logits.shape == (3, 6, 8732)
+
+
+def test_without_the_extra(cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    result = cli("export", checkpoint, "--format", "onnx", "--out", "x.onnx")
+    assert result.code == 2
+    assert "pip install onnx onnxruntime" in result.err
+    assert not Path("x.onnx").exists()
+
+
+def test_raw_belongs_to_onnx(cli: Cli, checkpoint: Path) -> None:
+    result = cli("export", checkpoint, "--format", "mlperf", "--raw", "--out", "x.pt")
+    assert result.code == 2
+    assert "--raw" in result.err
+    assert "mlperf" in result.err
+    assert not Path("x.pt").exists()

@@ -1,0 +1,248 @@
+"""Edited, cut or hostile run folders give a page, with what was skipped counted on it."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Result
+from PIL import Image
+
+from ssdctl.evaluation.coco_ap import FIGURES
+from ssdctl.inference.drawing import MAX_LABEL, BoxLabel, draw, one_line
+from ssdctl.runs.metrics import MetricsFile, read_metrics
+from ssdctl.runs.reader import read_run
+
+Cli = Callable[..., Result]
+HOSTILE = ["a\nb", "a\rb", "a\x85b", "a\u2028b", "\x1b[31m", "$\\frac{$", "$x", "\u4e2d\u6587",
+           "\U0001f600", "_hidden", "x" * 100_000, "\u202eabc", "\ud800", " ", "", "<b>&"]  # fmt: skip
+
+
+def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
+    return {"kind": kind, "step": step, "epoch": step / 10, **values}
+
+
+def make_run(folder: Path, *lines: bytes) -> Path:
+    """Write a run folder of three steps, then the lines."""
+    folder.mkdir()
+    rate = {"images_per_second": 20.0, "lr": 0.1}
+    records = [record("train", s, loss=3.0 / s, **rate) for s in (1, 2, 3)]
+    records.append(record("eval", 3, **dict.fromkeys(FIGURES, 0.25)))
+    records.append(record("event", 3, event="class_ap", AP={"ball": 0.25}))
+    written = b"".join(json.dumps(r).encode() + b"\n" for r in records)
+    (folder / "metrics.jsonl").write_bytes(written + b"".join(line + b"\n" for line in lines))
+    (folder / "environment.json").write_text('{"python": "3.11", "packages": {"torch": "2"}}')
+    (folder / "config.toml").write_text("[train]\nepochs = 1\n")
+    return folder
+
+
+DAMAGED = [
+    b"7",
+    b"[1, 2]",
+    b'"text"',
+    b"null",
+    b"true",
+    b"{}",
+    b'{"kind": "train"',
+    b'{"kind": "train"}',
+    b'{"kind": 7, "step": 4}',
+    b'{"kind": "train", "step": "4", "epoch": 1}',
+    b'{"kind": "train", "step": true, "epoch": 1}',
+    b'{"kind": "train", "step": 4, "epoch": null}',
+    b'{"kind": "train", "step": 1e400, "epoch": 1}',
+    b'{"kind": "eval", "step": 4, "epoch": 1}',
+    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": "0.9"}',
+    b'{"kind": "eval", "step": 4, "epoch": 1, "AP": NaN}',
+    b'{"kind": "event", "step": 4}',
+    b'{"kind": "other", "step": "x"}',
+    b'{"kind": "event", "step": 4, "event": "\xff\xfe"}',
+    b"\xff\xfe\x00",
+    b"[" * 100_000,
+    b'{"kind": "train", "step": 4, "epoch": 1, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"kind": "train", "step": 1' + b"0" * 400 + b', "epoch": 1}',
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
+def test_damaged_metrics_are_skipped_and_counted(tmp_path: Path, line: bytes, cli: Cli) -> None:
+    run = make_run(tmp_path / "run", line)
+    records, skipped = read_metrics(run / "metrics.jsonl")
+    assert (len(records), skipped) == (5, 1)
+    metrics = MetricsFile(run / "metrics.jsonl", start_step=3)  # as a resume does
+    assert [(r["step"], r["AP"]) for r in metrics.past_evaluations()] == [(3, 0.25)]
+    assert read_metrics(run / "metrics.jsonl")[1] == 0  # written again without it
+
+
+@pytest.mark.process
+def test_the_page_counts_damaged_lines(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run", *DAMAGED)
+    result = cli("report", run)
+    assert result.code == 0, result.err
+    page = (run / "report.html").read_text()
+    assert f"{len(DAMAGED)} lines" in page
+    assert "0.250" in page
+
+
+@pytest.mark.process
+def test_records_with_other_fields_damaged_are_drawn(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(
+        tmp_path / "run",
+        b'{"kind": "train", "step": 4, "epoch": 1, "loss": "low", "images_per_second": null}',
+        b'{"kind": "eval", "step": 4, "epoch": 1, "AP": 0.9, "AP50": {}}',
+        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": [1]}',
+        b'{"kind": "event", "step": 4, "event": "class_ap", "AP": {"ball": "x"}}',
+        b'{"kind": "event", "step": 4, "event": "x", "facts": [{"a": null}]}',
+    )
+    result = cli("report", run)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"7", b"null", b"{", b"\xff", b"[" * 100_000, b'{"packages": [1]}',
+     b'{"packages": {"torch": {"a": 1}}, "command": 3, "device": null}'],
+)  # fmt: skip
+def test_environment_of_another_type(tmp_path: Path, content: bytes) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "environment.json").write_bytes(content)
+    data = read_run(run)
+    if content.startswith(b'{"'):
+        assert "packages" not in data.environment or isinstance(data.environment["packages"], dict)
+        return
+    assert data.environment == {}
+    assert any("environment.json" in problem for problem in data.problems)
+
+
+@pytest.mark.process
+def test_the_page_of_a_run_with_a_strange_environment(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    content = {"packages": {"torch": {"a": 1}}, "command": 3, "device": None, "x": [[], {}]}
+    (run / "environment.json").write_text(json.dumps(content))
+    result = cli("report", run)
+    assert result.code == 0, result.err
+    (run / "environment.json").write_text("[]")
+    assert cli("report", run).code == 0
+    assert "environment.json is not a JSON object" in (run / "report.html").read_text()
+
+
+def charts_of(run: Path) -> list[Any]:
+    """Return the charts' data of a run's page."""
+    page = (run / "report.html").read_text()
+    (text,) = re.findall(r'id="data">(.*?)</script>', page)
+    charts: list[Any] = json.loads(text)["charts"]
+    return charts
+
+
+@pytest.mark.process
+def test_a_curve_of_one_point(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    first = (run / "metrics.jsonl").read_bytes().splitlines()[0]
+    (run / "metrics.jsonl").write_bytes(first + b"\n")
+    assert cli("report", run).code == 0
+    assert charts_of(run) == []  # two points make a line
+
+
+@pytest.mark.process
+def test_an_edited_evaluation_is_drawn(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """Curves of other lengths than those of an evaluation."""
+    folder = tmp_path / "run"
+    evaluated(folder, shapes, cli)
+    content = json.loads((folder / "evaluation.json").read_text())
+    first, second, third, *_ = content["per_class"]
+    first["scores"] = first["scores"][:3]
+    second["precision"] = [0.5]
+    third["precision"], third["scores"] = [], []
+    content["curves"] = {"0.50": [1], "x": []}
+    (folder / "evaluation.json").write_text(json.dumps(content))
+    result = cli("report", folder)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.process
+def test_steps_that_do_not_grow(tmp_path: Path, cli: Cli) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [json.dumps(record("train", 0, loss=1.0)) for _ in range(3)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    result = cli("report", run)
+    assert result.code == 0, result.err
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_any_class_name_is_drawn(name: str) -> None:
+    label = one_line(name)
+    assert len(label) <= MAX_LABEL
+    assert label == label.splitlines()[0] if label else name == ""
+    assert "\x1b" not in label
+    picture = draw(Image.new("RGB", (60, 40)), [BoxLabel((5, 5, 30, 30), name, 1)])
+    assert picture.size == (60, 40)
+
+
+def evaluated(folder: Path, shapes: Path, cli: Cli, names: list[str] | None = None) -> Path:
+    """Copy a dataset and write an evaluation of perfect detections on it into `folder`."""
+    data = folder.parent / "data"
+    (data / "annotations").mkdir(parents=True)
+    for split in ("train2017", "val2017"):
+        (data / split).symlink_to(shapes / split)
+        content = json.loads((shapes / f"annotations/instances_{split}.json").read_text())
+        for entry, name in zip(content["categories"], names or [], strict=False):
+            entry["name"] = name
+        (data / f"annotations/instances_{split}.json").write_text(json.dumps(content))
+    keys = ("image_id", "category_id", "bbox")
+    detections = [{k: a[k] for k in keys} | {"score": 0.9} for a in content["annotations"]]
+    results = folder.parent / "d.json"
+    results.write_text(json.dumps(detections))
+    result = cli("evaluate", results, "--data", data, "--report", folder)
+    assert result.code == 0, result.err
+    return data
+
+
+@pytest.mark.process
+def test_names_of_classes_and_runs(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    names = ["a\nb", "$\\frac{$", "\u4e2d\u6587", "\x1b[31mred", "x" * 5000]
+    folder = tmp_path / "$\\alpha$ \u4e2d"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluated(folder, shapes, cli, names)
+        other = make_run(tmp_path / "_$x_\u4e2d")
+        result = cli("report", folder, other, "--out", tmp_path / "both.html")
+    assert result.code == 0, result.err
+    assert "Glyph" not in result.err
+    page = (tmp_path / "both.html").read_text()
+    assert page.count("<figure>") == 9
+
+
+@pytest.mark.process
+def test_class_names_cannot_end_a_script(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    hostile = ["</script><b>", "<!--<script>", "&lt;", "\u2028", "a\\"]
+    folder = tmp_path / "run"
+    evaluated(folder, shapes, cli, hostile)
+    page = (folder / "report.html").read_text()
+    assert page.count("</script>") == 2
+    (text,) = re.findall(r'id="data">(.*?)</script>', page)
+    (data,) = json.loads(text)["runs"]
+    assert sorted(data["classes"]) == sorted(one_line(name) for name in hostile)
+
+
+@pytest.mark.process
+def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path, cli: Cli) -> None:
+    """The dataset was prepared again without it; the other samples are shown."""
+    folder = tmp_path / "run"
+    data = evaluated(folder, shapes, cli)
+    path = data / "annotations/instances_val2017.json"
+    content = json.loads(path.read_text())
+    removed = content["images"].pop(0)["id"]
+    content["annotations"] = [a for a in content["annotations"] if a["image_id"] != removed]
+    path.write_text(json.dumps(content))
+    result = cli("prepare", "--data", data, "--no-pack")
+    assert result.code == 0, result.err
+    result = cli("report", folder)
+    assert result.code == 0, result.err
+    assert (folder / "report.html").read_text().count("<figure>") == 8
+    path.unlink()  # now there is no such split
+    assert cli("report", folder).code == 0
+    assert "None:" in (folder / "report.html").read_text()

@@ -1,0 +1,260 @@
+"""Trackers: what reaches them, and that none of them can harm a run."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from plugins import install_package
+
+from ssdctl.config import Config
+from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import of_call
+from ssdctl.errors import UsageError
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import environment
+from ssdctl.runs.writer import open_run, tracker_id
+from ssdctl.training.trackers.background import BackgroundTracker, Trackers
+from ssdctl.training.trackers.base import Metrics, TrackedRun, Tracker, metrics_of
+from ssdctl.training.trackers.mlflow import _key
+from ssdctl.training.trackers.registry import find_trackers
+
+PLUGIN = """
+from pathlib import Path
+from ssdctl.training.trackers.base import Tracker
+
+class Lines(Tracker):
+    def open(self):
+        self.file = Path(self.run.folder, "lines.txt").open("a")
+
+    def metrics(self, metrics):
+        print(*metrics, file=self.file)
+
+    def close(self, *, is_success):
+        self.file.close()
+
+not_a_tracker = 7
+"""
+
+
+class Recording(Tracker):
+    """Keeps what it receives."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        super().__init__(run)
+        self.received: list[Any] = []
+        self.is_abandoned = False
+
+    def metrics(self, metrics: Metrics) -> None:
+        self.received.append(metrics)
+
+    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
+        self.received.append((step, *pictures))
+
+    def checkpoint(self, name: str, step: int, path: Path) -> None:
+        self.received.append((name, step, path.name))
+
+    def close(self, *, is_success: bool) -> None:
+        self.received.append(is_success)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+def tracked(folder: Path, **changes: Any) -> TrackedRun:
+    return TrackedRun("0" * 32, "run", folder, 0, {}, {}, [])._replace(**changes)
+
+
+def train_record(step: int, **values: Any) -> dict[str, Any]:
+    return {"kind": "train", "step": step, "epoch": step / 10, "loss": 1.0 / step, **values}
+
+
+def test_figures_of_records() -> None:
+    assert metrics_of(train_record(2, lr=None, ok=True)) == Metrics("train", 2, {"loss": 0.5})
+    classes = {"kind": "event", "step": 2, "event": "class_ap", "AP": {"epoch": 0.5, "b": -1}}
+    assert metrics_of(classes) == Metrics("class_AP", 2, {"epoch": 0.5})  # b has no objects
+    assert metrics_of({"kind": "eval", "step": 2, "epoch": 1.0, "AP": -1.0, "loss": -1.0}) is None
+    assert metrics_of({"kind": "event", "step": 2, "event": "started", "total_steps": 3}) is None
+    assert metrics_of({"kind": "other", "step": 2, "x": 3}) is None
+
+
+def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
+    made: list[Recording] = []
+
+    def create(run: TrackedRun) -> Recording:
+        made.append(Recording(run))
+        return made[0]
+
+    (tmp_path / "best.pt").touch()
+    trackers = Trackers({"recording": create}, tracked(tmp_path), uploads=True)
+    trackers.record(train_record(1))
+    trackers.record({"kind": "event", "step": 1, "event": "started"})
+    trackers.pictures(1, {"7": np.zeros((2, 2, 3), np.uint8)})
+    trackers.checkpoint("best", 1, tmp_path / "best.pt")
+    trackers.checkpoint("last", 1, tmp_path / "absent.pt")
+    trackers.close(is_success=True)
+    trackers.close(is_success=False)  # nothing is left to close
+    expected = [Metrics("train", 1, {"loss": 1.0}), (1, "7"), ("best", 1, "best.pt"), True]
+    assert made[0].received == expected
+
+
+class Hanging(Recording):
+    def metrics(self, metrics: Metrics) -> None:
+        super().metrics(metrics)
+        self.run.config["event"].wait(60)
+
+
+def test_a_tracker_that_hangs_is_left_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    event = threading.Event()
+    hanging = Hanging(tracked(tmp_path, config={"event": event}))
+    tracker = BackgroundTracker("hanging", lambda run: hanging, hanging.run, max_waiting=3)
+    begin = time.monotonic()
+    for step in range(1, 100):
+        tracker.call(lambda t, step=step: t.metrics(Metrics("train", step, {})))
+    assert time.monotonic() - begin < 1
+    assert [r.message for r in caplog.records if "dropped" in r.message] == [
+        r.message for r in caplog.records
+    ]
+    assert len(caplog.records) == 1  # one warning for all that is dropped
+    tracker.close(is_success=True, timeout_s=0.2)
+    assert time.monotonic() - begin < 2
+    assert hanging.is_abandoned
+    assert len(hanging.received) == 1
+    event.set()
+
+
+def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
+    event = threading.Event()
+    run = tracked(tmp_path, config={"event": event})
+    hanging = dict.fromkeys(("one", "two", "three"), Hanging)
+    trackers = Trackers(hanging, run, uploads=True, longest_wait_s=0.2)
+    trackers.record(train_record(1))
+    begin = time.monotonic()
+    trackers.close(is_success=True)
+    assert time.monotonic() - begin < 2
+    event.set()
+
+
+class Failing(Recording):
+    def metrics(self, metrics: Metrics) -> None:
+        if metrics.step < 3:
+            raise ValueError("no connection to https://bob:S3CRET@host/")
+        super().metrics(metrics)
+
+
+def test_a_tracker_that_fails_warns_once_and_is_called_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(tracked(tmp_path))
+    trackers = Trackers({"failing": lambda run: failing}, failing.run)
+    for step in (1, 2, 3):
+        trackers.record(train_record(step))
+    trackers.close(is_success=True)
+    assert [m.step for m in failing.received[:-1]] == [3]
+    assert failing.received[-1] is True
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "failing" in record.message
+    assert "S3CRET" not in record.message
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), ImportError("no module")])
+def test_a_tracker_that_does_not_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    def create(run: TrackedRun) -> Tracker:
+        raise error
+
+    trackers = Trackers({"broken": create}, tracked(tmp_path))
+    for step in range(1, 5000):  # more than the queue holds
+        trackers.record(train_record(step))
+    begin = time.monotonic()
+    trackers.close(is_success=True)
+    assert time.monotonic() - begin < 1
+    assert [type(error).__name__ in r.message for r in caplog.records] == [True]
+
+
+def test_a_process_with_a_hanging_tracker_exits(tmp_path: Path) -> None:
+    script = """
+        import time
+        from ssdctl.training.trackers.background import BackgroundTracker
+        from ssdctl.training.trackers.base import TrackedRun, Tracker
+        def create(run):
+            time.sleep(600)
+        run = TrackedRun("0", "run", ".", 0, {}, {}, [])
+        BackgroundTracker("x", create, run).close(is_success=True, timeout_s=0.1)
+    """
+    begin = time.monotonic()
+    code = [sys.executable, "-c", textwrap.dedent(script)]
+    assert subprocess.run(code, timeout=60, check=True).returncode == 0
+    assert time.monotonic() - begin < 30
+
+
+def test_the_id_of_a_run_does_not_change(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    ids = set()
+    for start_step in (0, 5):
+        open_run(run, resolve(), environment("cpu", 1), start_step)
+        ids.add(tracker_id(run))
+    assert len(ids) == 1
+    run.tracker_id.write_text("../../x\n")  # damaged: a new one
+    assert tracker_id(run) not in ids | {"../../x"}
+
+
+def named(*names: str, **settings: Any) -> Config:
+    overrides = [Override("train.tracker", ",".join(names), of_call("--tracker"))]
+    return resolve(overrides=[*overrides, *(Override(f"train.{k}", v, of_call(k)) for k, v in settings.items())]).config  # fmt: skip
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"lines": "Lines", "number": "not_a_tracker", "absent": "absent"}
+    entries = "".join(f"{n} = lines_tracker:{attr}\n" for n, attr in names.items())
+    entries = f"[ssdctl.trackers]\n{entries}"
+    install_package(tmp_path / "site", monkeypatch, "lines_tracker", PLUGIN, entries)
+
+
+def test_a_tracker_of_another_package(plugin: None, tmp_path: Path) -> None:
+    classes = find_trackers(named("lines").train)
+    trackers = Trackers(classes, tracked(tmp_path))
+    trackers.record(train_record(4))
+    trackers.close(is_success=True)
+    assert (tmp_path / "lines.txt").read_text() == "train 4 {'loss': 0.25}\n"
+
+
+@pytest.mark.parametrize("name", ["number", "absent", "none-such"])
+def test_trackers_that_do_not_exist_are_refused(plugin: None, name: str) -> None:
+    with pytest.raises(UsageError, match=name) as error:
+        find_trackers(named(name).train)
+    if name == "none-such":
+        assert all(word in str(error.value.hint) for word in ("tensorboard", "mlflow", "lines"))
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as error:
+        find_trackers(named("mlflow").train)
+    assert "mlflow-skinny" in str(error.value.hint)
+    with pytest.raises(UsageError, match="tensorboard"):
+        find_trackers(named(tensorboard=True).train)
+
+
+def test_names_for_mlflow() -> None:
+    names = ["AP50", "ring", "a/b", "a<b", "中文", "..", "", "x" * 500]
+    keys = [_key("class_AP", name) for name in names]
+    assert keys[:2] == ["class_AP/AP50", "class_AP/ring"]
+    assert len(set(keys)) == len(names)
+    assert all(len(k) < 250 and k.count("/") == 1 and posixpath.normpath(k) == k for k in keys)
