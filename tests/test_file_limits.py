@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import Result
 from data.formats import exports
-from report.test_damaged_runs import make_run
+from reporting.test_damaged_runs import make_run
 
 from ssdctl.data.shapes import generate
 from ssdctl.runs import metrics

@@ -415,7 +415,7 @@ def http(folder: Path) -> Iterator[Target]:
 @contextmanager
 def metrics(folder: Path) -> Iterator[Target]:
     """metrics.jsonl, read by a resume and by the reader of reports."""
-    from report.test_damaged_runs import make_run
+    from reporting.test_damaged_runs import make_run
 
     from ssdctl.runs.metrics import MetricsFile, read_metrics
     from ssdctl.runs.reader import read_run
@@ -441,7 +441,7 @@ def metrics(folder: Path) -> Iterator[Target]:
 @contextmanager
 def report(folder: Path) -> Iterator[Target]:
     """A page of a run folder with one file damaged."""
-    from report.test_damaged_runs import make_run
+    from reporting.test_damaged_runs import make_run
 
     run_folder = make_run(folder / "run")
     root = folder / "data"
