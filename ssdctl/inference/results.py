@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
 from ssdctl.inference.drawing import DrawingStyle, Rectangle, draw, save_image
 from ssdctl.runtime.html_table import html_table

@@ -24,7 +24,7 @@ from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
 from ssdctl.config.sections.evaluate import SaveFormat
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
 from ssdctl.inference.image_sources import Source, UrlSource

@@ -16,7 +16,7 @@ from conftest import Result as CliResult
 from PIL import Image
 
 from ssdctl.config.sections.evaluate import SaveFormat
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.inference.image_sources import FileSource, Source, UrlSource
 from ssdctl.inference.results import Result
