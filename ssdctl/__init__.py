@@ -22,22 +22,29 @@ from ssdctl import errors
 from ssdctl._version import __version__
 
 if TYPE_CHECKING:
-    from ssdctl.api import configure, evaluate, export, load, prepare, report, train
+    from ssdctl.api import configure, default_boxes, evaluate, export, load, prepare, report, train
     from ssdctl.config.schema import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
+    from ssdctl.model.loss import MultiboxLoss
+    from ssdctl.model.ssd300 import SSD300
     from ssdctl.run import Run
     from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.torch_dataset import Dataset
 
 __all__ = [
+    "SSD300",
     "Config",
+    "Dataset",
     "Detection",
     "Evaluation",
+    "MultiboxLoss",
     "Predictor",
     "Result",
     "Run",
     "__version__",
     "configure",
+    "default_boxes",
     "errors",
     "evaluate",
     "export",
@@ -50,11 +57,14 @@ __all__ = [
 # The module of each name that is imported when it is used; functions are in `ssdctl.api`.
 _MODULES = {
     "Config": "ssdctl.config.schema",
+    "Dataset": "ssdctl.torch_dataset",
     "Detection": "ssdctl.inference.results",
     "Evaluation": "ssdctl.runs.evaluation",
+    "MultiboxLoss": "ssdctl.model.loss",
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.run",
+    "SSD300": "ssdctl.model.ssd300",
 }
 
 # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.

@@ -27,6 +27,8 @@ from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 from ssdctl.runtime.public import public
 
 if TYPE_CHECKING:
+    import torch
+
     from ssdctl.config.devices import DeviceName
     from ssdctl.config.fields import Precision
     from ssdctl.data.prepare import Outcome
@@ -467,6 +469,22 @@ def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     target = RunDir(Path(runs[0])).report if out is None else Path(out)
     write_report(read_runs([Path(run) for run in runs]), target)
     return target
+
+
+def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the default boxes of SSD300, (8732, 4): center x, center y, width, height.
+
+    They are fractions of the image, 0 to 1, in the order of the network's outputs: feature map,
+    shape, row, column.
+
+    Args:
+        dtype: Of the tensor; None: float32.
+    """
+    import torch
+
+    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+
+    return default_boxes_cxcywh(torch.float32 if dtype is None else dtype)
 
 
 def _progress(is_shown: bool) -> Progress:

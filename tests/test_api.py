@@ -225,7 +225,7 @@ def test_train_and_evaluate(
 @pytest.mark.slow
 def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny_run: Path) -> None:
     run = ssdctl.Run(tiny_run)
-    for page in (run.report(tmp_path / "run.html"), ssdctl.report(run, run, out="both.html")):
+    for page in (run.report(tmp_path / "run.html"), ssdctl.report(run, out="page.html")):
         assert "<html" in page.read_text(encoding="utf-8")
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
     assert Path("page/report.html").is_file()
