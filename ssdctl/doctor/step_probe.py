@@ -20,11 +20,9 @@ from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
 from ssdctl.training.light_optimizer import without_dynamo
-from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.memory import random_batch
-from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.run import finalize
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import build_step
 
 NETWORK = Architecture("resnet18", "none", num_classes=21)
 BATCH_SIZE = 1  # a step on two cores takes a second or two
@@ -48,10 +46,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model = device.place(NETWORK.build()).train()
-    optimizer = build_optimizer(model, config, device)
-    step = TrainStep(
-        model, optimizer, device, config, precision, scale=loss_scale(precision, device, optimizer)
-    )
+    step = build_step(model, config, device, precision)
     batch = random_batch(BATCH_SIZE, NETWORK.num_classes)
     before = [p.detach().clone() for p in model.parameters()]
     loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]
