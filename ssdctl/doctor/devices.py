@@ -270,7 +270,7 @@ def _ports(programs: Programs, driver: Driver) -> list[Check]:
 def _numa_map() -> list[Check]:
     """Return the cores that are next to each card."""
     cards: dict[int, list[int]] = {}
-    for module, node in hardware.numa_nodes_of_gaudi().items():
+    for module, node in hardware.numa_nodes_of_cards("hpu").items():
         cards.setdefault(node, []).append(module)
     texts = []
     for node, modules in cards.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -64,18 +65,38 @@ def device_names() -> list[str]:
     return [f"{number} x {name}" for name, number in names.items()]
 
 
-def numa_nodes_of_gaudi() -> dict[int, int]:
-    """Return the NUMA node of each Gaudi card by its module, which is the local rank that uses it.
+def numa_nodes_of_cards(device: str) -> dict[int, int]:
+    """Return the NUMA node of each card that this process sees, by its number among them.
 
-    Cards without such an entry (no driver, no NUMA) are left out.
+    A Gaudi card's number is its module, an NVIDIA card's the order of addresses on the PCI bus,
+    after HABANA_VISIBLE_MODULES or CUDA_VISIBLE_DEVICES. Empty if the driver does not tell.
+
+    Args:
+        device: `hpu` or `cuda`.
     """
-    nodes = {}
-    for card in (SYS / "class/accel").glob("accel[0-9]*"):
-        node = read(card / "device/numa_node")
-        module = read(card / "device/module_id") or card.name.removeprefix("accel")
-        if node.isdigit() and module.isdigit():  # -1: no NUMA
-            nodes[int(module)] = int(node)
-    return dict(sorted(nodes.items()))
+    if device == "hpu":
+        visible = os.environ.get("HABANA_VISIBLE_MODULES", "")
+        paths = [card / "device" for card in (SYS / "class/accel").glob("accel[0-9]*")]
+        cards = {
+            read(path / "module_id") or path.parent.name[len("accel") :]: path for path in paths
+        }
+    else:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        buses = sorted((SYS / "bus/pci/devices").glob("*"))
+        gpus = [p for p in buses if read(p / "vendor") == NVIDIA]
+        gpus = [p for p in gpus if read(p / "class").startswith(DISPLAYS)]
+        cards = {str(number): path for number, path in enumerate(gpus)}
+    nodes = {
+        int(number): int(node)
+        for number, path in cards.items()
+        if number.isdigit() and (node := read(path / "numa_node")).isdigit()  # -1: no NUMA
+    }
+    if not re.fullmatch(r"\d+(,\d+)*", visible):  # all, or identifiers
+        return dict(sorted(nodes.items())) if visible in ("", "all") else {}
+    chosen = [int(number) for number in visible.split(",")]
+    return (
+        {place: nodes[n] for place, n in enumerate(chosen)} if set(chosen) <= nodes.keys() else {}
+    )
 
 
 def cpus_of_numa_node(node: int) -> set[int]:

@@ -64,7 +64,7 @@ def test_eight_gaudi_cards() -> None:
     """The command of Habana's guide, with the order of ranks that every release accepts."""
     plan = plan_for("hpu", 8, "train", "--bs=128", "--bf16", "--device=hpu")
     assert plan.to_line() == (
-        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by slot --report-bindings "
+        "mpirun -n 8 --bind-to core --map-by ppr:8:node:PE=6 --rank-by slot --report-bindings "
         "--allow-run-as-root -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=40000 "
         "python -m ssdctl train --bs=128 --bf16 --device=hpu"
     )
@@ -74,11 +74,12 @@ def test_eight_gaudi_cards() -> None:
 @pytest.mark.parametrize(
     ("count", "node", "settings", "placement"),
     [
-        (8, GAUDI, {}, "socket:PE=6"),
-        (8, Node(2, 1), {"cores_per_node": 96}, "socket:PE=12"),
-        (4, GAUDI, {"devices_per_node": 8}, "socket:PE=6"),
-        (3, GAUDI, {}, "socket:PE=12"),  # two ranks share a socket of 24
-        (1, GAUDI, {}, "socket:PE=24"),
+        (8, GAUDI, {}, "ppr:8:node:PE=6"),
+        (8, Node(2, 1), {"cores_per_node": 96}, "ppr:8:node:PE=12"),
+        (4, GAUDI, {"devices_per_node": 8}, "ppr:4:node:PE=6"),
+        (3, GAUDI, {}, "ppr:3:node:PE=12"),  # two ranks share a socket of 24
+        (1, GAUDI, {}, "ppr:1:node:PE=24"),
+        (1, Node(2, 1), {"cores_per_node": 48}, "ppr:1:node:PE=24"),
         (16, GAUDI, {"nodes": 2}, "ppr:8:node:PE=6"),
         (8, Node(4, 1), {}, "slot:OVERSUBSCRIBE"),
     ],
@@ -138,6 +139,7 @@ def test_ranks_without_binding_are_spread_and_share_the_cores() -> None:
     line = plan.to_line()
     assert "--bind-to none --map-by ppr:8:node:OVERSUBSCRIBE " in line
     assert "-x LOCAL_WORLD_SIZE=8 -x OMP_NUM_THREADS=6 " in line
+    assert "-x _SSDCTL_BINDING=none " in line
     assert "LOCAL_WORLD_SIZE" not in plan_for("hpu", 8).to_line()
 
 
