@@ -72,7 +72,7 @@ from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.runtime.process_settings import tune_process
 from ssdctl.training.loss_scale import loss_scale
-from ssdctl.training.memory import random_batch
+from ssdctl.input.fake import random_batch
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.step import TrainStep
 tune_process()

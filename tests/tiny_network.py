@@ -14,7 +14,7 @@ from ssdctl.config.resolve import Override
 from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.step import TrainStep

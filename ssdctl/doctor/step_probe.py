@@ -19,9 +19,9 @@ from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
+from ssdctl.input.fake import random_batch
 from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.loss_scale import loss_scale
-from ssdctl.training.memory import random_batch
 from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.run import finalize
 from ssdctl.training.step import TrainStep

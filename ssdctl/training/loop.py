@@ -27,9 +27,9 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import DataError, DiskError, IntegrityError, Stopped
-from ssdctl.input.loader import Batch
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import open_input
+from ssdctl.input.sampler import LoaderConfig
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.lock import exclusive_run
@@ -300,18 +300,16 @@ class _Trainer:
     def _start_input(self) -> None:
         """Open the input at the next sample of the stream."""
         setup, config = self.setup, self.setup.config.train
-        plan = LoaderConfig(
-            seed=config.seed,
-            first_sample=self._next_sample(),
+        plan = LoaderConfig.of(
+            config,
+            setup.train,
             batch_size=self.plan.batch_size,
+            threads=setup.threads,
+            accumulate=config.accumulate,
+            augment=config.augment if config.overfit is None else "none",
+            first_sample=self._next_sample(),
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
-            accumulate=config.accumulate,
-            augment=config.augment != "none" and config.overfit is None,
-            zoom_out=config.augment == "ssd-zoom" and config.overfit is None,
-            hue_degrees=config.hue_degrees,
-            threads=setup.threads,
-            max_boxes=max(setup.train.most_boxes, 1),
         )
         source = open_input(
             config.pipeline,

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.device.base import Device
-from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.normalize import Normalize
 
 
 class LossModule(nn.Module):
-    """Colour, normalisation, network, targets and loss.
+    """Color, normalization, network, targets and loss.
 
     Args:
         model: The network, on the device.
@@ -25,7 +25,8 @@ class LossModule(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.model = model
         constants = constants_of_model(model)
-        self.normalise = Normalise(self._dtype, constants=constants).to(device.torch_device)
+        normalize = Normalize(constants.mean, constants.std, self._dtype)
+        self.normalize = normalize.to(device.torch_device)
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self._device = device
         self._precision = precision
@@ -34,7 +35,7 @@ class LossModule(nn.Module):
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
     ) -> Tensor:
         """Return the fields of `Losses` as one tensor of three values."""
-        pixels = self.normalise(images_BHW3, jitter_B4)
+        pixels = self.normalize(images_BHW3, jitter_B4)
         with self._device.autocast(self._precision):
             offsets, logits = self.model(pixels)
         losses: Losses = self.loss(offsets, logits, boxes_BG4.to(self._dtype), labels_BG)

@@ -16,7 +16,7 @@ from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.input.batch import Batch, trim_padding
 from ssdctl.model.loss import Losses
 from ssdctl.training.loss_module import LossModule
 from ssdctl.training.loss_scale import LossScale
