@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_requested: bool) -> None:
-    if is_requested:
+def _print_version(ctx: typer.Context, is_requested: bool) -> None:
+    if is_requested and not ctx.resilient_parsing:
         typer.echo(_versions())
         raise typer.Exit
 
@@ -36,8 +36,8 @@ def _versions() -> str:
     import platform
 
     from ssdctl._version import __version__
-    from ssdctl.doctor.hardware import device_names
     from ssdctl.runtime.cores import usable_cores
+    from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
 
     torch = package_version("torch") or "not installed"

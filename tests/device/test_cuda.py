@@ -20,8 +20,8 @@ from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch
 from ssdctl.input.loader import open_input
 from ssdctl.input.sampler import LoaderConfig
-from ssdctl.training.optimizer import load_optimizer
-from ssdctl.training.step import copy_ahead
+from ssdctl.training.restore import load_optimizer
+from ssdctl.training.step_input import copy_ahead
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),

@@ -402,6 +402,6 @@ def test_a_new_file_or_entry_point_is_named_in_a_list(
 
 def test_an_unknown_name_is_refused(cli: Cli, tmp_path: Path) -> None:
     result = cli("train", "--data", tmp_path, "--augment", "ssd,nosuch")
-    assert result.exit_code == 2
-    assert "nosuch" in result.stderr
-    assert "ssd-zoom" in result.stderr
+    assert result.code == 2
+    assert "nosuch" in result.err
+    assert "ssd-zoom" in result.err

@@ -1,7 +1,8 @@
 """Place half of the images on a larger canvas (SSD paper, 3.6).
 
-Before a crop, not after it:
-the border of a crop would show the image again. Shapes: B batch."""
+In a list it comes before the crop: the border around a crop would show the image again.
+Shapes: B batch.
+"""
 
 from __future__ import annotations
 
