@@ -14,15 +14,13 @@ from urllib.parse import urlsplit
 from ssdctl.config import Config
 from ssdctl.doctor.check import FAIL, OK, CheckResult
 from ssdctl.download.backbone_weights import weights_of
-from ssdctl.download.fetch import open_session
-from ssdctl.download.http_response import NotFound
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.sources import COCO2017, PinnedFile, weights_named
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.runtime.background import run_in_daemon_thread
 
-RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)
+RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, connect_retries=0)
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")
 CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
@@ -79,10 +77,9 @@ def _check_file(part: str, file: PinnedFile, mirror: str | None) -> CheckResult:
 def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
     """Return the first URL that has the file, and its size there in bytes."""
     urls = file.urls(mirror)
-    with open_session(1) as session:
-        for url in urls[:-1]:
-            try:
-                return url, length_of(session, url, RETRY_POLICY)
-            except NotFound:
-                continue
-        return urls[-1], length_of(session, urls[-1], RETRY_POLICY)
+    for url in urls[:-1]:
+        try:
+            return url, length_of(url, RETRY_POLICY)
+        except NotFound:
+            continue
+    return urls[-1], length_of(urls[-1], RETRY_POLICY)

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.runtime.redact import redact_url, redact_urls
+from ssdctl.runtime.redact import redact_url
 
 if TYPE_CHECKING:
     import requests
@@ -256,14 +256,13 @@ def fetch_picture(url: str, cancelled: threading.Event | None = None) -> bytes:
     import requests
     import urllib3
 
-    from ssdctl.download.fetch import open_session
-    from ssdctl.download.http_response import describe_error, request_headers
+    from ssdctl.download.http import describe_error, open_session, request_headers
 
     if not hasattr(_sessions, "session"):  # each thread reuses its connections
         _sessions.session = open_session(connections=1)
     try:
         with _sessions.session.get(
-            url, headers=request_headers(None, ""), stream=True, timeout=(CONNECT_S, READ_S)
+            url, headers=request_headers(None), stream=True, timeout=(CONNECT_S, READ_S)
         ) as reply:
             if reply.status_code != requests.codes.ok:
                 answer = f"{reply.status_code} {reply.reason or ''}".strip()
@@ -272,7 +271,7 @@ def fetch_picture(url: str, cancelled: threading.Event | None = None) -> bytes:
                 )
             return _read_body(reply, url, cancelled)
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-        reason = redact_urls(describe_error(error, url))
+        reason = describe_error(error)
         raise NetworkError(f"{redact_url(url)}: {reason}", hint="check the URL") from error
 
 
