@@ -25,14 +25,14 @@ from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override
 from ssdctl.config.sources import of_call
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.checkpoint import choose_data
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.resume import restore
+from ssdctl.training.restore import restore
 
 Payload = dict[str, Any]
 
