@@ -411,9 +411,7 @@ class TrainConfig(Section, frozen=True):
             "Evaluate every N epochs, or steps (500st) [default: at the end]",
             metavar="DURATION",
             panel="Evaluation",
-            removed_flags={
-                "--val-interval": "--eval-every 10, epochs; fractions and steps (500st) too",
-            },
+            aliases=("--val-interval",),  # of Habana's program, in epochs
         ),
     ] = None
     eval_at: Annotated[
