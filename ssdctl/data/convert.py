@@ -302,9 +302,7 @@ def _read_labels(layout: Layout, is_file: bool) -> tuple[dict[str, list[LabeledI
         return read_cvat_xml(layout.file, layout.root)
     if layout.source == "openimages":
         return read_open_images(layout.root, [layout.file] if is_file else None)
-    splits = read_voc(layout.root)
-    names = {box.name for images in splits.values() for image in images for box in image.boxes}
-    return splits, sorted(names)
+    return read_voc(layout.root)
 
 
 def _is_known(source: str) -> bool:

@@ -19,8 +19,8 @@ import msgspec
 
 from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.formats.open_images import box_files
-from ssdctl.data.formats.voc import voc_folders
-from ssdctl.data.formats.xml_reader import is_cvat_xml
+from ssdctl.data.formats.voc import first_xml
+from ssdctl.data.formats.xml_reader import root_element
 from ssdctl.data.formats.yolo import is_yolo, read_description
 from ssdctl.data.split_files import SPLITS, SplitFiles, split_of
 from ssdctl.errors import DataError
@@ -163,8 +163,8 @@ def _candidates(root: Path) -> Iterator[Layout]:
     if is_yolo(root):
         description = read_description(root)
         yield Layout("yolo", root, description.path if description else root / "classes.txt", {})
-    if folders := voc_folders(root):
-        yield Layout("voc", root, folders[0].annotations, {})
+    if (folder := first_xml(root)) is not None:
+        yield Layout("voc", root, folder, {})
     for file in cvat_files(root):
         yield Layout("cvat-xml", root, file, {})
     if files := box_files(root):
@@ -197,7 +197,7 @@ def _of_file(path: Path, source: str | None) -> Layout:
     """Return the layout of a dataset that the user named by its file."""
     suffix = path.suffix.lower()
     kind = SOURCE_OF_SUFFIX.get(suffix)
-    if suffix == ".xml" and is_cvat_xml(path):
+    if suffix == ".xml" and root_element(path) == "annotations":
         kind = "cvat-xml"
     if suffix in ARCHIVES:
         raise DataError(f"{path}: an archive", hint="unpack it and give the folder")
@@ -344,4 +344,4 @@ def _sample_names(annotations: Path) -> list[str]:
 
 def cvat_files(root: Path) -> list[Path]:
     """Return CVAT's XML files in a folder."""
-    return [path for path in sorted(root.glob("*.xml")) if is_cvat_xml(path)]
+    return [path for path in sorted(root.glob("*.xml")) if root_element(path) == "annotations"]

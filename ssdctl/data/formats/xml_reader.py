@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +13,8 @@ from ssdctl.files import open_regular, read_errors, read_limited
 MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
+COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
+ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
 
 def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
@@ -36,14 +39,15 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
     return root
 
 
-def is_cvat_xml(path: Path) -> bool:
-    """Return whether an XML file seems to be CVAT's, by its first bytes: its root is a plural."""
+def root_element(path: Path) -> str:
+    """Return the name of an XML file's root element, by its first bytes; "" if it shows none."""
     try:
         with open_regular(path) as file:
             head = file.read(HEAD_BYTES)
     except OSError:
-        return False
-    return any(b"<annotations" + end in head for end in (b">", b" ", b"\n", b"\r", b"\t"))
+        return ""
+    match = ROOT_ELEMENT.search(COMMENT.sub(b"", head))
+    return match[1].decode() if match else ""
 
 
 def numbers(values: list[str]) -> list[float]:
