@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
-from ssdctl.data.coco_classes import COCO_CLASSES, UNUSED
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
