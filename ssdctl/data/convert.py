@@ -33,9 +33,9 @@ from ssdctl.data.dataset import (
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco_writer import divided, document, num_images, with_classes
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
-from ssdctl.data.formats.file_names import files_below
+from ssdctl.data.image_files import files_below
 from ssdctl.data.formats.find_layout import Layout, Source, find_layout
-from ssdctl.data.formats.open_images import read_open_images
+from ssdctl.data.formats.openimages import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
 from ssdctl.data.split_files import usable_splits

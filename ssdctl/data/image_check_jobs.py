@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from ssdctl.data.formats.coco_json import ImageEntry
+from ssdctl.data.formats._coco_json import ImageEntry
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,

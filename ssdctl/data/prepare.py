@@ -36,8 +36,9 @@ from ssdctl.data.formats.coco_check import (
     check,
     format_warnings,
 )
-from ssdctl.data.formats.coco_slices import sha256
-from ssdctl.data.formats.file_names import is_image, resolve_images
+from ssdctl.data.formats._coco_slices import sha256
+from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.image_files import is_image
 from ssdctl.data.image_check import Encoding, PackOptions, changed_images
 from ssdctl.data.image_check_jobs import Job, check_images
 from ssdctl.data.prepare_checks import check_files, image_findings, refuse_dropped

@@ -11,7 +11,7 @@ import numpy as np
 from ssdctl.data.dataset import SplitFiles
 from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.formats.coco_check import DROPPED_BOXES, Finding
-from ssdctl.data.formats.coco_json import ImageEntry, column
+from ssdctl.data.formats._coco_json import ImageEntry, column
 from ssdctl.data.image_check_jobs import Job, Report
 from ssdctl.data.store import shrunk_sizes
 from ssdctl.errors import DataError, DiskError

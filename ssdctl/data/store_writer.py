@@ -11,7 +11,7 @@ import pyarrow as pa
 from ssdctl.data import store
 from ssdctl.data.dataset import SplitFiles
 from ssdctl.data.formats.coco_check import Boxes
-from ssdctl.data.formats.coco_json import ImageEntry
+from ssdctl.data.formats._coco_json import ImageEntry
 from ssdctl.data.image_check_jobs import Report
 from ssdctl.files import atomic_write
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ssdctl.data.classes import ClassName
 from ssdctl.data.formats import coco
 from ssdctl.data.formats.coco import BoxColumns
-from ssdctl.data.formats.coco_json import column
+from ssdctl.data.formats._coco_json import column
 
 
 class GroundTruth(NamedTuple):

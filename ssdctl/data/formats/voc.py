@@ -1,6 +1,4 @@
-"""Read Pascal VOC's layout: an XML file per image, lists of images in ImageSets.
-
-    splits, classes = read_voc(root)
+"""Read Pascal VOC's format: an XML file per image, lists of images in ImageSets.
 
 A folder of XML files belongs to the folder below `root` that has most of its images, whatever their
 names are. There may be several: a folder per split, or a VOCdevkit with VOC2007 and VOC2012.
@@ -11,24 +9,22 @@ crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.file_names import files_below, is_image
-from ssdctl.data.formats.xml_reader import numbers, read_xml, root_element, whole_number
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
+from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_check import header_size
-from ssdctl.data.split_files import SPLIT_WORDS, split_of, usable_splits
+from ssdctl.data.image_files import files_below, is_image
+from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_errors, read_text
 
-log = logging.getLogger(__name__)
+LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
 XML_THREADS = 8  # they wait for the file system
@@ -64,37 +60,38 @@ class _Content(NamedTuple):
     boxes: list[LabeledBox]  # that count pixels from 0
 
 
-def first_xml(root: Path) -> Path | None:
-    """Return the first folder of VOC's XML files that is found; None if there is none."""
+def recognise(path: Path) -> Path | None:
+    """Return the first folder of VOC's XML files that is found."""
     seen = set()
-    for name in files_below(root):
+    for name in files_below(path) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
         if file.endswith(".xml") and not file.startswith("._") and folder not in seen:
             seen.add(folder)
-            if root_element(root / name) == "annotation":
-                return root / folder
+            if root_element(path / name) == "annotation":
+                return path / folder
     return None
 
 
-def read_voc(root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
-    """Return the images of each split, in the order of their lists, and the classes by name.
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, in the order of their lists; classes are sorted by name.
 
     Without lists, the name of the folder of XML files or of images is the split, else all images
-    are for training. Without validation images, `test` validates.
+    are for training.
 
     Raises:
         DataError: No folder of XML files, a broken one, an image that does not exist.
     """
-    files = _find_files(root)
+    root, files = path, _find_files(path)
     if not files.xml:
         raise DataError(
-            f"{root}: not Pascal VOC's layout: no folder of XML files (Annotations)",
+            f"{root}: not Pascal VOC's format: no folder of XML files (Annotations)",
             hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
         )
     xmls = _xml_files(files)
     with ThreadPoolExecutor(XML_THREADS) as pool:
         contents = list(pool.map(lambda xml: _read(root / xml.path), xmls))
-    contents = _from_zero(root, xmls, contents)
+    notes: list[str] = []
+    contents = _from_zero(xmls, contents, notes)
     places = {folder: _image_folder(files, folder) for folder in {xml.folder for xml in xmls}}
     splits: dict[str, list[LabeledImage]] = {}
     used: dict[str, _Xml] = {}
@@ -119,15 +116,12 @@ def read_voc(root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
         )
     refuse(root, "images of annotations are missing", absent)
     if repeated:
-        log.info(
-            "%s: %d XML files of images that have another one are left out, among them %s",
-            root,
-            len(repeated),
-            repeated[0],
-        )
-    _report_unlabeled(files, [xml for xml in xmls if not xml.is_listed], places, used)
+        first = f"are left out, among them {repeated[0]}"
+        notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
+    searched = {p for x in xmls if not x.is_listed and (p := places[x.folder]) is not None}
+    notes += _unlabeled(files, searched, used)
     names = {box.name for images in splits.values() for image in images for box in image.boxes}
-    return usable_splits(splits), sorted(names)
+    return from_images(splits, sorted(names), root, root, notes)
 
 
 def _join(folder: str, name: str) -> str:
@@ -234,8 +228,8 @@ def _image_folder(files: _Files, folder: str) -> str | None:
 def _image_of(files: _Files, folder: str | None, xml: _Xml, named: str) -> str | None:
     """Return the image of an XML file: the one with its stem, else the one that it names.
 
-    Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it must
-    be the only one, and not of another split.
+    Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it
+    must be the only one, and not of another split.
     """
     named_stem, suffix = PurePosixPath(named).stem, PurePosixPath(named).suffix
     for stem in (xml.stem, named_stem):
@@ -250,20 +244,21 @@ def _image_of(files: _Files, folder: str | None, xml: _Xml, named: str) -> str |
     return None
 
 
-def _report_unlabeled(
-    files: _Files, xmls: list[_Xml], places: dict[str, str | None], used: dict[str, _Xml]
-) -> None:
-    for folder in sorted({p for xml in xmls if (p := places[xml.folder]) is not None}):
-        names = (_join(folder, n) for ns in files.images[folder].values() for n in ns)
-        stems = {xml.stem for xml in used.values() if places[xml.folder] == folder}
-        unlabeled = sorted(n for n in names if PurePosixPath(n).stem not in stems)
-        if unlabeled:
-            log.info(
-                "%s: %d images have no XML file and are left out, among them %s",
-                files.root / folder,
-                len(unlabeled),
-                PurePosixPath(unlabeled[0]).name,
-            )
+def _unlabeled(files: _Files, folders: set[str], used: Iterable[str]) -> list[str]:
+    """Return a note for each folder that has images without an XML file."""
+    stems = {str(PurePosixPath(image).with_suffix("")) for image in used}
+    notes = []
+    for folder in sorted(folders):
+        names = [
+            name
+            for stem, named in files.images[folder].items()
+            if _join(folder, stem) not in stems
+            for name in named
+        ]
+        if names:
+            first = f"are left out, among them {min(names)}"
+            notes.append(f"{folder or '.'}: {len(names):,} images have no XML file and {first}")
+    return notes
 
 
 def _read(path: Path) -> _Content:
@@ -298,20 +293,16 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
 
 
-def _from_zero(root: Path, xmls: list[_Xml], contents: list[_Content]) -> list[_Content]:
+def _from_zero(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:
     """Return the files with boxes that count pixels from 0."""
     for xml, content in zip(xmls, contents, strict=True):
         if any(min(box.left, box.top) < 1 for box in content.boxes):
-            log.info("%s: boxes count pixels from 0, as in %s", root, xml.path)
+            notes.append(f"boxes count pixels from 0, not from 1 as Pascal VOC's do: {xml.path}")
             return contents
-    return [
-        content._replace(
-            boxes=[
-                box._replace(
-                    left=box.left - 1, top=box.top - 1, width=box.width + 1, height=box.height + 1
-                )
-                for box in content.boxes
-            ]
+
+    def shifted(box: LabeledBox) -> LabeledBox:
+        return box._replace(
+            left=box.left - 1, top=box.top - 1, width=box.width + 1, height=box.height + 1
         )
-        for content in contents
-    ]
+
+    return [content._replace(boxes=[shifted(b) for b in content.boxes]) for content in contents]

@@ -1,9 +1,10 @@
-"""Parse XML from untrusted files: no document type, no entities, a bounded size."""
+"""Parse what several formats share: XML without document types, headers of CSV files, numbers."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -75,3 +76,21 @@ def whole_number(text: str, place: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise DataError(f"{place}: {text!r} is not a whole number")
+
+
+def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
+    """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
+    places = [path, *(p for p in path.glob("*") if p.is_dir() and p.name != "prepared")]
+    places += [p for place in places[1:] for p in place.glob("*") if p.is_dir()]
+    found = sorted(p for place in places for p in place.glob("*.csv") if p.is_file())
+    files = found if path.is_dir() else [path] if path.suffix.lower() == ".csv" else []
+    return [file for file in files if set(columns) <= set(csv_header(file))]
+
+
+def csv_header(path: Path) -> list[str]:
+    try:
+        with open_regular(path) as file:
+            line = file.readline(HEAD_BYTES)
+    except OSError:
+        return []
+    return [word.strip() for word in line.decode("utf-8-sig", "replace").split(",")]
