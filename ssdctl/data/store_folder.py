@@ -92,7 +92,7 @@ def is_cached_store(folder: Path) -> bool:
 
 
 def _is_prepared(root: Path, folder: Path) -> bool:
-    from ssdctl.data.store import is_prepared
+    from ssdctl.data.index import is_prepared
 
     try:
         return is_prepared(root, folder)
