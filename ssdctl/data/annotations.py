@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 from ssdctl.data.classes import ClassName
 from ssdctl.data.split_files import usable_splits
 from ssdctl.errors import DataError, UsageError
+from ssdctl.runtime.printable import listed
 
+MAX_NAMED = 5  # offenders named in a message
+UNLISTED = "annotation of a category that is not listed, dropped"
 DECIMALS = 3  # of a pixel, in boxes that are computed from fractions or corners
 
 
@@ -84,6 +87,7 @@ def from_images(
     classes: Sequence[str],
     folder: Path,
     origin: Path,
+    notes: Sequence[str] = (),
 ) -> dict[str, Annotations]:
     """Return the annotations of labeled images; ids count from 1 in the given order.
 
@@ -92,6 +96,7 @@ def from_images(
         classes: Their names, in the order of the labels; every box has one of them.
         folder: The folder that the file names are relative to.
         origin: The file or folder of the labels.
+        notes: How they were read, for the user; the first split has them.
 
     Raises:
         DataError: No classes, or no images to train on.
@@ -101,9 +106,11 @@ def from_images(
     usable = usable_splits(splits)
     if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
-    return {
-        s: annotations_of_split(images, classes, folder, origin) for s, images in usable.items()
+    result = {
+        split: annotations_of_split(images, classes, folder, origin)
+        for split, images in usable.items()
     }
+    return {**result, "train": result["train"]._replace(notes=list(notes))}
 
 
 def annotations_of_split(
@@ -129,6 +136,12 @@ def annotations_of_split(
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
     )
     return one_image_per_file(annotations)
+
+
+def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
+    """Raise a DataError that names the first few offenders, if there are any."""
+    if offenders:
+        raise DataError(f"{path}: {what}: {listed(offenders, MAX_NAMED)}", hint=hint)
 
 
 def one_image_per_file(annotations: Annotations) -> Annotations:

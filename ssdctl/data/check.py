@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations, Finding
+from ssdctl.data.annotations import UNLISTED, Annotations, Finding
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
@@ -29,7 +29,6 @@ KINDS = (
     "box outside its image, dropped",
 )
 NO_BBOX = "annotation without bbox, dropped"
-UNLISTED = "annotation of a category that is not listed, dropped"  # found by the reader
 DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
 
 

@@ -19,16 +19,16 @@ import hashlib
 import logging
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data._adapter import coco, find
 from ssdctl.data.annotations import Annotations, divided, with_classes
-from ssdctl.data.formats.file_names import files_below
+from ssdctl.data.formats import coco, find
+from ssdctl.data.image_files import files_below
 from ssdctl.data.split_files import SPLITS, SplitFiles
 from ssdctl.errors import DataError, IntegrityError, UsageError
 from ssdctl.files import open_regular, read_errors, safe_join
@@ -37,7 +37,7 @@ TOML = "dataset.toml"
 # Versions before 2 wrote a dataset.toml with a table [made] into the user's folder.
 MADE = "made"
 ORIGINAL = "dataset.original.toml"  # the user's own, which --split or --classes replaced
-LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names")
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
 MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
 HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
@@ -120,37 +120,42 @@ def warning_without_validation(root: Path) -> str:
     )
 
 
-def find_format(root: Path, conversion: Conversion) -> str:
-    """Return the name of a dataset's format.
+class Source(NamedTuple):
+    """Where the annotations of a dataset are."""
+
+    format: str
+    read: Callable[[], dict[str, Annotations]]
+
+
+def find_source(root: Path, conversion: Conversion) -> Source:
+    """Return the format of a dataset and how it is read.
 
     Raises:
         UsageError: It is described by a dataset.toml, and --from names another format.
         DataError: No dataset, or several.
     """
     require_root(root)
-    if _toml_of(root, conversion) is not None:
-        return "coco"
-    return find(root, _original_source(root, conversion))[0]
+    toml = _toml_of(root, conversion)
+    if toml is not None:
+        return Source("coco", lambda: coco.read_files(read_dataset_toml(toml)))
+    name, module = find(root, _original_source(root, conversion))
+    return Source(name, lambda: module.read(root))
 
 
-def read_dataset(root: Path, conversion: Conversion) -> Dataset:
+def read_dataset(root: Path, conversion: Conversion, source: Source | None = None) -> Dataset:
     """Read the annotations of a dataset.
 
     Args:
         root: The dataset folder, or a file such as data.yaml or instances_default.json.
         conversion: What to read.
+        source: The result of `find_source`, if it is known.
 
     Raises:
         UsageError: The options do not apply: a validation split exists already, no such class.
         DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
     """
-    require_root(root)
-    toml = _toml_of(root, conversion)
-    if toml is not None:
-        name, splits = "coco", coco.read_files(read_dataset_toml(toml))
-    else:
-        name, module = find(root, _original_source(root, conversion))
-        splits = module.read(root)
+    source = source or find_source(root, conversion)
+    splits = source.read()
     if conversion.classes:
         splits = {s: with_classes(part, conversion.classes) for s, part in splits.items()}
     if conversion.split is not None:
@@ -158,7 +163,7 @@ def read_dataset(root: Path, conversion: Conversion) -> Dataset:
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
-    return Dataset(name, {s: splits[s] for s in SPLITS if s in splits})
+    return Dataset(source.format, {s: splits[s] for s in SPLITS if s in splits})
 
 
 def label_version(

@@ -15,10 +15,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ssdctl.data.annotations import Annotations
-from ssdctl.data.formats.coco import MAX_NAMED, refuse
-from ssdctl.data.formats.file_names import files_below
+from ssdctl.data.annotations import MAX_NAMED, Annotations, refuse
 from ssdctl.data.image_check import file_sizes, header_size
+from ssdctl.data.image_files import files_below
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 

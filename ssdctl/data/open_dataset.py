@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from ssdctl.config import Config
-from ssdctl.data.annotations import Annotations
+from ssdctl.data.annotations import MAX_NAMED, Annotations
 from ssdctl.data.check import check
 from ssdctl.data.dataset import (
     TOML,
@@ -25,7 +25,6 @@ from ssdctl.data.dataset import (
     require_split,
     root_folder,
 )
-from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.image_check import changed_images
 from ssdctl.data.image_names import resolve_images
 from ssdctl.data.index import (

@@ -24,21 +24,19 @@ import numpy as np
 
 from ssdctl._version import __version__
 from ssdctl.data import index as index_file
-from ssdctl.data.annotations import Annotations, Finding
-from ssdctl.data.check import UNLISTED, check
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, Finding
+from ssdctl.data.check import check
 from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import (
     AUTOMATIC,
     Conversion,
     Dataset,
-    find_format,
+    find_source,
     label_version,
     labels_changed,
     read_dataset,
     root_folder,
 )
-from ssdctl.data.formats.coco import MAX_NAMED
-from ssdctl.data.formats.file_names import is_image
 from ssdctl.data.image_check import (
     Encoding,
     FileFingerprint,
@@ -47,6 +45,7 @@ from ssdctl.data.image_check import (
     changed_images,
 )
 from ssdctl.data.image_check_jobs import Job, Report, check_images
+from ssdctl.data.image_files import is_image
 from ssdctl.data.image_names import resolve_images
 from ssdctl.data.index import Made, Metadata, read_made, read_metadata, read_packing
 from ssdctl.data.prepare_checks import (
@@ -188,11 +187,11 @@ def _read(root: Path, conversion: Conversion) -> tuple[Dataset, Made]:
     Raises:
         DataError: See `read_dataset`; or the files changed meanwhile.
     """
-    name = find_format(root, conversion)
-    log.info("%s: detected %s", root, name)
+    source = find_source(root, conversion)
+    name = source.format
     with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
         version = pool.submit(label_version, root, name, conversion, content=True)
-        dataset = read_dataset(root, conversion)
+        dataset = read_dataset(root, conversion, source)
         labels = version.result()
     if label_version(root, name, conversion).state != labels.state:
         raise DataError(f"{root}: labels changed while they were read", hint="run it again")

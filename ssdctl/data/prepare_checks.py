@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Finding
+from ssdctl.data.annotations import MAX_NAMED, Finding
 from ssdctl.data.check import DROPPED_BOXES
-from ssdctl.data.formats.coco import MAX_NAMED
 from ssdctl.data.image_check_jobs import Job, Report
 from ssdctl.data.store import shrunk_sizes
 from ssdctl.errors import DataError, DiskError

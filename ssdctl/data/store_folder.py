@@ -34,7 +34,7 @@ def require_dataset(config: DataConfig) -> None:
         UsageError: A folder is a URL.
         DataError: Neither is true; the hint names the datasets in the working folder.
     """
-    from ssdctl.data.formats.find_layout import datasets_in
+    from ssdctl.data.formats import datasets_in
 
     dataset_folders(config)
     if config.root or default_root().exists():

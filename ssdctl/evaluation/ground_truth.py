@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ssdctl.data.annotations import Annotations
 from ssdctl.data.classes import ClassName
+from ssdctl.data.split_files import SplitFiles
 
 
 class BoxColumns(NamedTuple):
@@ -63,9 +64,10 @@ def read_ground_truth(path: Path) -> GroundTruth:
         from ssdctl.data.index import read_annotations  # late: pyarrow
 
         return ground_truth(read_annotations(path))
-    from ssdctl.data._adapter import coco
+    from ssdctl.data.formats import coco
 
-    return ground_truth(next(iter(coco.read(path).values())))
+    files = SplitFiles(path.parent, path)
+    return ground_truth(coco.read_files({"val": files})["val"])
 
 
 def ground_truth(annotations: Annotations) -> GroundTruth:

@@ -87,7 +87,7 @@ class TestVoc:
             {
                 "a": xml(thing("dog", 1, 1, 100, 50), thing("cat", 11, 11, 20, 30, more=part)),
                 "b": xml(thing("cat", "5.5", 5, 10, 10, more="<difficult>1</difficult>")),
-                "c": xml(thing("bird", 0, 0, 10, 10)),
+                "c": xml(thing("bird", 1, 1, 10, 10)),
                 "d": xml(),
             },
             {"train": ["a", "b"], "val": ["c", "d"], "trainval": ["a", "b", "c", "d"]},
@@ -211,7 +211,7 @@ class TestVoc:
             make(tmp_path, "voc")
         voc(tmp_path, {"b": xml(thing("cat", 1, 1, 2, 2))}, {"train": ["a", "b"]})
         (tmp_path / "JPEGImages/b.jpg").unlink()
-        with pytest.raises(DataError, match=r"images of annotations are missing: b\.xml"):
+        with pytest.raises(DataError, match=r"images of annotations are missing: Annotations/b\.xml"):
             make(tmp_path, "voc")
 
     def test_another_layout(self, tmp_path: Path) -> None:
