@@ -137,7 +137,8 @@ def find_source(root: Path, conversion: Conversion) -> Source:
     require_root(root)
     toml = _toml_of(root, conversion)
     if toml is not None:
-        return Source("coco", lambda: coco.read_files(read_dataset_toml(toml)))
+        splits = read_dataset_toml(toml)
+        return Source("coco", lambda: coco.read_files(splits))
     name, module = find(root, _original_source(root, conversion))
     return Source(name, lambda: module.read(root))
 
