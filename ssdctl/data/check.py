@@ -65,7 +65,7 @@ def check(annotations: Annotations) -> Checked:
     if not annotations.classes:
         raise DataError(f"{annotations.origin}: no categories")
     _check_images(annotations)
-    has_box = ~np.isnan(annotations.boxes).any(axis=1)
+    has_box: NDArray[np.bool_] = ~np.isnan(annotations.boxes).any(axis=1)
     findings = [
         _finding(annotations, int(i), NO_BBOX, annotations.file_names[annotations.rows[i]])
         for i in np.nonzero(~has_box)[0]
@@ -183,5 +183,5 @@ def _check_images(annotations: Annotations) -> None:
                 hint="file_name is relative to the split's image folder, as in 'a.jpg'",
             )
     for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
-        width, height = sizes[row]
+        width, height = sizes[row].tolist()
         raise DataError(f"{path}: image {annotations.image_ids[row]}: size {width} x {height}")

@@ -104,7 +104,7 @@ def _write(
 
 
 def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
-    annotations = read_annotations(split.index)
+    annotations = read_annotations(split.index_file)
     names = _unique_names(annotations.file_names, split.image_ids.tolist())
     ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
     starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))

@@ -162,7 +162,7 @@ def _check_in_threads(
     """Check images in order, some tasks ahead."""
 
     def check(first: int) -> list[CheckedImage]:
-        names, sizes = (part[first : first + size] for part in (job.file_names, job.sizes))
+        names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
         return [
             check_image(job.source / name, (width, height), job.options)
             for name, (width, height) in zip(names, sizes.tolist(), strict=True)

@@ -53,7 +53,8 @@ def resolve_images(annotations: Annotations) -> ResolvedImages:
             found = file_sizes(folder, [names[row] for row in rows])
             for row, size in zip(rows, found, strict=True):
                 num_bytes[row] = size if is_plain_name(names[row]) else None
-    unsized = [row for row in np.nonzero((sizes == 0).any(axis=1))[0] if num_bytes[row] is not None]
+    is_unsized = (sizes == 0).any(axis=1).tolist()
+    unsized = [row for row, size in enumerate(num_bytes) if is_unsized[row] and size is not None]
     if unsized:
         sizes = sizes.copy()
         num_sized = 0

@@ -70,7 +70,7 @@ class Split(NamedTuple):
     trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
-    index: Path  # what detections are scored against
+    index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
 
     def read(self, row: int) -> bytes:
@@ -293,6 +293,6 @@ def open_split(root: Path, folder: Path, split: str) -> Split:
         trainable=np.nonzero(is_usable & (counts > 0))[0],
         most_boxes=int(counts.max(initial=0)),
         images=images,
-        index=path,
+        index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
     )

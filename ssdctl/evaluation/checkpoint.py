@@ -107,7 +107,7 @@ def evaluate_checkpoint(
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     ids = split.image_ids[rows]
-    truth = read_ground_truth(split.index)
+    truth = read_ground_truth(split.index_file)
     scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
     if scoring.has_no_objects:
         log.warning("%s", NO_OBJECTS)

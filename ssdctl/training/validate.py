@@ -91,7 +91,7 @@ class Validator:
             detections=len(detections.scores),
             precision=setup.precision,
         )
-        self._scoring = BackgroundScoring(setup.val.index, detections, about, image_ids)
+        self._scoring = BackgroundScoring(setup.val.index_file, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> Evaluation | None:
         """Return the evaluation finished since the last call, if any."""
