@@ -13,8 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-import numpy as np
-
 from ssdctl.data.annotations import MAX_NAMED, Annotations, refuse
 from ssdctl.data.image_check import file_sizes, header_size
 from ssdctl.data.image_files import files_below

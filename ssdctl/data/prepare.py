@@ -165,12 +165,12 @@ def prepare(
     run = _RunOptions(jobs, force, allow_dropped, progress)
     if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
         return outcome  # without the lock: the folder may be read-only
+    dataset, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
         if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
             return outcome
         remove_stale_temporaries(folder)
-        dataset, made = _read(root, conversion)
         reports = []
         for split in made.splits:
             reports.append(_prepare_split(split, dataset.splits, folder, options, run, made, root))
@@ -357,10 +357,13 @@ def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
     if packing.verified != _verified(job.options):
         return None
     path = index_file.index_path(job.target, job.split)
-    names, sizes, is_usable = index_file.read_images(path)
+    try:
+        names, sizes, is_usable = index_file.read_images(path)
+        fingerprints = index_file.read_fingerprints(job.target, job.split)[1]
+    except DataError:
+        return None  # damaged
     if names != job.file_names or not np.array_equal(sizes, job.sizes):
         return None
-    fingerprints = index_file.read_fingerprints(job.target, job.split)[1]
     there = [row for row, size in enumerate(num_bytes) if size is not None or not packing.packed]
     recorded = FingerprintColumns(*(column[there] for column in fingerprints))
     if changed_images(job.source, [names[row] for row in there], recorded):

@@ -80,11 +80,11 @@ def _store(root: Path, folder: Path) -> Check:
         has_index = any(index_path(folder, split).is_file() for split in SPLITS)
         state = "incomplete, unreadable, or of another version" if has_index else "not prepared"
         return bad("store", f"{folder}: {state}", again)
-    if labels_changed(root, made.format, made.conversion, made.labels):
-        return bad("store", f"{folder}: stale (labels changed since)", again)
     metadata = [m for split in made.splits if (m := read_metadata(folder, split))]
     if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
         return bad("store", f"{folder}: incomplete (a shard is missing)", again)
+    if labels_changed(root, made.format, made.conversion, made.labels):
+        return bad("store", f"{folder}: stale (its labels changed since)", again)
     packed = ", packed" if any(m.packed for m in metadata) else ""
     return ok("store", f"{folder}: prepared{packed}")
 
