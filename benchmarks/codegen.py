@@ -169,7 +169,7 @@ def trace(
 
     from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.cpu import Cpu
-    from ssdctl.training.loss_module import LossModule
+    from ssdctl.training.step import LossModule
 
     graphs: dict[str, torch.fx.GraphModule] = {}
 

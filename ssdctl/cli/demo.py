@@ -151,9 +151,8 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.training.memory import random_batch
-    from ssdctl.training.optimizer import build_optimizer
     from ssdctl.training.run import finalize
-    from ssdctl.training.step import TrainStep
+    from ssdctl.training.step import build_step
 
     config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
@@ -161,7 +160,7 @@ def seconds_per_step(resolved: Resolved) -> float:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
-    step = TrainStep(model, build_optimizer(model, config, device), device, config, run.precision)
+    step = build_step(model, config, device, run.precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times: list[float] = []
     while len(times) < WARM_UP_STEPS + TIMED_STEPS:
@@ -247,24 +246,16 @@ def echoed(arguments: Sequence[str]) -> list[str]:
 
 def held_out_images(data: Path) -> list[Path]:
     """Return the first four landscape validation images with at least three objects, no crowd."""
-    import msgspec
+    import numpy as np
 
-    from ssdctl.data.dataset import find_splits
-    from ssdctl.data.formats import coco
+    from ssdctl.data.open_dataset import annotations_of
+    from ssdctl.data.store_folder import default_store
 
-    files = find_splits(data)["val"]
-    content = msgspec.json.decode(coco.read_content(files.annotations)[:])
-    crowds: dict[int, list[int]] = {}
-    for box in content["annotations"]:
-        crowds.setdefault(box["image_id"], []).append(box["iscrowd"])
-    chosen = [
-        files.images / image["file_name"]
-        for image in content["images"]
-        if image["width"] > image["height"]
-        and len(flags := crowds.get(image["id"], [])) >= 3
-        and not any(flags)
-    ]
-    return chosen[:4]
+    val = annotations_of(data, default_store(data))["val"]
+    counts = np.bincount(val.rows, minlength=len(val.sizes))
+    crowds = np.bincount(val.rows, val.is_crowd, len(val.sizes))
+    is_chosen = (val.sizes[:, 0] > val.sizes[:, 1]) & (counts >= 3) & (crowds == 0)
+    return [val.folder / val.file_names[row] for row in np.nonzero(is_chosen)[0][:4]]
 
 
 def _drawn(folder: Path, image: Path) -> Path:

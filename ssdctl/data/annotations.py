@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.printable import listed
 
 MAX_NAMED = 5  # offenders named in a message
+UNLISTED = "annotation of a category that is not listed, dropped"
 DECIMALS = 3  # of a pixel, in boxes that are computed from fractions or corners
 
 
@@ -105,13 +106,17 @@ def from_images(
     usable = usable_splits(splits)
     if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
-    result = {s: _columns(images, classes, folder, origin) for s, images in usable.items()}
+    result = {
+        split: annotations_of_split(images, classes, folder, origin)
+        for split, images in usable.items()
+    }
     return {**result, "train": result["train"]._replace(notes=list(notes))}
 
 
-def _columns(
+def annotations_of_split(
     images: Sequence[LabeledImage], classes: Sequence[str], folder: Path, origin: Path
 ) -> Annotations:
+    """Return the annotations of one split; see `from_images`."""
     label_of = {name: label for label, name in enumerate(classes, 1)}
     objects = [box for image in images for box in image.boxes]
     boxes = [[round(v, DECIMALS) for v in (b.left, b.top, b.width, b.height)] for b in objects]
@@ -235,3 +240,31 @@ def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annota
 def _with_objects(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
     names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
     return annotations._replace(**{name: getattr(annotations, name)[is_kept] for name in names})
+
+
+def coco_document(annotations: Annotations) -> dict[str, Any]:
+    """Return annotations in COCO's format; an area that is not known is the box's."""
+    boxes, areas = annotations.boxes, annotations.areas
+    objects = zip(
+        annotations.ids.tolist(),
+        annotations.image_ids[annotations.rows].tolist(),
+        [annotations.classes[label - 1].id for label in annotations.labels.tolist()],
+        boxes.tolist(),
+        np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist(),
+        annotations.is_crowd.astype(int).tolist(),
+        strict=True,
+    )
+    images = zip(
+        annotations.image_ids.tolist(),
+        annotations.file_names,
+        *annotations.sizes.T.tolist(),
+        strict=True,
+    )
+    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+    return {
+        "images": [
+            dict(zip(("id", "file_name", "width", "height"), i, strict=True)) for i in images
+        ],
+        "annotations": [dict(zip(names, values, strict=True)) for values in objects],
+        "categories": [{"id": c.id, "name": c.name} for c in annotations.classes],
+    }

@@ -69,7 +69,9 @@ def find_by_name(root: Path, names: Sequence[tuple[str, str]], labels: Path) -> 
             for start in range(len(parts)):
                 by_name.setdefault("/".join(parts[start:]), []).append(file)
             by_name.setdefault(PurePosixPath(file).stem, []).append(file)
-    found, missing, ambiguous = [], [], []
+    found: list[str] = []
+    missing: list[str] = []
+    ambiguous: list[str] = []
     for name, split in names:
         candidates = by_name.get(name, [])
         if len(candidates) > 1:

@@ -10,12 +10,9 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from ssdctl.data.dataset import find_splits, require_split
-from ssdctl.data.formats import coco
-from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.image_decode import Pixels
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
-from ssdctl.files import safe_join
 from ssdctl.runs.evaluation import Box, Evaluation, SampleImage
 
 MAX_SIDE = 480  # pixels of an embedded image
@@ -59,26 +56,15 @@ def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[Embed
 
 
 def _reader(evaluation: Evaluation) -> Reader:
-    """Return a function that decodes an image: from the store if there is one, else its file.
+    """Return a function that decodes an image of the store.
 
     The function returns the pixels and the width of the image in the annotations.
+
+    Raises:
+        DataError: The dataset is not prepared any more.
     """
     about = evaluation.about
-    root, store = Path(about.data), Path(about.store)
-    files = require_split(find_splits(root, store), about.split, root)
-    try:
-        split = open_split(Path(about.store), about.split, files)
-    except DataError:
-        sizes = {i.id: (i.width or 0, i.height or 0) for i in coco.read(files.annotations).images}
-
-        def read_file(sample: SampleImage) -> tuple[Pixels, int]:
-            if sample.image_id not in sizes:
-                raise DataError("it is no longer in the dataset")
-            content = safe_join(files.images, sample.file_name).read_bytes()
-            pixels = decode(content, sizes[sample.image_id])
-            return pixels, sizes[sample.image_id][0] or pixels.shape[1]
-
-        return read_file
+    split = open_split(Path(about.data), Path(about.store), about.split)
     rows = {int(image_id): row for row, image_id in enumerate(split.image_ids)}
 
     def read(sample: SampleImage) -> tuple[Pixels, int]:

@@ -17,7 +17,7 @@ import pytest
 from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
-from ssdctl.doctor import network
+from ssdctl.doctor import data as network
 from ssdctl.download import sources
 from ssdctl.download.sources import COCO2017, PinnedFile, Weights
 
@@ -31,24 +31,20 @@ def test_the_states_of_a_dataset(
     assert "store" not in run_doctor("--data", data)[1]
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     _, checks = run_doctor("--data", data)
-    assert state(checks["dataset"]) == ("ok", f"{data}: train and val")
-    assert state(checks["store"]) == (
-        "warn",
-        f"{data}/prepared: train not prepared, val not prepared",
-    )
+    assert state(checks["dataset"]) == ("ok", f"{data}: coco")
+    assert state(checks["store"]) == ("warn", f"{data}/prepared: not prepared")
     assert checks["store"]["remedy"] == f"ssdctl prepare --data {data}"
     assert cli("prepare", "--data", data).code == 0
-    assert state(run_doctor("--data", data)[1]["store"]) == (
-        "ok",
-        f"{data}/prepared: prepared, packed",
-    )
+    checks = run_doctor("--data", data)[1]
+    assert state(checks["dataset"]) == ("ok", f"{data}: train and val")
+    assert state(checks["store"]) == ("ok", f"{data}/prepared: prepared, packed")
     annotations = data / "annotations" / "instances_val2017.json"
     annotations.write_text(annotations.read_text() + " ")
-    assert "val stale" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "stale" in run_doctor("--data", data)[1]["store"]["detail"]
     next((data / "prepared").glob("images-train-*")).unlink()
-    assert "train incomplete" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "incomplete (a shard" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "prepared" / "index-train.arrow", "no arrow")
-    assert "train unreadable" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "unreadable" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "dataset.toml", "[train]\nimages = 3")
     code, checks = run_doctor("--data", data)
     assert (code, checks["dataset"]["state"]) == (2, "fail")
@@ -61,7 +57,7 @@ def test_a_read_only_data_folder(machine: Machine, shapes: Path, tmp_path: Path)
     # A store inside it; without --store the index would go to the user's cache folder.
     doctor = [sys.executable, "-m", "ssdctl", "doctor", "--json", "--data", str(data)]
     doctor += ["--store", str(data / "prepared")]
-    write = [sys.executable, "-m", "ssdctl.doctor.disk_probe", str(data)]
+    write = [sys.executable, "-m", "ssdctl.doctor.probes", "disk", str(data)]
     prefix: list[str] = []
     if os.geteuid() == 0:  # whom permissions do not stop: a mount does
         mount = f'mount --bind {data} {data} && mount -o remount,ro,bind {data} && exec "$@"'

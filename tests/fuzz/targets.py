@@ -29,20 +29,12 @@ def _prepare(root: Path, store: Path) -> Callable[[], Result]:
 
 
 def _read_any(root: Path) -> None:
-    """Read the annotations of a dataset of any layout, up to the check of the images."""
-    from ssdctl.data.convert import read_unconverted
-    from ssdctl.data.dataset import NotConvertedError, find_splits
-    from ssdctl.data.formats import coco_check
-    from ssdctl.data.formats.coco import parse, read
+    """Read the annotations of a dataset of any format, up to the check of the images."""
+    from ssdctl.data.check import check
+    from ssdctl.data.dataset import AUTOMATIC, read_dataset
 
-    try:
-        splits = {k: (v.annotations, read(v.annotations)) for k, v in find_splits(root).items()}
-    except NotConvertedError:
-        parts = read_unconverted(root).items()
-        splits = {k: (v.annotations, parse(text, v.annotations)) for k, (v, text) in parts}
-    for path, content in splits.values():
-        boxes, findings = coco_check.check(content, path)
-        coco_check.format_warnings(content, boxes, findings)
+    for annotations in read_dataset(root, AUTOMATIC).splits.values():
+        check(annotations)
 
 
 # Annotations
@@ -154,7 +146,7 @@ def _load(path: Path) -> None:
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.training.optimizer import build_optimizer
-    from ssdctl.training.resume import restore
+    from ssdctl.training.restore import restore
 
     checkpoint = read_checkpoint(path)
     model = load_network(checkpoint)

@@ -104,8 +104,8 @@ def load(name: str) -> Format:
         UsageError: There is none of that name, or its package cannot be imported.
     """
     if name in built_in():
-        module: Any = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
-        return module  # type: ignore[no-any-return]
+        module: Format = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+        return module
     if name in entry_point_names(ENTRY_POINTS):
         return _Plugin(name, load_entry_point(ENTRY_POINTS, name))
     raise UsageError(

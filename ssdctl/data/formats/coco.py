@@ -16,7 +16,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations, Finding, one_image_per_file, refuse
+from ssdctl.data.annotations import (
+    UNLISTED,
+    Annotations,
+    Finding,
+    one_image_per_file,
+    refuse,
+)
 from ssdctl.data.classes import ClassName
 from ssdctl.data.formats._coco_files import image_folder, own_splits, splits_of
 from ssdctl.data.formats._coco_json import (
@@ -35,7 +41,6 @@ from ssdctl.files import read_errors
 __all__ = ["own_splits", "read", "read_content", "read_files", "recognise", "splits_of"]
 LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
 RENUMBERED = "duplicate annotation id, renumbered"
-UNLISTED = "annotation of a category that is not listed, dropped"
 
 
 def recognise(path: Path) -> Path | None:
@@ -157,7 +162,8 @@ def _columns(tables: Tables, left_out: Mapping[int, str], files: SplitFiles) -> 
     for n in np.nonzero(labels < 1)[0]:
         detail = f"category {columns.category_id[n]}"
         findings.append(Finding(UNLISTED, int(columns.image_id[n]), int(ids[n]), detail))
-    listed = labels > 0
+    # Most files list all: an index that copies nothing.
+    listed = slice(None) if labels.all() else labels > 0
     names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     images = tables.images

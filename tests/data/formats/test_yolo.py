@@ -268,27 +268,29 @@ def test_images_in_data_yaml(tmp_path: Path) -> None:
 def test_text_beside_an_image_is_yolo_if_its_content_is(
     tmp_path: Path, line: str, is_yolo: bool
 ) -> None:
-    yolo(tmp_path, {"a.jpg": line}, None)
+    root = tmp_path / "data"
+    yolo(root, {"a.jpg": line}, None)
     with pytest.raises(DataError, match="no dataset found") as error:
-        find(tmp_path)
+        find(root)
     assert ("YOLO" in str(error.value)) == is_yolo
     assert ("text labels of another format, such as a.txt" in str(error.value)) == bool(
         line and not is_yolo
     )
-    (tmp_path / "classes.txt").write_text("cat\n")  # the hint for YOLO leads to a dataset
-    assert (recognise(tmp_path) is not None) == is_yolo
+    (root / "classes.txt").write_text("cat\n")  # the hint for YOLO leads to a dataset
+    assert (recognise(root) is not None) == is_yolo
     if is_yolo:
         assert "classes.txt" in str(error.value.hint)
-        assert exports.boxes_of(read(tmp_path))["a.jpg"]
+        assert exports.boxes_of(read(root))["a.jpg"]
 
 
 def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:
-    yolo(tmp_path, {"photos/a.jpg": None}, None)
-    (tmp_path / "marks").mkdir()
-    (tmp_path / "marks/a.txt").write_text("0 .5 .5 .2 .4")
+    root = tmp_path / "data"
+    yolo(root, {"photos/a.jpg": None}, None)
+    (root / "marks").mkdir()
+    (root / "marks/a.txt").write_text("0 .5 .5 .2 .4")
     with pytest.raises(DataError, match=r"YOLO's labels, such as marks/a\.txt") as error:
-        find(tmp_path)
+        find(root)
     assert "beside its image" in str(error.value.hint)
-    (tmp_path / "marks/a.txt").rename(tmp_path / "photos/a.txt")
-    (tmp_path / "classes.txt").write_text("cat\n")
-    assert exports.boxes_of(find(tmp_path)[1].read(tmp_path))["photos/a.jpg"]
+    (root / "marks/a.txt").rename(root / "photos/a.txt")
+    (root / "classes.txt").write_text("cat\n")
+    assert exports.boxes_of(find(root)[1].read(root))["photos/a.jpg"]
