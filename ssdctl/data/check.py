@@ -88,11 +88,13 @@ def check(annotations: Annotations) -> Checked:
     starts = np.zeros(len(annotations.file_names) + 1, np.int64)
     np.cumsum(np.bincount(rows, minlength=len(annotations.file_names)), out=starts[1:])
     areas = annotations.areas[order]
+    with np.errstate(over="ignore"):
+        products = boxes[:, 2] * boxes[:, 3]
     objects = Objects(
         starts=starts,
         labels=annotations.labels[order],
         boxes=boxes,
-        areas=np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas),
+        areas=np.where(np.isnan(areas), products, areas),
         is_crowd=annotations.is_crowd[order],
         is_trained=kinds <= CLIPPED,
         fractions=fractions,

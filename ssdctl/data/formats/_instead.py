@@ -74,7 +74,7 @@ def of_file(path: Path, name: str | None) -> DataError:
 def _without_names(folder: Path, label: Path, is_in_place: bool) -> tuple[str, str]:
     found = f", but YOLO's labels, such as {label}, without the names of the classes"
     hint = f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers" + (
-        "" if yolo.has_labels(folder) else ", and move each label file beside its image"
+        "" if is_in_place else ", and move each label file beside its image"
     )
     return found, hint
 

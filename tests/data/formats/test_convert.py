@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -17,14 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
+from ssdctl.data.convert import Conversion, convert, describe_conversion
+from ssdctl.data.formats.coco_writer import divided, document, with_classes
 
 from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.convert import Conversion, convert, convert_again, describe_conversion
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.formats.coco_writer import divided, document, with_classes
-from ssdctl.data.open_dataset import count_images, open_dataset
+from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.errors import DataError, SsdctlError, UsageError
+from ssdctl.errors import DataError, UsageError
 
 
 def picture(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> None:
