@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ssdctl.data.formats import coco_slices
-from ssdctl.data.formats.coco import Annotations, parse, read
 from ssdctl.data.formats._coco_json import decode_whole
 from ssdctl.data.formats._coco_slices import decode_tables, sha256
+from ssdctl.data.formats.coco import Annotations, parse, read
 from ssdctl.errors import DataError
 
 SLICE_BYTES = 300

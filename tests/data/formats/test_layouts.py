@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from conftest import Result
 from data.formats import exports
+from ssdctl.data.formats.file_names import resolve_images
+from ssdctl.data.formats.find_layout import find_layout
 
 from ssdctl.config import DataConfig
 from ssdctl.data.dataset import find_splits
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.formats._coco_json import ImageEntry
-from ssdctl.data.formats.file_names import resolve_images
-from ssdctl.data.formats.find_layout import find_layout
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_split
