@@ -21,8 +21,13 @@ def is_image(path: Path | PurePosixPath) -> bool:
     return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("._")
 
 
-def files_below(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files below a folder, following links to folders once."""
+def files_below(folder: Path, max_depth: int | None = None) -> Iterator[str]:
+    """Yield the relative paths of all files below a folder, following links to folders once.
+
+    Args:
+        folder: Where to look.
+        max_depth: How many folders may be between; None: any number.
+    """
     visited = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
@@ -32,6 +37,8 @@ def files_below(folder: Path) -> Iterator[str]:
         visited.add(real)
         folders[:] = [f for f in folders if not f.startswith(".") and not f.endswith("prepared")]
         prefix = os.path.relpath(place, folder)
+        if max_depth is not None and prefix != "." and prefix.count("/") + 1 >= max_depth:
+            folders.clear()
         for file in files:
             yield file if prefix == "." else f"{prefix}/{file}"
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ssdctl.data.annotations import Annotations, from_images
-from ssdctl.data.image_files import dataset_folder
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder
+from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
@@ -181,13 +182,27 @@ def _is_dataset(folder: Path) -> bool:
     return False
 
 
+def _has_labels(folder: Path) -> bool:
+    """Return whether the labels of a dataset are in a folder, not in one that is a dataset."""
+    with contextlib.suppress(DataError):
+        for _, _, by in _recognised(folder):
+            place = by if isinstance(by, Path) else folder
+            around = place.parent if place.is_file() else place
+            if around == folder or (
+                around.parent == folder
+                and (place.is_dir() or around.name in ANNOTATION_FOLDERS or split_of(around.name))
+            ):
+                return True
+    return (folder / "dataset.toml").is_file()
+
+
 def _no_dataset(path: Path) -> DataError:
     from ssdctl.data.formats import _instead
 
     files = [file for name in built_in() for file in getattr(load(name), "LOOKED_FOR", ())]
     found, hint = _instead.of_folder(path)
     above = path.parent if path.name else path.resolve().parent
-    if _is_dataset(above):
+    if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"
     elif below := datasets_in(path):
         hint = (

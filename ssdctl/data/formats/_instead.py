@@ -32,7 +32,9 @@ def of_folder(folder: Path) -> tuple[str, str]:
     stems = set(images.values())
     texts = [f for f in files if f.suffix == ".txt" and f.stem in stems][:MAX_READ]
     if labels := [file for file in texts if yolo.has_boxes(folder / file)]:
-        return _without_names(folder, labels[0])
+        pairs = [f for f in files if is_image(f) and f.stem == labels[0].stem]
+        is_in_place = any(yolo.label_file(folder, folder / f) == folder / labels[0] for f in pairs)
+        return _without_names(folder, labels[0], is_in_place)
     if other := [file for file in texts if _head(folder / file).strip()]:
         return (
             f", but text labels of another format, such as {other[0]}",
@@ -69,7 +71,7 @@ def of_file(path: Path, name: str | None) -> DataError:
     )
 
 
-def _without_names(folder: Path, label: Path) -> tuple[str, str]:
+def _without_names(folder: Path, label: Path, is_in_place: bool) -> tuple[str, str]:
     found = f", but YOLO's labels, such as {label}, without the names of the classes"
     hint = f"write {folder / 'classes.txt'}: a name per line, in the order of the class numbers" + (
         "" if yolo.has_labels(folder) else ", and move each label file beside its image"

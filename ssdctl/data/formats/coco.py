@@ -9,7 +9,7 @@ Classes are the file's categories in its order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,7 +26,6 @@ from ssdctl.data.annotations import (
 from ssdctl.data.classes import ClassName
 from ssdctl.data.formats._coco_files import image_folder, own_splits, splits_of
 from ssdctl.data.formats._coco_json import (
-    Category,
     Content,
     NotWholeError,
     Tables,
@@ -80,13 +79,13 @@ def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
     tables = {split: _decode(files.annotations) for split, files in splits.items()}
     unused = {split: _unused_supercategories(part) for split, part in tables.items()}
     kept = {
-        split: {c.name for c in part.categories if c not in unused[split]}
+        split: {c.name for c in part.categories} - set(unused[split].values())
         for split, part in tables.items()
     }
     result = {}
     for split, files in splits.items():
-        used_elsewhere = set().union(*(names for other, names in kept.items() if other != split))
-        left_out = [c for c in unused[split] if c.name not in used_elsewhere]
+        elsewhere = set[str]().union(*(names for other, names in kept.items() if other != split))
+        left_out = {i: name for i, name in unused[split].items() if name not in elsewhere}
         result[split] = _columns(tables.pop(split), left_out, files)
     return result
 
@@ -123,28 +122,28 @@ def _decode(path: Path) -> Tables:
     return tables
 
 
-def _unused_supercategories(tables: Tables) -> list[Category]:
-    """Return the categories without boxes that only name the supercategory of others."""
+def _unused_supercategories(tables: Tables) -> dict[int, str]:
+    """Return the categories without boxes that only name the supercategory of others, by id."""
     parents = {c.supercategory for c in tables.categories if isinstance(c.supercategory, str)}
     used = set(np.unique(tables.annotations.category_id).tolist())
-    return [
-        c
+    return {
+        c.id: c.name
         for c in tables.categories
         if c.name in parents
         and c.supercategory in (None, "", "none")
         and len(tables.categories) > 1
         and c.id not in used
-    ]
+    }
 
 
-def _columns(tables: Tables, left_out: Sequence[Category], files: SplitFiles) -> Annotations:
+def _columns(tables: Tables, left_out: Mapping[int, str], files: SplitFiles) -> Annotations:
     """Return a file as columns.
 
     Raises:
         DataError: Duplicate ids of images or categories, objects of images that it does not list.
     """
     path, columns = files.annotations, tables.annotations
-    classes = [ClassName(c.id, c.name) for c in tables.categories if c not in left_out]
+    classes = [ClassName(c.id, c.name) for c in tables.categories if c.id not in left_out]
     image_ids = column(tables.images, "id")
     category_ids = np.array([c.id for c in classes], np.int64)
     _refuse_duplicates(path, "image ids", image_ids)
@@ -165,7 +164,7 @@ def _columns(tables: Tables, left_out: Sequence[Category], files: SplitFiles) ->
         findings.append(Finding(UNLISTED, int(columns.image_id[n]), int(ids[n]), detail))
     # Most files list all: an index that copies nothing.
     listed = slice(None) if labels.all() else labels > 0
-    names = ", ".join(f"{c.name} (id {c.id})" for c in left_out)
+    names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
     note = f"category {names} is the supercategory of others and has no boxes: not a class"
     images = tables.images
     sizes = [

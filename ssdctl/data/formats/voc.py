@@ -27,6 +27,7 @@ from ssdctl.files import is_plain_name, read_errors, read_text
 LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
+MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
 XML_THREADS = 8  # they wait for the file system
 
 
@@ -63,7 +64,7 @@ class _Content(NamedTuple):
 def recognise(path: Path) -> Path | None:
     """Return the first folder of VOC's XML files that is found."""
     seen = set()
-    for name in files_below(path) if path.is_dir() else ():
+    for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
         folder, _, file = name.rpartition("/")
         if file.endswith(".xml") and not file.startswith("._") and folder not in seen:
             seen.add(folder)
@@ -111,7 +112,7 @@ def read(path: Path) -> dict[str, Annotations]:
             splits.setdefault(split, []).append(labeled)
     if len(absent) == len(xmls):
         raise DataError(
-            f"{root}: no image for {len(xmls):,} XML files was found below it",
+            f"no image for {len(xmls):,} XML files was found below {root}",
             hint="copy the images there: an image has the name of its XML file",
         )
     refuse(root, "images of annotations are missing", absent)

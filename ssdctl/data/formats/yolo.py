@@ -38,6 +38,7 @@ SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
 MAX_YAML_BYTES = 1 << 20
 MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
 MAX_LIST_BYTES = 1 << 28  # paths of images
+MAX_DEPTH = 2  # folders above a *.names
 MAX_TRIED = 200  # label files
 THREADS = 8
 
@@ -143,7 +144,7 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
     Raises:
         DataError: It cannot be read.
     """
-    below = [root / name for name in files_below(root)]
+    below = [root / name for name in files_below(root, MAX_DEPTH)]
     found = [path for path in below if path.suffix == ".names"]
     places = [root / name for name in NAME_FILES if (root / name).is_file()]
     names = next(iter(places or (found if len(found) == 1 else [])), None)
@@ -152,7 +153,9 @@ def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
         pairs = (line.partition("=") for line in _read_lines(path))
         content = {key.strip(): value.strip() for key, is_set, value in pairs if is_set}
         if "names" in content:
-            place = _place(root, _tail(content["names"])) or names
+            tail = _tail(content["names"])
+            same_name = (path for path in found if path.name == tail.name)
+            place = _place(root, tail) or next(same_name, names)
             if place is None:
                 problem = f"{path}: names: {content['names']} is not below {root}"
                 raise DataError(problem, hint="copy it beside this file")
@@ -285,14 +288,14 @@ def _read_split(
             width, height = header_size(path, upright=True)
         except DataError:
             return LabeledImage(name, 0, 0, [])  # dropped when images are checked, with the reason
-        label = _label_file(root, path)
+        label = label_file(root, path)
         boxes = _boxes(label, names, keypoints, width, height) if label.is_file() else []
         return LabeledImage(name, width, height, boxes)
 
     with ThreadPoolExecutor(THREADS) as pool:
         images = list(pool.map(read_image, files))
     if files and not any(image.boxes for image in images):
-        expected = _label_file(root, files[0])
+        expected = label_file(root, files[0])
         notes.append(f"no image of {files[0].parent} has a label: looked for {expected}")
     return images
 
@@ -301,7 +304,7 @@ def _unused_labels(root: Path, images: list[Path]) -> list[str]:
     """Return a note on label files without an image, for example because of its format."""
     stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
     for folder, image in {image.parent: image for image in images}.items():
-        used = stems.setdefault(_label_file(root, image).parent, set())
+        used = stems.setdefault(label_file(root, image).parent, set())
         used.update(path.stem for path in folder.iterdir() if is_image(path))
     unused = [
         path.relative_to(root)
@@ -313,7 +316,7 @@ def _unused_labels(root: Path, images: list[Path]) -> list[str]:
     return [f"{len(unused):,} label files have no image and {first}"] if unused else []
 
 
-def _label_file(root: Path, image: Path) -> Path:
+def label_file(root: Path, image: Path) -> Path:
     """Return `labels` in place of the last `images` of the path, or in the image's folder."""
     parts = list(image.relative_to(root).parts)
     for i in reversed(range(len(parts) - 1)):
