@@ -65,7 +65,7 @@ def check(annotations: Annotations) -> Checked:
     if not annotations.classes:
         raise DataError(f"{annotations.origin}: no categories")
     _check_images(annotations)
-    has_box: NDArray[np.bool_] = ~np.isnan(annotations.boxes).any(axis=1)
+    has_box = np.asarray(~np.isnan(annotations.boxes).any(axis=1))
     findings = [
         _finding(annotations, int(i), NO_BBOX, annotations.file_names[annotations.rows[i]])
         for i in np.nonzero(~has_box)[0]
@@ -177,10 +177,10 @@ def _finding(annotations: Annotations, place: int, kind: str, detail: str) -> Fi
 
 def _check_images(annotations: Annotations) -> None:
     path, sizes = annotations.origin, annotations.sizes
-    for row, name in enumerate(annotations.file_names):
+    for place, name in enumerate(annotations.file_names):
         if not is_plain_name(name):
             raise DataError(
-                f"{path}: image {annotations.image_ids[row]}: {name!r} is not a plain path below "
+                f"{path}: image {annotations.image_ids[place]}: {name!r} is not a plain path below "
                 "the image folder",
                 hint="file_name is relative to the split's image folder, as in 'a.jpg'",
             )

@@ -138,6 +138,9 @@ def find_source(root: Path, conversion: Conversion) -> Source:
     toml = _toml_of(root, conversion)
     if toml is not None:
         splits = read_dataset_toml(toml)
+        for split, files in splits.items():
+            if not files.annotations.is_file():
+                raise DataError(f"{files.annotations}: no such annotation file (split {split})")
         return Source("coco", lambda: coco.read_files(splits))
     name, module = find(root, _original_source(root, conversion))
     return Source(name, lambda: module.read(root))
@@ -282,13 +285,9 @@ def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
         DataError: It is broken, names nothing, or names a path outside of its folder.
     """
     try:
-        splits = _from_toml(path)
+        return _from_toml(path)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
         raise DataError(f"{path}: {error}", hint=error.hint) from None
-    for split, files in splits.items():
-        if not files.annotations.is_file():
-            raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-    return splits
 
 
 def _from_toml(path: Path) -> dict[str, SplitFiles]:

@@ -45,6 +45,7 @@ from ssdctl.files import (
     open_regular,
     read_errors,
     retry_transient,
+    safe_join,
     unreadable,
 )
 from ssdctl.runtime.system import allow_open_files
@@ -236,7 +237,10 @@ def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.in
 
 def image_folder(root: Path, metadata: Metadata) -> Path:
     """Return the folder of a split's images."""
-    return root_folder(root) / metadata.images
+    folder, name = root_folder(root), metadata.images
+    return (
+        Path(name) if name.startswith("/") else folder if name == "." else safe_join(folder, name)
+    )
 
 
 def open_splits(root: Path, folder: Path) -> dict[str, Split]:

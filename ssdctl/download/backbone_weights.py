@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_POLICY, fetch_one, is_whole, no_report
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.fetch import DEFAULT_POLICY, fetch_one, is_whole, no_progress
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.sources import weights_named
-from ssdctl.download.transfer import Report
+from ssdctl.download.transfer import Progress
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def fetch_weights(
     *,
     mirror: str | None = None,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
-    report: Report = no_report,
+    progress: Progress = no_progress,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
@@ -68,4 +68,6 @@ def fetch_weights(
     folder = dest or cache_dir()
     if not (folder / file.name).is_file():
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
-    return fetch_one(name, file, folder, mirror=mirror, retry_policy=retry_policy, report=report)
+    return fetch_one(
+        name, file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
+    )

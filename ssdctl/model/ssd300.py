@@ -5,16 +5,22 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.errors import hints_in_messages
 from ssdctl.model import tensor_device, vgg
 from ssdctl.model.backbone import OUT_CHANNELS, STAGES, build_backbone, freeze_stem
 from ssdctl.model.constants import constants_of
+from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.resnet import NormReLU
+from ssdctl.model.torchvision_format import Images, Target, normalized_batch, padded_targets
 
 EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
 ALIGNMENT = 64  # tensor cores need a multiple of 8 channels, cuDNN's fastest kernels of 64
@@ -29,18 +35,23 @@ def feature_channels(backbone: str) -> tuple[int, ...]:
 
 
 class SSD300(nn.Module):
-    """The network.
+    """The network, with random weights.
 
     Args:
-        backbone: A name of `ssdctl.model.resnet.BUILDERS`, or `vgg16`.
+        backbone: `resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152` or `vgg16`.
         num_classes: Classes with background; 81 on COCO.
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
+
+    Attributes:
+        num_classes: Classes with background.
+        class_names: Of a checkpoint, without background; that of label 1 is first. Else empty.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
         self.num_classes = num_classes
-        self.class_names: list[str] = []  # without background; empty if unknown
+        self.class_names: list[str] = []
+        self._loss: MultiboxLoss | None = None  # of `loss`; made when it is needed
         self._frozen_stages = 0
         self._is_norm_frozen = False
         self.constants = constants_of(backbone)
@@ -106,6 +117,47 @@ class SSD300(nn.Module):
             return list(self.backbone[: vgg.STAGE_ENDS[self._frozen_stages]])
         names = [name for stage in STAGES[: self._frozen_stages] for name in stage]
         return [self.backbone.get_submodule(name) for name in names]
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> SSD300:
+        """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
+
+        Args:
+            checkpoint: A file, run folder, detector's name or `hf://org/name`, as `ssdctl.load`
+                takes it, except for ONNX files.
+
+        Raises:
+            ssdctl.errors.UsageError: There is no such file, folder or name.
+            ssdctl.errors.NetworkError: The detector cannot be fetched.
+            ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
+        """
+        from ssdctl.inference.predict import load_network  # late: it needs this module
+
+        with hints_in_messages():
+            return load_network(checkpoint)
+
+    def loss(self, images: Images, targets: Sequence[Target]) -> Tensor:
+        """Return the multibox loss of a batch, a scalar to be minimized.
+
+        Args:
+            images: (3, H, W) tensors of any sizes, or (B, 3, H, W): RGB, float in 0 to 1 or uint8.
+                They are resized to 300 x 300 and normalized here.
+            targets: As torchvision's detectors take them: for each image `boxes`, (G, 4) left, top,
+                right, bottom in pixels, and `labels`, (G,), 1 to `num_classes - 1`.
+
+        Raises:
+            ssdctl.errors.UsageError: A shape, type or label is wrong.
+        """
+        with hints_in_messages():
+            device = self.box_heads[0].weight.device
+            assert isinstance(device, torch.device)
+            constants = self.constants
+            batch = normalized_batch(images, constants.mean, constants.std, device)
+            boxes, labels = padded_targets(images, targets, self.num_classes, device)
+        if self._loss is None or self._loss.targets.defaults_ltrb.device != device:
+            self._loss = MultiboxLoss(constants=constants).to(device)
+        losses: Losses = self._loss(*self(batch), boxes, labels)
+        return losses.total
 
     def forward(self, images_B3HW: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, 4, N) offsets and (B, C, N) logits of normalised (B, 3, 300, 300) images."""

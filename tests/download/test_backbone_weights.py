@@ -14,14 +14,14 @@ from download.http_server import Server, file
 
 from ssdctl.download import sources
 from ssdctl.download.backbone_weights import cache_dir, fetch_weights, find_weights
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.sources import PinnedFile, Weights
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 
 CONTENT = bytes(range(256)) * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
-QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, first_retries=0)
+QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, connect_retries=0)
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ def _read_any(root: Path) -> None:
     from ssdctl.data.check import check
     from ssdctl.data.dataset import AUTOMATIC, read_dataset
 
-    for annotations in read_dataset(root, AUTOMATIC).splits.values():
-        check(annotations)
+    for part in read_dataset(root, AUTOMATIC).splits.values():
+        check(part)
 
 
 # Annotations
@@ -106,15 +106,15 @@ def results(folder: Path) -> Iterator[Target]:
 @contextmanager
 def store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
-    from ssdctl.data.dataset import find_splits
+    from ssdctl.data.dataset import AUTOMATIC
     from ssdctl.data.image_check import PackOptions
+    from ssdctl.data.index import read_annotations
     from ssdctl.data.prepare import _unchanged_outcome, prepare
     from ssdctl.data.store import open_split
 
     root, prepared = folder / "data", folder / "data" / "prepared"
     generate(root, num_train=2, num_val=1, seed=0)
     prepare(root, prepared, pack=True)
-    splits = find_splits(root, prepared)
     paths = [prepared / "report.json", *prepared.glob("*train*.arrow")]
     whole = {path: path.read_bytes() for path in paths}
     inputs = [st.tuples(st.just(path), mutated_bytes([content])) for path, content in whole.items()]
@@ -122,8 +122,9 @@ def store(folder: Path) -> Iterator[Target]:
     inputs.append(st.tuples(st.just(paths[0]), mutated_json([report])))
 
     def read() -> None:
-        _unchanged_outcome(prepared, splits, PackOptions(True, None, False))
-        split = open_split(prepared, "train", splits["train"])
+        _unchanged_outcome(root, prepared, AUTOMATIC, PackOptions(True, None, False))
+        split = open_split(root, prepared, "train")
+        read_annotations(split.index_file)
         for row in range(len(split.image_ids)):
             split.read(row)
 
@@ -303,7 +304,7 @@ def assignments(folder: Path) -> Iterator[Target]:
 @contextmanager
 def archive(folder: Path) -> Iterator[Target]:
     from ssdctl.download.archive import content_bytes, unpack
-    from ssdctl.download.fetch import no_report
+    from ssdctl.download.fetch import no_progress
 
     whole = zipped(
         {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
@@ -313,7 +314,7 @@ def archive(folder: Path) -> Iterator[Target]:
 
     def unpack_it() -> None:
         content_bytes(path)
-        unpack(path, dest, report=no_report)
+        unpack(path, dest, progress=no_progress)
 
     def run(content: bytes) -> Result:
         path.write_bytes(content)
@@ -356,13 +357,13 @@ def http(folder: Path) -> Iterator[Target]:
     from fuzz.raw_server import RawServer
 
     from ssdctl.download.fetch import fetch
-    from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.http import RetryPolicy
     from ssdctl.download.sources import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
     policy = RetryPolicy(
-        connect_s=1, read_s=0.2, stall_s=0.5, retries=1, first_retries=1, backoff_s=0.0,
+        connect_s=1, read_s=0.2, stall_s=0.5, retries=1, connect_retries=1, backoff_s=0.0,
         longest_wait_s=0.01, restarts=1,
     )  # fmt: skip
     common = b'ETag: "1"\r\nContent-Type: application/octet-stream\r\nConnection: close\r\n'

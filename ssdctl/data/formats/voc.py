@@ -165,8 +165,8 @@ def _xml_files(files: _Files) -> list[_Xml]:
             for folder, stem in (_join(top, s).rpartition("/")[::2] for s in stems):
                 xmls.append(_Xml(folder, stem, split, True))
     for folder in rest:
-        split = split_of(folder)
-        xmls += [_Xml(folder, stem, split, False) for stem in sorted(files.xml[folder])]
+        named = split_of(folder)
+        xmls += [_Xml(folder, stem, named, False) for stem in sorted(files.xml[folder])]
     return xmls
 
 
