@@ -38,10 +38,10 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     import torch
     from torch import distributed as dist
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import Ranks
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.memory import random_batch
     from ssdctl.training.optimizer import build_optimizer
     from ssdctl.training.step import TrainStep

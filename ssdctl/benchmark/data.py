@@ -30,6 +30,7 @@ from ssdctl.input.loader import Batch, trim_padding
 from ssdctl.input.resize import resize_crop
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig, draw_samples, single_process_config
+from ssdctl.model import fused
 from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import Targets
 from ssdctl.runtime.cores import usable_cores
@@ -99,6 +100,7 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     """Colour, normalise and match batches on the CPU; yield the number of images of each."""
     last_stages = _LastStages()
     if device.execution == "compile":
+        fused.swap_in(last_stages, device.forms)
         # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
         inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 

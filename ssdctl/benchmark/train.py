@@ -16,7 +16,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.common import Figures, endless_batches
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Resolved
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
@@ -26,6 +25,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.loader import Batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.loss_scale import loss_scale

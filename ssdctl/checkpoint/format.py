@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.data.formats.coco import ClassName
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import Architecture
 
 FORMAT = 1
 MAX_CLASSES = 100_000
@@ -22,17 +22,6 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
 Scalar = bool | Setting | float | str | None
-
-
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
-
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
-
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):

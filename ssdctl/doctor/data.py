@@ -11,10 +11,11 @@ from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult
-from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
+from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.sources import COCO2017, weights_named
 from ssdctl.errors import SsdctlError
 from ssdctl.files import free_bytes
+from ssdctl.model.pretrained import find_weights, weights_of
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete
@@ -112,7 +113,7 @@ def _weights(config: Config) -> CheckResult:
         path = find_weights(name)
     except SsdctlError as error:
         return CheckResult("weights", FAIL, str(error), error.hint or "")
-    cached = cache_dir() / file.name
+    cached = torch_cache_dir() / file.name
     if path is not None:
         return CheckResult(
             "weights", OK, f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified"

@@ -12,13 +12,13 @@ import time
 import msgspec
 import torch
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Resolved
 from ssdctl.data.dataset import COCO_NUM_IMAGES
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.doctor.subprocess_probe import report
 from ssdctl.errors import SsdctlError
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.memory import random_batch

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.device.base import Device
+from ssdctl.model import fused
 from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
@@ -29,6 +30,7 @@ class LossModule(nn.Module):
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self._device = device
         self._precision = precision
+        fused.swap_in(self, device.forms)
 
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor

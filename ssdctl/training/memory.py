@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu
@@ -26,6 +25,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.training.loss_module import LossModule
 from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.optimizer import build_optimizer

@@ -18,7 +18,7 @@ from conftest import Result
 
 from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
-from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import Architecture
 
 pytestmark = pytest.mark.full_network
 

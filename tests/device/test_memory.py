@@ -16,13 +16,13 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import config
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.training import memory
 from ssdctl.training.memory import (
     MemoryEstimate,

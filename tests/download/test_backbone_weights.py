@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from download.http_server import Server, file
+from ssdctl.download.backbone_weights import cache_dir, fetch_weights, find_weights
 
 from ssdctl.download import sources
-from ssdctl.download.backbone_weights import cache_dir, fetch_weights, find_weights
 from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile, Weights
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
