@@ -67,7 +67,7 @@ def ignore_lost_messages() -> None:
 
 @own_exit_code()
 def run() -> None:
-    """Run the command line, or answer a completion request of a shell."""
+    """Run the command line."""
     open_missing_streams()
     ignore_lost_messages()
     is_training = "train" in sys.argv[1:2]
@@ -78,11 +78,8 @@ def run() -> None:
     can_be_interrupted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if can_be_interrupted:  # not under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from ssdctl.cli import shell_completion
     from ssdctl.runtime import signals
 
-    if shell_completion.is_requested():
-        raise SystemExit(shell_completion.complete())
     if is_training:
         signals.install()
     from ssdctl.errors import ExitCode

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ssdctl.config.fields import LARGEST_INT
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.model.ssd300 import Architecture
 
 FORMAT = 1

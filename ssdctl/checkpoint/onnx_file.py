@@ -13,8 +13,7 @@ import msgspec
 
 from ssdctl.checkpoint.format import MAX_CLASSES, MAX_COUNT, Count, Integer
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.formats.coco import ClassName
-from ssdctl.data.formats.coco_json import Name
+from ssdctl.data.classes import ClassName, Name
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 
 SUFFIX = ".onnx"

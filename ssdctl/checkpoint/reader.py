@@ -32,7 +32,7 @@ from ssdctl.checkpoint.validation import (
     shape_differences,
 )
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import unreadable
 from ssdctl.model.ssd300 import SSD300, Architecture

@@ -16,7 +16,7 @@ from torch import Tensor
 from ssdctl.checkpoint.format import MAX_COUNT, ArchitectureFields, Count
 from ssdctl.checkpoint.validation import check_classes, is_state
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 
 SUFFIX = ".safetensors"

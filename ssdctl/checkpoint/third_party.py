@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.config.fields import BackboneName
-from ssdctl.data.coco_classes import COCO_CLASSES, UNUSED
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ssdctl.checkpoint.format import MAX_COUNT, Payload
 from ssdctl.checkpoint.pickled_storages import check_storages
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import IntegrityError
 from ssdctl.files import disk_error
 from ssdctl.runtime.printable import listed

@@ -25,8 +25,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_requested: bool) -> None:
-    if is_requested:
+def _print_version(ctx: typer.Context, is_requested: bool) -> None:
+    if is_requested and not ctx.resilient_parsing:
         typer.echo(_versions())
         raise typer.Exit
 

@@ -23,6 +23,7 @@ import typer
 from ssdctl.cli.console import Console
 from ssdctl.cli.help import COMMON, EXAMPLES, show_short_help
 from ssdctl.cli.option_aliases import AliasCommand
+from ssdctl.cli.shell_completion import completer, is_requested
 from ssdctl.config.render import plain_value
 from ssdctl.config.resolve import (
     Override,
@@ -112,6 +113,9 @@ def command(
                 *_setting_parameters(hidden, is_hidden=True),
                 *_common_parameters(),
             ]
+            for parameter in parameters:
+                value = parameter.annotation.__metadata__[0]
+                value.autocompletion = value.autocompletion or completer(metavar=value.metavar)
             _set_signature(run, parameters)
 
         class Command(AliasCommand):
@@ -242,7 +246,7 @@ def _setting_parameters(
                 metavar=_metavar(setting),
                 rich_help_panel=setting.panel,
                 show_default=False,
-                hidden=is_hidden,
+                hidden=is_hidden and not is_requested(),
                 autocompletion=completer(choices) if choices and not constant else None,
             )
             if constant:
@@ -323,10 +327,6 @@ def default_preset() -> str:
 def preset_values() -> dict[str, Any]:
     """Return the values that the default preset sets, by path."""
     return {override.path: override.value for override in preset_overrides(default_preset())}
-
-
-def completer(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    return lambda incomplete: [c for c in choices if c.startswith(incomplete)]
 
 
 def exit_as_bug() -> None:

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ssdctl.cli.app import app
-from ssdctl.cli.command import Call, command, completer
+from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
+from ssdctl.cli.shell_completion import completer
 from ssdctl.errors import UsageError
 from ssdctl.exporting.request import (
     CALIBRATION_PICTURES,

@@ -25,10 +25,6 @@ def _names() -> list[str]:
     return [*backbones, *(detector.name for detector in DETECTORS)]
 
 
-def _complete(incomplete: str) -> list[str]:
-    return [name for name in _names() if name.startswith(incomplete)]
-
-
 @command(
     app,
     "fetch-weights",
@@ -48,7 +44,7 @@ def fetch_weights(
         typer.Argument(
             metavar="NAME",
             help="Weights to download [default: those of the preset]",
-            autocompletion=_complete,
+            autocompletion=lambda incomplete: [n for n in _names() if n.startswith(incomplete)],
             show_default=False,
         ),
     ] = None,

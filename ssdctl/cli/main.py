@@ -26,6 +26,7 @@ from ssdctl.cli import (
     push,
     report,
     runs,
+    shell_completion,
     train,
 )
 from ssdctl.cli.app import app, click_root
@@ -72,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     If the reader of stdout is closed, as with `| head`, the exit code is that of an output that
     cannot be written, without a message.
     """
-    arguments = _plain_spelling(list(sys.argv[1:] if argv is None else argv))
+    if shell_completion.is_requested():
+        arguments = shell_completion.command_line()
+    else:
+        arguments = _plain_spelling(list(sys.argv[1:] if argv is None else argv))
     try:
         root = click_root(_module_of(arguments))
         code = root.main(args=arguments, prog_name="ssdctl", standalone_mode=False)

@@ -96,7 +96,9 @@ class AliasCommand(HelpCommand):
         Raises:
             UsageError: An option of the replaced systems that was removed.
         """
-        return super().parse_args(ctx, self.without_aliases(args))
+        if not ctx.resilient_parsing:  # of a shell's completion: the words so far
+            args = self.without_aliases(args)
+        return super().parse_args(ctx, args)
 
     def without_aliases(self, args: Sequence[str]) -> list[str]:
         """Return the command line with every alias replaced by the option that it stands for.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdctl.config.resolve import read_toml
+from ssdctl.data.annotations import LabeledImage
 from ssdctl.data.dataset import (
     CONVERTED,
     MADE,
@@ -30,20 +31,14 @@ from ssdctl.data.dataset import (
     root_folder,
 )
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco_writer import (
-    LabeledImage,
-    divided,
-    document,
-    num_images,
-    usable_splits,
-    with_classes,
-)
+from ssdctl.data.formats.coco_writer import divided, document, num_images, with_classes
 from ssdctl.data.formats.cvat_xml import read_cvat_xml
 from ssdctl.data.formats.file_names import files_below
 from ssdctl.data.formats.find_layout import Layout, Source, find_layout
 from ssdctl.data.formats.open_images import read_open_images
 from ssdctl.data.formats.voc import read_voc
 from ssdctl.data.formats.yolo import read_yolo
+from ssdctl.data.split_files import usable_splits
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import lock, make_dir, read_text, write_bytes, write_text
 from ssdctl.runtime.packages import entry_point_names, load_entry_point

@@ -21,7 +21,8 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, document
+from ssdctl.data.annotations import LabeledBox, LabeledImage
+from ssdctl.data.formats.coco_writer import document
 from ssdctl.data.store import Split, index_path
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text

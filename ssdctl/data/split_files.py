@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 SPLITS = ("train", "val", "test")
 SPLIT_WORDS = {
     "train": "train",
@@ -34,3 +38,12 @@ def split_of(name: str) -> str | None:
     words = re.split(r"[^a-z]+", name.lower())
     splits = {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}
     return splits.pop() if len(splits) == 1 else None
+
+
+def usable_splits(splits: Mapping[str, list[T]]) -> dict[str, list[T]]:
+    """Return the splits that have images; if there is no validation split, test validates."""
+    images = dict(splits)
+    if images.get("test") and not images.get("val"):
+        log.info("no validation images are given: the test images are used to validate")
+        images["val"] = images.pop("test")
+    return {split: images[split] for split in SPLITS if images.get(split)}

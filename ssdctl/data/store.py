@@ -27,8 +27,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import SplitFiles, find_splits
-from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.formats.coco_slices import open_content, sha256
 from ssdctl.data.image_check import Encoding, FingerprintColumns
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
-from ssdctl.data.class_match import class_differences, match_classes
-from ssdctl.data.coco_classes import UNUSED
+from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
 from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
-from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import Split, is_prepared
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.classes import ClassName
 from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import BoxColumns, ClassName
+from ssdctl.data.formats.coco import BoxColumns
 from ssdctl.data.formats.coco_json import column
 
 

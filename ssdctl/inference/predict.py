@@ -25,8 +25,7 @@ from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.reader import Checkpoint, read_model
-from ssdctl.data.coco_classes import UNUSED
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import UNUSED, ClassName
 from ssdctl.data.image_decode import Picture, read_rgb
 from ssdctl.device import open_device
 from ssdctl.errors import SsdctlError, UsageError

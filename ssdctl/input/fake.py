@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
-from ssdctl.data.formats.coco import ClassName
 from ssdctl.data.store import ImageFiles, Split
 from ssdctl.input.loader import Batch
 from ssdctl.input.samples import LoaderConfig, colour_jitter

@@ -20,8 +20,7 @@ from ssdctl.checkpoint.reader import (
 from ssdctl.config.render import values
 from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
 from ssdctl.config.sources import Kind
-from ssdctl.data.class_match import class_differences
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.checkpoints import CheckpointDir

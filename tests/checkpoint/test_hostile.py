@@ -25,7 +25,7 @@ from ssdctl.config import DataConfig, resolve
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.config.resolve import Override
 from ssdctl.config.sources import of_call
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.errors import DataError, IntegrityError

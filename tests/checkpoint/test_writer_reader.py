@@ -24,7 +24,7 @@ from ssdctl.checkpoint.reader import (
     same_classes,
 )
 from ssdctl.checkpoint.third_party import to_third_party
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir

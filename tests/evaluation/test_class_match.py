@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from conftest import TINY_RUN, Result
 
-from ssdctl.data.class_match import class_differences, match_classes
-from ssdctl.data.formats.coco import ClassName
+from ssdctl.data.classes import ClassName, class_differences, match_classes
 
 Cli = Callable[..., Result]
 

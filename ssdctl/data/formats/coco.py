@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.classes import ClassName
 from ssdctl.data.formats.coco_json import (
     AnnotationColumns,
     Category,
     Content,
     ImageEntry,
-    Name,
     NotWholeError,
     Tables,
     column,
@@ -45,13 +45,6 @@ class Annotations(NamedTuple):
     categories: list[Category]
     supercategories: Sequence[Category] = ()  # listed as categories, but not classes: left out
     merged: Sequence[ImageEntry] = ()  # of files that an earlier entry has, too: left out
-
-
-class ClassName(msgspec.Struct, frozen=True):
-    """A class: COCO's category id and its name. Its label is its place in the list plus one."""
-
-    id: int | None  # None if a third-party checkpoint gives only the name
-    name: Name
 
 
 class BoxColumns(NamedTuple):

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.classes import Name
 from ssdctl.files import refuse_utf16
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -29,9 +30,7 @@ STRUCTURE = re.compile(rb'[{}]|"(?:[^"\\]|\\.)*"(\s*:)?', re.DOTALL)
 
 Content = bytes | mmap.mmap
 T = TypeVar("T")
-# The longest path on Linux, and far more than the name of a class: longer ones are refused.
-FileName = Annotated[str, msgspec.Meta(max_length=4096)]
-Name = Annotated[str, msgspec.Meta(max_length=10_000)]
+FileName = Annotated[str, msgspec.Meta(max_length=4096)]  # the longest path on Linux
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 

@@ -11,40 +11,17 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from ssdctl.data.annotations import LabeledImage
 from ssdctl.data.formats.coco import parse
 from ssdctl.data.formats.coco_json import decode
-from ssdctl.data.split_files import SPLITS
 from ssdctl.errors import DataError, UsageError
-
-log = logging.getLogger(__name__)
-
-
-class LabeledBox(NamedTuple):
-    """A box of an image, in pixels."""
-
-    name: str  # of its class
-    left: float
-    top: float
-    width: float
-    height: float
-    is_crowd: bool = False
-
-
-class LabeledImage(NamedTuple):
-    """An image of another layout, with its boxes."""
-
-    file_name: str
-    width: int
-    height: int
-    boxes: list[LabeledBox]
 
 
 def document(images: Sequence[LabeledImage], classes: Sequence[str]) -> bytes:
@@ -150,11 +127,3 @@ def _tables(content: bytes, path: Path) -> _Tables:
         return decode(content, _Tables)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not in COCO's format: {error}".replace("`", "")) from None
-
-
-def usable_splits(splits: dict[str, list[LabeledImage]]) -> dict[str, list[LabeledImage]]:
-    """Return the splits that have images; if there is no validation split, test validates."""
-    if splits.get("test") and not splits.get("val"):
-        log.info("no validation images are given: the test images are used to validate")
-        splits = {**splits, "val": splits["test"], "test": []}
-    return {split: splits[split] for split in SPLITS if splits.get(split)}

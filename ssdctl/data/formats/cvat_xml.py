@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
 from ssdctl.data.formats.file_names import files_below
 from ssdctl.data.formats.xml_reader import numbers, read_xml, whole_number
 from ssdctl.data.image_check import header_size

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
 from ssdctl.data.split_files import split_of

@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below, is_image
 from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml, whole_number
 from ssdctl.data.image_check import header_size
-from ssdctl.data.split_files import SPLIT_WORDS, split_of
+from ssdctl.data.split_files import SPLIT_WORDS, split_of, usable_splits
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_errors, read_text
 

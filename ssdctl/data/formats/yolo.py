@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage, usable_splits
 from ssdctl.data.formats.file_names import files_below, is_image
 from ssdctl.data.image_check import header_size
-from ssdctl.data.split_files import SPLIT_WORDS
+from ssdctl.data.split_files import SPLIT_WORDS, usable_splits
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text, unreadable
 

@@ -18,15 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 from ssdctl.data.convert import Conversion, convert, convert_again, describe_conversion
 from ssdctl.data.dataset import find_splits
-from ssdctl.data.formats.coco_writer import (
-    LabeledBox,
-    LabeledImage,
-    divided,
-    document,
-    with_classes,
-)
+from ssdctl.data.formats.coco_writer import divided, document, with_classes
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.errors import DataError, SsdctlError, UsageError

@@ -16,7 +16,7 @@ Cli = Callable[..., Result]
 PLUGIN = '''
 """Read boxes.txt: lines of `file class left top width height`."""
 from PIL import Image
-from ssdctl.data.formats.coco_writer import LabeledBox, LabeledImage
+from ssdctl.data.annotations import LabeledBox, LabeledImage
 
 def read(root):
     images = {}

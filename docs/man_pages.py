@@ -1,20 +1,13 @@
-"""Write the man pages of all commands; a test fails if they are stale.
-
-python docs/generate_man.py
-
-Wheels install them to share/man/man1, in which `man` searches for every program on the path.
-"""
+"""Man pages of all commands, from their help; hatch_build.py adds them to the wheel."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ssdctl._version import __version__
 from ssdctl.cli.help import EXAMPLES
 from ssdctl.cli.main import click_tree
 
-FOLDER = Path(__file__).with_name("man")
 EXIT_CODES = {
     0: "success",
     1: "a bug",
@@ -139,11 +132,3 @@ def _roff(text: str) -> str:
     """Return the text escaped, so that roff prints it literally."""
     text = text.replace("\\", "\\e").replace("-", "\\-").replace("\n", " ")
     return f"\\&{text}" if text.startswith((".", "'")) else text
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for old in FOLDER.glob("*.1"):
-        old.unlink()
-    for file, text in pages().items():
-        (FOLDER / file).write_text(text, encoding="utf-8")

@@ -1,0 +1,226 @@
+"""The annotations of a dataset: what a format reads, `prepare` checks, and the index keeps.
+
+    splits = from_images({"train": [LabeledImage("a.jpg", 640, 480, [LabeledBox(...)])]}, ["cat"],
+                         folder=root, origin=root / "labels.csv")
+    splits["train"].boxes, splits["train"].labels
+
+`category_id` is the file's. `label` is dense: the place of the class in the list plus one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.data.classes import ClassName
+from ssdctl.data.split_files import usable_splits
+from ssdctl.errors import DataError, UsageError
+
+DECIMALS = 3  # of a pixel, in boxes that are computed from fractions or corners
+
+
+class LabeledBox(NamedTuple):
+    """A box of an image, in pixels."""
+
+    name: str  # of its class
+    left: float
+    top: float
+    width: float
+    height: float
+    is_crowd: bool = False
+
+
+class LabeledImage(NamedTuple):
+    """An image with its boxes. Width and height are in pixels, 0 if they are not known."""
+
+    file_name: str
+    width: int
+    height: int
+    boxes: list[LabeledBox]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was dropped or changed."""
+
+    kind: str
+    image_id: int
+    annotation_id: int | None
+    detail: str
+
+
+class Annotations(NamedTuple):
+    """A split as its files describe it: N images, M objects, C classes.
+
+    Objects are in the order of the files. Nothing is clipped, and nothing is dropped without a
+    finding: `prepare` (check.py) does both.
+    """
+
+    folder: Path  # of the images
+    origin: Path  # the file or folder of the labels, for messages
+    image_ids: NDArray[np.int64]  # N
+    file_names: list[str]  # N, relative to `folder`
+    sizes: NDArray[np.int64]  # N x 2: width, height in pixels; 0 if not given
+    classes: list[ClassName]  # C
+    ids: NDArray[np.int64]  # M, for messages
+    rows: NDArray[np.int32]  # M: the number of each object's image
+    labels: NDArray[np.int32]  # M: 1 to C
+    boxes: NDArray[np.float64]  # M x 4: left, top, width, height in pixels; NaN if not given
+    areas: NDArray[np.float64]  # M, square pixels; NaN if not given
+    is_crowd: NDArray[np.bool_]  # M
+    findings: Sequence[Finding] = ()  # what the reader repaired, merged or dropped
+    notes: Sequence[str] = ()  # how the files were read, for the user
+
+
+def from_images(
+    splits: Mapping[str, list[LabeledImage]],
+    classes: Sequence[str],
+    folder: Path,
+    origin: Path,
+) -> dict[str, Annotations]:
+    """Return the annotations of labeled images; ids count from 1 in the given order.
+
+    Args:
+        splits: The images of each split. Without validation images, those to test with validate.
+        classes: Their names, in the order of the labels; every box has one of them.
+        folder: The folder that the file names are relative to.
+        origin: The file or folder of the labels.
+
+    Raises:
+        DataError: No classes, or no images to train on.
+    """
+    if not classes:
+        raise DataError(f"{origin}: no object is labeled in it")
+    usable = usable_splits(splits)
+    if "train" not in usable:
+        raise DataError(f"{origin}: no images to train on")
+    return {s: _columns(images, classes, folder, origin) for s, images in usable.items()}
+
+
+def _columns(
+    images: Sequence[LabeledImage], classes: Sequence[str], folder: Path, origin: Path
+) -> Annotations:
+    label_of = {name: label for label, name in enumerate(classes, 1)}
+    objects = [box for image in images for box in image.boxes]
+    boxes = [[round(v, DECIMALS) for v in (b.left, b.top, b.width, b.height)] for b in objects]
+    counts = [len(image.boxes) for image in images]
+    annotations = Annotations(
+        folder=folder,
+        origin=origin,
+        image_ids=np.arange(1, len(images) + 1),
+        file_names=[image.file_name for image in images],
+        sizes=np.array([(i.width, i.height) for i in images], np.int64).reshape(-1, 2),
+        classes=[ClassName(label, name) for name, label in label_of.items()],
+        ids=np.arange(1, len(objects) + 1),
+        rows=np.repeat(np.arange(len(images), dtype=np.int32), counts),
+        labels=np.array([label_of[box.name] for box in objects], np.int32),
+        boxes=np.array(boxes, np.float64).reshape(-1, 4),
+        areas=np.array([round(b.width * b.height, DECIMALS) for b in objects], np.float64),
+        is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
+    )
+    return one_image_per_file(annotations)
+
+
+def one_image_per_file(annotations: Annotations) -> Annotations:
+    """Give the objects of several entries of one file, as in merged datasets, to the first.
+
+    Otherwise each entry would have the other's objects as background.
+
+    Raises:
+        DataError: The entries have different sizes.
+    """
+    names = annotations.file_names
+    if len(set(names)) == len(names):
+        return annotations
+    ids, sizes = annotations.image_ids.tolist(), annotations.sizes.tolist()
+    first: dict[str, int] = {}
+    findings = list(annotations.findings)
+    kept: list[int] = []
+    new_rows: list[int] = []
+    for row, name in enumerate(names):
+        other = first.setdefault(name, row)
+        if other == row or ids[other] == ids[row]:  # an id that occurs twice is refused later
+            new_rows.append(len(kept))
+            kept.append(row)
+            continue
+        if sizes[other] != sizes[row]:
+            raise DataError(
+                f"{annotations.origin}: {name}: is listed twice, as image {ids[other]} of "
+                f"{sizes[other][0]} x {sizes[other][1]} and as image {ids[row]} of "
+                f"{sizes[row][0]} x {sizes[row][1]}",
+                hint="correct the size, or rename one of the files",
+            )
+        kind = "image listed twice, merged with the first entry"
+        findings.append(Finding(kind, ids[row], None, name))
+        new_rows.append(new_rows[other])
+    return annotations._replace(
+        image_ids=annotations.image_ids[kept],
+        file_names=[names[row] for row in kept],
+        sizes=annotations.sizes[kept],
+        rows=np.array(new_rows, np.int32)[annotations.rows],
+        findings=findings,
+    )
+
+
+def with_classes(annotations: Annotations, chosen: Sequence[str]) -> Annotations:
+    """Return the annotations with only these classes; images that lose all boxes stay.
+
+    Raises:
+        UsageError: There is no such class.
+    """
+    names = [c.name for c in annotations.classes]
+    for name in chosen:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+            raise UsageError(f"--classes: {annotations.origin} has no class {name!r}", hint=hint)
+    is_chosen = np.array([False, *(name in chosen for name in names)])
+    new_labels = np.cumsum(is_chosen).astype(np.int32)
+    annotations = _with_objects(annotations, is_chosen[annotations.labels])
+    return annotations._replace(
+        classes=[c for c in annotations.classes if c.name in chosen],
+        labels=new_labels[annotations.labels],
+    )
+
+
+def divided(annotations: Annotations, share: float) -> tuple[Annotations, Annotations]:
+    """Divide a split: `share` of the images to train on, the others to validate.
+
+    Only an image's name decides where it goes: the same files are divided the same way everywhere,
+    and a few more images move few others.
+
+    Raises:
+        DataError: It has too few images.
+    """
+    names = annotations.file_names
+    if len(names) < 2:
+        raise DataError(f"{annotations.origin}: {len(names)} images cannot be divided by --split")
+    order = sorted(range(len(names)), key=lambda r: hashlib.sha256(os.fsencode(names[r])).digest())
+    num_train = min(max(round(share * len(names)), 1), len(names) - 1)
+    is_train = np.zeros(len(names), np.bool_)
+    is_train[order[:num_train]] = True
+    return _with_images(annotations, is_train), _with_images(annotations, ~is_train)
+
+
+def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
+    part = _with_objects(annotations, is_kept[annotations.rows])
+    ids = set(annotations.image_ids[is_kept].tolist())
+    return part._replace(
+        image_ids=part.image_ids[is_kept],
+        file_names=[n for n, kept in zip(part.file_names, is_kept, strict=True) if kept],
+        sizes=part.sizes[is_kept],
+        rows=(np.cumsum(is_kept) - 1).astype(np.int32)[part.rows],
+        findings=[f for f in part.findings if f.image_id in ids],
+    )
+
+
+def _with_objects(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
+    names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
+    return annotations._replace(**{name: getattr(annotations, name)[is_kept] for name in names})
