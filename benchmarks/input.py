@@ -36,7 +36,7 @@ from PIL import Image, ImageEnhance
 from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import match
+from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -125,7 +125,7 @@ class MlperfDataset(torch.utils.data.Dataset):
             return torch.from_numpy(np.array(picture)), padded
         pixels = torch.from_numpy(np.array(mlperf_colour(picture))).permute(2, 0, 1).float() / 255
         pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
-        owner, labels = match(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
+        owner, labels = Matcher()(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
         targets = encode(box_ltrb_to_cxcywh(boxes[owner[0]]), self.defaults)
         return pixels, targets, labels[0]
 

@@ -24,7 +24,7 @@ from ssdctl.runtime.progress import progress_bar
 
 Cli = Callable[..., Result]
 TINY = {
-    "backbone": "resnet18", "backbone_weights": "none", "bs": 2, "warmup": "1st", "log_every": 1,
+    "backbone": "tiny", "backbone_weights": "none", "bs": 2, "warmup": "1st", "log_every": 1,
     "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34",
 }  # fmt: skip
 
@@ -53,11 +53,11 @@ def test_the_config_is_resolved_as_on_the_command_line(
 ) -> None:
     Path("ssdctl.toml").write_text("[train]\nepochs = 7\n[predict]\nscore = 0.5\n")
     monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
-    config = ssdctl.configure(train={"lr": 2e-3, "batch-size": 4}, model={"backbone": "resnet18"})
+    config = ssdctl.configure(train={"lr": 2e-3, "batch-size": 4}, model={"backbone": "tiny"})
     assert isinstance(config, ssdctl.Config)
     shown = json.loads(
         cli("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4",
-            "--set", "model.backbone=resnet18").out
+            "--set", "model.backbone=tiny").out
     )  # fmt: skip
     values = {path: entry["value"] for path, entry in shown.items()}
     tables = json.loads(msgspec.json.encode(config))
@@ -243,7 +243,7 @@ def test_a_config_keeps_who_set_its_values(shapes: Path) -> None:
 @pytest.mark.process
 def test_training_with_a_config_is_training_with_its_settings(shapes: Path) -> None:
     tiny = {"steps": 1, "workers": 1, "device": "cpu", "log_every": 1}
-    small = {"backbone": "resnet18", "weights": "none", "extra_norm": "none"}
+    small = {"backbone": "tiny", "weights": "none", "extra_norm": "none"}
     config = ssdctl.configure(train={**tiny, "preset": "nvidia-r50"}, model=small)
     run = ssdctl.train(shapes, config=config, out="preset", progress=False)
     assert run.config.train.precision in ("bf16", "fp32")  # the CPU lacks the preset's fp16

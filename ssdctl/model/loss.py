@@ -116,8 +116,8 @@ class MultiboxLoss(nn.Module):
 
         entropy = self.cross_entropy(logits_BCN, label_BN)
         positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
-        # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager mode
-        # sorts on the host unless the sort is stable; elsewhere that costs nothing.)
+        # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager
+        # mode sorts on the host unless the sort is stable; elsewhere that costs nothing.)
         negatives = torch.where(is_positive, zero, entropy)
         hardest = negatives.sort(dim=1, descending=True, stable=True).values
         rank = torch.arange(hardest.shape[1], device=hardest.device)

@@ -33,7 +33,7 @@ from ssdctl.training.memory import (
 )
 
 Cli = Callable[..., Result]
-pytestmark = pytest.mark.full_network  # estimates are of the real networks
+pytestmark = pytest.mark.process  # estimates are of the real networks
 R18 = Architecture("resnet18", "none", 6)
 
 
