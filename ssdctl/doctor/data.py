@@ -12,10 +12,10 @@ from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult
 from ssdctl.download.fetch import torch_cache_dir
-from ssdctl.download.sources import COCO2017, weights_named
+from ssdctl.download.sources import COCO2017
 from ssdctl.errors import SsdctlError
 from ssdctl.files import free_bytes
-from ssdctl.model.pretrained import find_weights, weights_of
+from ssdctl.model.pretrained import find_weights, weights_named, weights_of
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete

@@ -16,10 +16,10 @@ from ssdctl.doctor.check import FAIL, OK, CheckResult
 from ssdctl.download.fetch import open_session
 from ssdctl.download.http_response import NotFound
 from ssdctl.download.retry import RetryPolicy
-from ssdctl.download.sources import COCO2017, PinnedFile, weights_named
+from ssdctl.download.sources import COCO2017, PinnedFile
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.model.pretrained import weights_of
+from ssdctl.model.pretrained import weights_named, weights_of
 from ssdctl.runtime.background import run_in_daemon_thread
 
 RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)

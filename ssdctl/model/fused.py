@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,11 @@ class JoinedHeads(SSD300):
 
         This happens at every call, so parameters and checkpoints are those of separate heads.
         """
-        heads = (self.class_heads[level], self.box_heads[level])
+        heads = [cast(nn.Conv2d, h[level]) for h in (self.class_heads, self.box_heads)]
         widths = [head.out_channels for head in heads]
         padding = -sum(widths) % ALIGNMENT
         weight = F.pad(torch.cat([h.weight for h in heads]), (0, 0, 0, 0, 0, 0, 0, padding))
-        bias = F.pad(torch.cat([h.bias for h in heads]), (0, padding))
+        bias = F.pad(torch.cat([cast(Tensor, h.bias) for h in heads]), (0, padding))
         joined = F.conv2d(feature, weight, bias, padding=1)
         logits, offsets, _ = joined.split([*widths, padding], dim=1)
         return offsets, logits
