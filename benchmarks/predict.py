@@ -34,8 +34,6 @@ from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.exporting import onnx
 from ssdctl.exporting.deployed import ExportOptions
 from ssdctl.exporting.int8 import quantize
-from ssdctl.inference.batches import predict_sources
-from ssdctl.inference.sources import FileSource
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.cores import usable_cores
 
@@ -99,13 +97,10 @@ def measure_rate(checkpoint: Path, folder: Path, options: argparse.Namespace) ->
             predictor.predict(path)
 
     def batched() -> None:
-        sources = list(map(FileSource, paths))
-        results = predict_sources(
-            predictor, sources, batch_size=options.batch_size, threads=threads
-        )
+        results = predictor.predict_iter(paths, batch_size=options.batch_size)
         assert sum(1 for _ in results) == count
 
-    predictor.predict_many(paths[: options.batch_size])
+    predictor.predict(paths[: options.batch_size])
     seconds: dict[str, list[float]] = {"loop": [], "batched": []}
     for _ in range(options.rounds):
         for name, run in (("loop", loop), ("batched", batched)):

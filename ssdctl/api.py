@@ -95,21 +95,18 @@ def load(
     overrides = [_override(f"predict.{name}", value) for name, value in given.items()]
     # Only to check the values: the defaults are those of this function.
     settings = resolve(overrides=overrides, environment={}, default_file=False).config.predict
-    from ssdctl.inference import predict  # late: torch takes seconds
+    from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
+    from ssdctl.inference.predict import Options, Predictor, load_detector
 
-    return predict.load(
+    detector, name = load_detector(
         checkpoint,
         device=settings.device,
-        score=settings.score,
-        nms_iou=settings.nms_iou,
-        precision=precision,
-        options=predict.Options(
-            settings.classes,
-            settings.max_detections,
-            settings.tile,
-            settings.tile_overlap,
+        config=DetectorConfig(precision, settings.score, settings.nms_iou),
+        options=Options(
+            settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
     )
+    return Predictor(detector, name)
 
 
 def prepare(

@@ -6,6 +6,7 @@ prints it without a traceback and exits with the error's code. Any other excepti
 
 from __future__ import annotations
 
+import contextlib
 import enum
 
 
@@ -42,6 +43,23 @@ class SsdctlError(Exception):
         super().__init__(message)
         self.hint = hint
         self.is_from_all_ranks = False  # the same error was raised on every rank
+
+    def put_hint_into_message(self) -> None:
+        """Let `str(error)` and tracebacks hold the hint, once."""
+        message = str(self)
+        hint = "" if self.hint is None else f"\nhint: {self.hint}"
+        if not message.endswith(hint):
+            self.args = (message + hint,)
+
+
+class hints_in_messages(contextlib.ContextDecorator):  # noqa: N801 - as contextlib's own
+    """Around functions of the Python API: their expected errors print with their hints."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if isinstance(error, SsdctlError):
+            error.put_hint_into_message()
 
 
 class UsageError(SsdctlError):

@@ -36,8 +36,8 @@ def _versions() -> str:
     import platform
 
     from ssdctl._version import __version__
-    from ssdctl.doctor.hardware import device_names
     from ssdctl.runtime.cores import usable_cores
+    from ssdctl.runtime.hardware import device_names
     from ssdctl.runtime.packages import package_version
 
     torch = package_version("torch") or "not installed"

@@ -49,8 +49,7 @@ def doctor(
     Output contains no secrets; safe to paste into an issue.
     """
     from ssdctl.doctor.check import FAIL
-    from ssdctl.doctor.render import ASCII_MARKS, MARKS, problems, to_text
-    from ssdctl.doctor.run_checks import examine
+    from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, examine, problems, to_text
 
     with stoppable("nothing was changed"):
         checks = examine(call.config, network=network, self_test=self_test)

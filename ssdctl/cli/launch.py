@@ -200,7 +200,8 @@ def _show_failure(
     if outcome.code in (ExitCode.OK, ExitCode.STOPPED, ExitCode.INTERRUPTED):
         return
     num_ranks = plan.num_ranks if plan.nodes == 1 else None
-    failure = first_failure(outcome.exits, num_ranks, outcome.lost)
+    memory = outcome.is_out_of_memory
+    failure = first_failure(outcome.exits, num_ranks, outcome.lost, is_out_of_memory=memory)
     if failure is None:
         return
     ranks, reason = failure

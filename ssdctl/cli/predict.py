@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,36 +14,17 @@ from ssdctl.cli.app import app
 from ssdctl.cli.command import Call, command
 from ssdctl.cli.runs import newest_run
 from ssdctl.errors import DataError, NetworkError, UsageError
-from ssdctl.files import (
-    atomic_write,
-    make_dir,
-    refuse_replacing,
-    remove_stale_temporaries,
-)
+from ssdctl.files import make_dir, refuse_replacing, remove_stale_temporaries
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.packages import check_memory_limit
 from ssdctl.runtime.printable import printable_line
 from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
-    from PIL import Image
-
     from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.predict import Predictor
-    from ssdctl.inference.results import Prediction, UnreadablePicture
-    from ssdctl.inference.sources import Source
+    from ssdctl.inference.image_sources import Source
+    from ssdctl.inference.predict import ImageDetector, Prediction, UnreadableImage
 
-# Formats in which drawn images are written: that of the input if it is one of these, else PNG.
-DRAWN_FORMATS = {
-    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF",
-    ".tiff": "TIFF",
-}  # fmt: skip
-SAVE_OPTIONS: dict[str, dict[str, Any]] = {
-    "JPEG": {"quality": 92, "subsampling": 0},  # halved colors would blur lines and text
-    "PNG": {"compress_level": 1},
-    "WEBP": {"quality": 92},
-    "TIFF": {"compression": "tiff_lzw"},
-}
 MAX_NAMED = 3  # failed images in the error
 
 
@@ -114,7 +96,7 @@ def predict(
     An unreadable image is skipped with a warning and exit code 3, a failed download with 4.
     """
     from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.sources import find_sources, looks_like_image, split_videos
+    from ssdctl.inference.image_sources import find_sources, looks_like_image, split_videos
 
     settings = call.config.predict
     if settings.save is not None and out is None:
@@ -139,10 +121,10 @@ def predict(
     sources = find_sources(images, recursive=settings.recursive)
     is_drawn = folder is not None and settings.save is None
     targets = _targets(sources, folder) if folder is not None and is_drawn else []
-    predictor = _load(call, checkpoint)
-    failures = _predict(call, predictor, sources, folder, targets, style)
+    detector = _load(call, checkpoint)
+    failures = _predict(call, detector, sources, folder, targets, style)
     if failures:
-        labels = [printable_line(failure.source.label) for failure in failures]
+        labels = [printable_line(failure.item.label) for failure in failures]
         more = ", ..." if len(labels) > MAX_NAMED else ""
         counted = (
             f"{len(labels)} of {len(sources)} images failed: {', '.join(labels[:MAX_NAMED])}{more}"
@@ -152,23 +134,24 @@ def predict(
         raise DataError(counted, hint="the warnings name the reasons")
 
 
-def _load(call: Call, checkpoint: str) -> Predictor:
+def _load(call: Call, checkpoint: str) -> ImageDetector:
     check_memory_limit()
     tune_process()
-    from ssdctl.inference import predict as inference
+    from ssdctl.inference.detector import DetectorConfig
+    from ssdctl.inference.predict import Options, load_detector
 
     settings = call.config.predict
-    return inference.load(
+    iou = call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou
+    detector, _ = load_detector(
         checkpoint,
         device=settings.device,
-        score=settings.score,
-        nms_iou=call.config.evaluate.nms_iou if settings.nms_iou is None else settings.nms_iou,
-        precision=settings.precision,
-        options=inference.Options(
+        config=DetectorConfig(settings.precision, settings.score, iou),
+        options=Options(
             settings.classes, settings.max_detections, settings.tile, settings.tile_overlap
         ),
         mirror=call.config.download.mirror,
     )
+    return detector
 
 
 def _targets(sources: list[Source], out: Path) -> list[Path]:
@@ -177,8 +160,9 @@ def _targets(sources: list[Source], out: Path) -> list[Path]:
     Raises:
         UsageError: It is one of the images.
     """
+    from ssdctl.inference.drawing import DRAWN_FORMATS
+    from ssdctl.inference.image_sources import FileSource
     from ssdctl.inference.save import free_stem
-    from ssdctl.inference.sources import FileSource
 
     targets, stems = list[Path](), set[str]()
     for source in sources:
@@ -194,40 +178,57 @@ def _targets(sources: list[Source], out: Path) -> list[Path]:
 
 def _predict(
     call: Call,
-    predictor: Predictor,
+    detector: ImageDetector,
     sources: list[Source],
     out: Path | None,
     targets: list[Path],
     style: DrawingStyle,
-) -> list[UnreadablePicture]:
+) -> list[UnreadableImage]:
     """Print, draw and save the detections; return the images that cannot be read."""
-    from ssdctl.inference.batches import predict_sources
-    from ssdctl.inference.results import UnreadablePicture
-    from ssdctl.inference.save import open_writer
+    from ssdctl.inference.drawing import draw, save_image
+    from ssdctl.inference.predict import (
+        OpenedImage,
+        UnreadableImage,
+        detect_ahead,
+        open_image,
+    )
+    from ssdctl.inference.save import image_record, open_writer
 
     settings, console = call.config.predict, call.console
     writer = None
     if out is not None:
         make_dir(out)  # before the detection, which may take hours
-        writer = open_writer(settings.save or "json", out, predictor.returned_classes)
-    threads = usable_cores()
-    results = predict_sources(predictor, sources, batch_size=settings.batch_size, threads=threads)
-    records, failures, objects = [], list[UnreadablePicture](), 0
+        writer = open_writer(settings.save or "json", out, detector.selected_classes)
+
+    def opened(source: Source, cancelled: threading.Event) -> OpenedImage:
+        content = source.open(cancelled)
+        return OpenedImage(source, content, open_image(content))
+
+    results = detect_ahead(
+        detector, sources, opened, batch_size=settings.batch_size, threads=usable_cores()
+    )
+    records, failures, objects = [], list[UnreadableImage](), 0
     shown = console.progress(results, total=len(sources), label="predicting", unit="img")
-    for result, target in itertools.zip_longest(shown, targets):
-        if isinstance(result, UnreadablePicture):
-            console.warning(str(result.error))
-            failures.append(result)
+    for found, target in itertools.zip_longest(shown, targets):
+        if isinstance(found, UnreadableImage):
+            if not isinstance(found.error, DataError | NetworkError):
+                raise found.error
+            console.warning(str(found.error))
+            failures.append(found)
             continue
-        objects += len(result.found)
+        result = found.result
+        objects += len(result)
         if console.as_json:
-            records.append(result.as_json())
+            records.append(image_record(found.item.name, result))
         else:
-            console.result(None, _line(result, with_boxes=console.verbose))
+            console.result(None, _line(found, with_boxes=console.verbose))
         if target is not None:
-            _draw(result, target, style)
+            if isinstance(result.image, io.BytesIO):
+                result.image.seek(0)
+            # Opened a second time: to keep every image until it is drawn would take gigabytes.
+            save_image(draw(open_image(result.image), list(result), style), target)
         if writer is not None:
-            writer.add(result)
+            writer.add(found.item, result)
     written = [writer.close()] if writer is not None else []
     if console.as_json:
         console.result(records)
@@ -242,28 +243,11 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + "s" * (number != 1)
 
 
-def _line(result: Prediction, *, with_boxes: bool) -> str:
+def _line(found: Prediction, *, with_boxes: bool) -> str:
     from ssdctl.inference.results import counted
 
-    line = f"{result.source.label}  {counted(result.found)}  ({1000 * result.seconds:.0f} ms)"
+    line = f"{found.item.label}  {counted(found.result)}  ({1000 * found.seconds:.0f} ms)"
     boxes = [
-        f"  {d.name} {d.score:.2f}  {[round(v) for v in d.box]}" for d in result.found if with_boxes
+        f"  {d.name} {d.score:.2f}  {[round(v) for v in d.box]}" for d in found.result if with_boxes
     ]
     return "\n".join(map(printable_line, [line, *boxes]))
-
-
-def _draw(result: Prediction, target: Path, style: DrawingStyle) -> None:
-    from ssdctl.inference.drawing import draw
-    from ssdctl.inference.predict import open_picture
-
-    if isinstance(result.content, io.BytesIO):
-        result.content.seek(0)
-    # Opened a second time: to keep every image until it is drawn would take gigabytes.
-    image = open_picture(result.content)
-    _save(draw(image, [d.as_box_label() for d in result.found], style), target)
-
-
-def _save(image: Image.Image, target: Path) -> None:
-    kind = DRAWN_FORMATS[target.suffix.lower()]
-    with atomic_write(target) as file:
-        image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from ssdctl.cli.command import Call
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import atomic_write, refuse_replacing
-from ssdctl.inference.sources import is_camera
+from ssdctl.inference.image_sources import is_camera
 from ssdctl.runtime.printable import printable_line
 
 if TYPE_CHECKING:
     from ssdctl.inference.drawing import DrawingStyle
-    from ssdctl.inference.predict import Predictor
-    from ssdctl.inference.results import Detection
+    from ssdctl.inference.predict import ImageDetector
+    from ssdctl.inference.results import Result
     from ssdctl.inference.video import Frame
 
-Sink = Callable[["Frame", "list[Detection]"], None]
+Sink = Callable[["Frame", "Result"], None]
 
 
 def check_video_options(call: Call, videos: list[str], out: Path | None) -> None:
@@ -32,7 +32,7 @@ def check_video_options(call: Call, videos: list[str], out: Path | None) -> None
     save = call.config.predict.save
     if save not in (None, "json"):
         raise UsageError(
-            f"--save {save} is for pictures",
+            f"--save {save} is for images",
             hint="extract frames first: ffmpeg -i VIDEO -vf fps=1 frames/%06d.jpg",
         )
     for name in videos:
@@ -47,7 +47,7 @@ def check_video_options(call: Call, videos: list[str], out: Path | None) -> None
 
 
 def predict_videos(
-    call: Call, predictor: Predictor, videos: list[str], out: Path | None, style: DrawingStyle
+    call: Call, detector: ImageDetector, videos: list[str], out: Path | None, style: DrawingStyle
 ) -> None:
     """Print the detections of each frame as they come, and write annotated videos.
 
@@ -56,6 +56,8 @@ def predict_videos(
     Raises:
         DataError: A video is damaged or not one; the frames before, and the other videos, are done.
     """
+    from ssdctl.inference.save import image_record
+
     failures = []
     with contextlib.ExitStack() as stack:
         lines = None
@@ -65,15 +67,16 @@ def predict_videos(
             is_drawn = out is not None and call.config.predict.save is None
             target = _annotated(out, name) if out is not None and is_drawn else None
 
-            def add(frame: Frame, found: list[Detection], name: str = name) -> None:
-                record = frame.as_json(name, found)
+            def add(frame: Frame, found: Result, name: str = name) -> None:
+                at = {"frame": frame.number, "time_s": round(frame.time_s, 4)}
+                record = image_record(name, found, **at)
                 if lines is not None:
                     lines.write(json.dumps(record).encode() + b"\n")
                 if call.console.as_json or found:
                     call.console.result(record, _line(name, frame, found))
 
             try:
-                _predict_video(call, predictor, name, target, add, style)
+                _predict_video(call, detector, name, target, add, style)
             except DataError as error:
                 call.console.warning(str(error))
                 failures.append(error)
@@ -87,7 +90,12 @@ def _annotated(out: Path, name: str) -> Path:
 
 
 def _predict_video(
-    call: Call, predictor: Predictor, name: str, target: Path | None, add: Sink, style: DrawingStyle
+    call: Call,
+    detector: ImageDetector,
+    name: str,
+    target: Path | None,
+    add: Sink,
+    style: DrawingStyle,
 ) -> None:
     from ssdctl.inference.video import open_video, predict_frames
 
@@ -99,7 +107,7 @@ def _predict_video(
         total = None if live or video.num_frames is None else -(-video.num_frames // settings.every)
         # A camera's frames are not collected to batches: the result would come late.
         batch_size = 1 if live else settings.batch_size
-        results = predict_frames(predictor, frames, batch_size=batch_size)
+        results = predict_frames(detector, frames, batch_size=batch_size)
         count = 0
         try:
             for frame, found in call.console.progress(
@@ -134,7 +142,7 @@ def _writer(target: Path | None, rate: float, style: DrawingStyle) -> Iterator[S
             writer.close()
 
 
-def _line(name: str, frame: Frame, found: list[Detection]) -> str:
+def _line(name: str, frame: Frame, found: Result) -> str:
     from ssdctl.inference.results import counted
 
     return printable_line(f"{name} {frame.time_s:.2f} s  {counted(found)}")

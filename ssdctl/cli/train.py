@@ -216,7 +216,7 @@ def _dataset_size(call: Call) -> tuple[Path, DatasetSize]:
 
 def _device(name: str) -> str:
     """Return the device of a run on this machine, without opening it."""
-    from ssdctl.doctor.hardware import find_hardware
+    from ssdctl.runtime.hardware import find_hardware
 
     if name != "auto":
         return name

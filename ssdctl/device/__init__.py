@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ssdctl.device import cpu, cuda, hpu, xla
 from ssdctl.device.base import Device
+from ssdctl.runtime.cores import bind_to_card
 
 OPENERS: dict[str, Callable[[int, str | None], Device]] = {
     "cpu": cpu.open_cpu,
@@ -34,4 +35,5 @@ def open_device(name: str, local_rank: int = 0, execution: str | None = None) ->
             (n for n, test in (("cuda", cuda.is_available), ("hpu", hpu.is_available)) if test()),
             "cpu",
         )
+    bind_to_card(name, local_rank)
     return OPENERS[name](local_rank, execution)

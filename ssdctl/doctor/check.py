@@ -1,19 +1,28 @@
-"""One result line of the doctor, and the removal of secrets from it."""
+"""Results of checks, without secrets, and the programs that checks run."""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
+import json
+import os
 import re
-from collections.abc import Iterable
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 ABSENT = "absent"  # optional, and not wanted by the config
+DRIVER_S = 20.0  # for a driver's own tool
+IMPORT_S = 120.0  # for what imports torch: a minute on a cold network file system
+DYING_S = 2.0  # a process in uninterruptible sleep in a driver cannot be killed
 
 
-class CheckResult(NamedTuple):
+class Check(NamedTuple):
     """One result: `state` is ok, warn, fail or absent; `remedy` is what to do about it."""
 
     name: str
@@ -23,19 +32,18 @@ class CheckResult(NamedTuple):
     group: str = ""  # its heading in the output
 
 
-def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> CheckResult:
+def ok(name: str, detail: str, remedy: str = "") -> Check:
+    return Check(name, OK, detail, remedy)
+
+
+def bad(name: str, detail: str, remedy: str, *, is_wanted: bool = False) -> Check:
+    """Return a problem: a failure if the config needs what has it, else a warning."""
+    return Check(name, FAIL if is_wanted else WARN, detail, remedy)
+
+
+def absent(name: str, detail: str, remedy: str, *, is_wanted: bool) -> Check:
     """Return the result for an absent component: a failure only if the config needs it."""
-    if is_wanted:
-        return CheckResult(name, FAIL, detail, remedy)
-    return CheckResult(name, ABSENT, detail)
-
-
-def redacted(checks: Iterable[CheckResult]) -> list[CheckResult]:
-    """Return the results without secrets, so that they can be posted: see `without_secrets`."""
-    return [
-        check._replace(detail=without_secrets(check.detail), remedy=without_secrets(check.remedy))
-        for check in checks
-    ]
+    return Check(name, FAIL, detail, remedy) if is_wanted else Check(name, ABSENT, detail)
 
 
 def without_secrets(text: str) -> str:
@@ -43,9 +51,8 @@ def without_secrets(text: str) -> str:
 
     Paths stay usable in a shell: ~/coco, /scratch/$USER/coco.
     """
-    text = re.sub(
-        r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text
-    ).strip()  # other programs' colours
+    # Colors of other programs, and control characters.
+    text = re.sub(r"\033\[[0-9;]*[A-Za-z]|[\0-\037\177]+", " ", text).strip()
     text = re.sub(r"://\S*@", "://***@", text)
     text = re.sub(r"(\w://[^\s?]+)\?[^\s,)]+", r"\1?***", text)
     home = ""
@@ -58,3 +65,106 @@ def without_secrets(text: str) -> str:
     except (OSError, KeyError):  # nor a name
         return text
     return re.sub(rf"(?<=/){re.escape(user)}(?=/|$|[\s:,;)'\"])", "$USER", text)
+
+
+class Output(NamedTuple):
+    """Output and error text of a program."""
+
+    out: str
+    problem: str = ""  # one line; empty if it succeeded
+
+    def facts(self) -> dict[str, Any]:
+        """Return the merged JSON lines of a probe, including those before a failure."""
+        facts: dict[str, Any] = {}
+        for line in self.out.splitlines():
+            with contextlib.suppress(ValueError):
+                if line.startswith("{"):
+                    facts |= json.loads(line)
+        return facts
+
+
+class Programs:
+    """Run programs that may hang or crash, with time limits; `stop` ends all of them."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def run(
+        self,
+        argv: Sequence[str],
+        timeout_s: float,
+        text: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> Output:
+        """Run a program to its end, in a session of its own.
+
+        Args:
+            argv: The program and its arguments.
+            timeout_s: After this time it is killed with its children; its output so far is kept.
+            text: Its stdin.
+            environment: Its variables; None is this process's environment.
+        """
+        pipe = subprocess.PIPE
+        try:
+            with self._lock:
+                if self._is_over:
+                    raise InterruptedError(0, "interrupted")
+                process = subprocess.Popen(
+                    argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace",
+                    env=environment, start_new_session=True,
+                )  # fmt: skip
+                self._running.add(process)
+        except OSError as error:
+            return Output("", f"cannot be run: {error.strerror}")
+        try:
+            out, stderr = process.communicate(text, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return Output(_kill(process), f"no answer within {timeout_s:g} s")
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        return Output(out, _reason(process.returncode, stderr, out) if process.returncode else "")
+
+    def run_python(self, code: str) -> Output:
+        """Run a Python program given as text."""
+        return self.run([sys.executable, "-W", "ignore", "-c", code], IMPORT_S)
+
+    def run_probe(self, name: str, timeout_s: float, *arguments: str, **more: Any) -> Output:
+        """Run one of the probes of probes.py; `more` is passed to `run`."""
+        argv = [sys.executable, "-W", "ignore", "-m", f"{__package__}.probes", name, *arguments]
+        return self.run(argv, timeout_s, **more)
+
+    def stop(self) -> None:
+        """Kill all running programs; later starts fail."""
+        with self._lock:
+            self._is_over = True
+            running = list(self._running)
+        for process in running:
+            _signal(process)
+
+
+def _signal(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill(process: subprocess.Popen[str]) -> str:
+    """Kill a program and its children; return its output so far."""
+    _signal(process)
+    try:
+        return process.communicate(timeout=DYING_S)[0]
+    except subprocess.TimeoutExpired as error:
+        out = error.stdout or b""
+        return out.decode(errors="replace") if isinstance(out, bytes) else out
+
+
+def _reason(code: int, stderr: str, out: str) -> str:
+    """Return why a program failed: the signal that ended it, else its last line of text."""
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in [*out.splitlines(), *stderr.splitlines()]]
+    texts = [line for line in lines if line and not line.startswith("{")]  # those are facts
+    return texts[-1] if texts else f"exit code {code}"

@@ -1,41 +1,50 @@
-"""Check the dataset, its store, disk space and backbone weights. Read-only."""
+"""Check the dataset, its store, disk space and backbone weights, and the hosts they come from."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
+import time
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ssdctl.config import Config
 from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.doctor.check import ABSENT, FAIL, OK, WARN, CheckResult
-from ssdctl.download.fetch import torch_cache_dir
-from ssdctl.download.sources import COCO2017
-from ssdctl.errors import SsdctlError
+from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
+from ssdctl.download.fetch import open_session, torch_cache_dir
+from ssdctl.download.http_response import NotFound
+from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.sources import COCO2017, PinnedFile
+from ssdctl.download.transfer import length_of
+from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
 from ssdctl.model.pretrained import find_weights, weights_named, weights_of
+from ssdctl.runtime.background import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete
+RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)
+PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")
+CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
+REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
 
 
-def check_data(config: Config) -> list[CheckResult]:
+def check_data(config: Config) -> list[Check]:
     """Return the results for the dataset, the store, the disk and the weights of a config."""
     root, folder = dataset_folders(config.data)
-    dataset = _dataset(root, folder)
+    results = [_dataset(root, folder)]
     if config.data.root is None and not root.exists():
-        dataset = CheckResult("dataset", ABSENT, *_no_dataset(root))
-    results = [dataset]
-    if dataset.state == OK:
+        remedy = "give --data DIR; `ssdctl download` fetches COCO"
+        results = [Check("dataset", ABSENT, f"none given, and no {root}", remedy)]
+    has_dataset = results[0].state == OK
+    if has_dataset:
         results.append(_store(root, folder))
-    is_ready = len(results) > 1 and results[-1].state == OK
-    return [*results, _space(root, folder, dataset.state == OK, is_ready), _weights(config)]
-
-
-def _no_dataset(root: Path) -> tuple[str, str]:
-    return f"none given, and no {root}", "give --data DIR; `ssdctl download` fetches COCO"
+    is_prepared = has_dataset and results[-1].state == OK
+    return [*results, _space(root, folder, has_dataset, is_prepared), _weights(config)]
 
 
 def nearest_folder(path: Path) -> Path:
@@ -46,30 +55,28 @@ def nearest_folder(path: Path) -> Path:
     return path
 
 
-def _dataset(root: Path, folder: Path) -> CheckResult:
+def _dataset(root: Path, folder: Path) -> Check:
     try:
         splits = find_splits(root, folder)
     except SsdctlError as error:
         is_broken = (root / TOML).is_file()  # else there is no dataset yet
-        return CheckResult("dataset", FAIL if is_broken else WARN, str(error), error.hint or "")
+        return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
     missing = [str(files.images) for files in splits.values() if not files.images.is_dir()]
     detail = f"{root}: {' and '.join(splits)}"
     if missing:
         detail += f"; no image folder {', '.join(missing)}: only a packed store works"
-    return CheckResult("dataset", OK, detail)
+    return ok("dataset", detail)
 
 
-def _store(root: Path, folder: Path) -> CheckResult:
+def _store(root: Path, folder: Path) -> Check:
     again = f"ssdctl prepare --data {shlex.quote(str(root))}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
-    states = {
-        split: _state(folder, split, files) for split, files in find_splits(root, folder).items()
-    }
-    wrong = [f"{split} {state}" for split, state in states.items() if state != "prepared"]
-    if not wrong:
-        packed = [m for s in states if (m := store.read_metadata(folder, s)) and m.packed]
-        return CheckResult("store", OK, f"{folder}: prepared{', packed' if packed else ''}")
-    return CheckResult("store", WARN, f"{folder}: {', '.join(wrong)}", again)
+    splits = find_splits(root, folder).items()
+    states = {split: _state(folder, split, files) for split, files in splits}
+    if wrong := [f"{split} {state}" for split, state in states.items() if state != "prepared"]:
+        return bad("store", f"{folder}: {', '.join(wrong)}", again)
+    packed = [m for s in states if (m := store.read_metadata(folder, s)) and m.packed]
+    return ok("store", f"{folder}: prepared{', packed' if packed else ''}")
 
 
 def _state(folder: Path, split: str, files: SplitFiles) -> str:
@@ -85,45 +92,94 @@ def _state(folder: Path, split: str, files: SplitFiles) -> str:
     return "prepared"
 
 
-def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> CheckResult:
+def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> Check:
     free = free_bytes(root.absolute())
     detail = f"{free / 1e9:,.0f} GB free at {root}"
     where = nearest_folder(folder)
     if not is_prepared and not os.access(where, os.W_OK):
-        return CheckResult(
-            "disk", WARN, f"{detail}; {where} is read-only", "give --store DIR elsewhere"
-        )
-    if has_dataset:
-        if free < SPARE_BYTES:
-            return CheckResult("disk", WARN, detail, "a packed store takes as much as its images")
-    elif free < COCO_BYTES:
-        remedy = f"COCO 2017 needs {COCO_BYTES / 1e9:.0f} GB to download and unpack"
-        return CheckResult("disk", WARN, detail, remedy)
-    return CheckResult("disk", OK, detail)
+        return bad("disk", f"{detail}; {where} is read-only", "give --store DIR elsewhere")
+    if has_dataset and free < SPARE_BYTES:
+        return bad("disk", detail, "a packed store takes as much as its images")
+    if not has_dataset and free < COCO_BYTES:
+        return bad("disk", detail, f"COCO 2017 needs {COCO_BYTES / 1e9:.0f} GB with its archives")
+    return ok("disk", detail)
 
 
-def _weights(config: Config) -> CheckResult:
+def _weights(config: Config) -> Check:
     name = weights_of(config.model)
     if config.train.init is not None or name is None:
-        return CheckResult("weights", OK, "not needed: the config trains without them")
+        return ok("weights", "not needed: the config trains without them")
     if Path(name).is_file():
-        return CheckResult("weights", OK, f"{name}, {Path(name).stat().st_size:,} bytes")
+        return ok("weights", f"{name}, {Path(name).stat().st_size:,} bytes")
     try:
         file = weights_named(name).file
         path = find_weights(name)
     except SsdctlError as error:
-        return CheckResult("weights", FAIL, str(error), error.hint or "")
+        return bad("weights", str(error), error.hint or "", is_wanted=True)
     cached = torch_cache_dir() / file.name
     if path is not None:
-        return CheckResult(
-            "weights", OK, f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified"
-        )
+        return ok("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
     remedy = f"ssdctl fetch-weights {name}"
     if cached.is_file():
         detail = f"{cached}: its size or SHA-256 is not that of the published file"
-        return CheckResult("weights", WARN, detail, f"{remedy} replaces it")
+        return bad("weights", detail, f"{remedy} replaces it")
     if not os.access(nearest_folder(cached.parent), os.W_OK):
         remedy += ", with TORCH_HOME set to a folder that can be written"
-        return CheckResult("weights", WARN, f"{name}: not in {cached.parent}", remedy)
+        return bad("weights", f"{name}: not in {cached.parent}", remedy)
     detail = f"{name}: not in {cached.parent} yet; the first training downloads it"
-    return CheckResult("weights", ABSENT, detail, remedy)
+    return Check("weights", ABSENT, detail, remedy)
+
+
+def check_network(config: Config) -> list[Check]:
+    """Request one byte of each file, as `download` and `fetch-weights` do, in parallel."""
+    files = dict(COCO2017)
+    name = weights_of(config.model)
+    if name is not None:
+        with contextlib.suppress(UsageError):  # a file of the user: checked by `check_data`
+            files["weights"] = weights_named(name).file
+    results = [
+        run_in_daemon_thread(partial(_check_file, part, file, config.download.mirror))
+        for part, file in files.items()
+    ]
+    return [_proxies(), *(result.result() for result in results)]
+
+
+def _proxies() -> Check:
+    """Return the variables that requests reads, without users and passwords."""
+    names = (*PROXIES, *CERTIFICATES)
+    values = {name: os.environ.get(name.lower()) or os.environ.get(name) for name in names}
+    shown = [f"{name}={_without_user(value)}" for name, value in values.items() if value]
+    return ok("proxies", ", ".join(shown) or "none set")
+
+
+def _without_user(value: str) -> str:
+    """Remove user and password from a proxy address, which may have no scheme."""
+    before, at, host = value.rpartition("@")
+    scheme = before.partition("://")[0] + "://" if "://" in before else ""
+    return f"{scheme}***@{host}" if at else value
+
+
+def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
+    """Check that a file is available with its pinned size."""
+    start = time.perf_counter()
+    try:
+        url, num_bytes = _length(file, mirror)
+    except SsdctlError as error:
+        return bad(part, str(error), error.hint or REMEDY, is_wanted=True)
+    host = urlsplit(url).netloc.rpartition("@")[2]
+    if file.bytes is not None and num_bytes != file.bytes:
+        detail = f"{file.name}: {host} has {num_bytes:,} bytes, expected are {file.bytes:,}"
+        remedy = "the host serves a different file: try --mirror"
+        return bad(part, detail, remedy, is_wanted=True)
+    spent = time.perf_counter() - start
+    return ok(part, f"{file.name}: {host} has its {num_bytes:,} bytes, answered in {spent:.2f} s")
+
+
+def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
+    """Return the first URL that has the file, and its size there in bytes."""
+    urls = file.urls(mirror)
+    with open_session(1) as session:
+        for url in urls[:-1]:
+            with contextlib.suppress(NotFound):
+                return url, length_of(session, url, RETRY_POLICY)
+        return urls[-1], length_of(session, urls[-1], RETRY_POLICY)

@@ -27,7 +27,7 @@ from ssdctl.exporting.onnx import onnx_model
 from ssdctl.exporting.openvino import write_openvino
 from ssdctl.exporting.pt2 import pt2_program
 from ssdctl.files import atomic_write, write_bytes
-from ssdctl.inference.predict import open_picture, resized
+from ssdctl.inference.predict import open_image, resized
 
 NUM_PICTURES = 5  # an ONNX file is compared with PyTorch on them
 MAX_TRIED = 10  # images of the dataset that are opened for each of them
@@ -180,7 +180,7 @@ def _opened(
     pictures: list[NDArray[np.uint8]] = []
     for source in itertools.islice(sources, MAX_TRIED * count):
         try:
-            pictures.append(resized(open_picture(source)))
+            pictures.append(resized(open_image(source)))
         except DataError:
             continue
         if len(pictures) == count:

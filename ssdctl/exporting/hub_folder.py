@@ -32,10 +32,9 @@ from ssdctl.exporting import standalone_detect
 from ssdctl.exporting.formats import safetensors_bytes
 from ssdctl.exporting.model_card import CardFacts, model_card
 from ssdctl.files import atomic_write, write_bytes, write_text
-from ssdctl.inference.detector import DetectorConfig
+from ssdctl.inference.detector import DetectorConfig, open_detector
 from ssdctl.inference.drawing import draw
-from ssdctl.inference.open_detector import open_detector
-from ssdctl.inference.predict import Predictor, class_names, open_picture
+from ssdctl.inference.predict import ImageDetector, Predictor, class_names, open_image
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
@@ -145,11 +144,11 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
         return
     device = open_device("cpu")
     detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
-    predictor = Predictor(detector, class_names(checkpoint))
+    predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
     drawn = 0
     for content in itertools.islice(_pictures(checkpoint), MAX_TRIED):
         try:
-            image = open_picture(content)
+            image = open_image(content)
         except DataError:
             continue
         found = predictor.predict(image)
@@ -158,7 +157,7 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
         drawn += 1
         target = folder / "samples" / f"{drawn}.jpg"
         target.parent.mkdir(parents=True, exist_ok=True)
-        result = draw(image, [d.as_box_label() for d in found])
+        result = draw(image, list(found))
         result.thumbnail((SAMPLE_PIXELS, SAMPLE_PIXELS))
         with atomic_write(target) as file:
             result.save(file, "JPEG", quality=85)

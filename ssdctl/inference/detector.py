@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
+from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.augment import Normalise
@@ -50,13 +51,14 @@ DEFAULTS = DetectorConfig()
 
 
 class DetectorBackend(Protocol):
-    """What `predict` and `evaluate` need of a detector: pictures in, detections out."""
+    """What `predict` and `evaluate` need of a detector: images in, detections out."""
 
     score_threshold: float
     nms_iou: float
+    device_name: str
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
-        """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each."""
+        """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each."""
         ...
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +88,8 @@ class Detector:
                 f"device {device.name} does not compute in {config.precision}",
                 hint=f"choose {' or '.join(f'--{p}' for p in device.precisions)}",
             )
-        self._model = model
+        self.model = model
+        self.device_name = device.name
         self._device = device
         self._precision = config.precision
         self._defaults = default_boxes_cxcywh().to(device.torch_device)
@@ -97,7 +100,7 @@ class Detector:
         self._normalise = Normalise(constants=self._constants).to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
-        """Return the detections on (B, 300, 300, 3) uint8 RGB pictures, in fractions of each.
+        """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each.
 
         Raises:
             NonFiniteError: The network's output is NaN or infinite.
@@ -113,7 +116,7 @@ class Detector:
                 self._device.wait_for_copies()
             images = self._normalise(images_BHW3)
             with self._device.autocast(self._precision):
-                output = Output(*self._model(images))
+                output = Output(*self.model(images))
             self._device.mark_step()
             return output
 
@@ -159,6 +162,22 @@ class Detector:
                 hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
                 f"evaluate.batch_size={num_images // 2}",
             ) from error
+
+
+def open_detector(
+    checkpoint: Checkpoint, device: Device, config: DetectorConfig = DEFAULTS
+) -> DetectorBackend:
+    """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
+
+    Raises:
+        UsageError: The device, precision or a threshold does not suit the file.
+        IntegrityError: The weights do not fit the network, or the graph is damaged.
+    """
+    if checkpoint.graph is not None:
+        from ssdctl.inference.onnx_detector import OnnxDetector
+
+        return OnnxDetector(checkpoint, device, config)
+    return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:

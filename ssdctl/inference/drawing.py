@@ -11,10 +11,13 @@ import functools
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+
+from ssdctl.errors import UsageError
+from ssdctl.files import atomic_write
 
 # Okabe and Ito's palette, also for color-blind readers, then the colors farthest from all before
 # them, in CIELAB and as color-blind readers see them.
@@ -32,7 +35,35 @@ MIN_TEXT_SIZE = 10  # pixels; smaller letters are not readable
 NOT_PRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories
 MAX_LABEL = 40  # characters of a name in an image or plot
 
+# Formats in which drawn images are written.
+DRAWN_FORMATS = {
+    ".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WEBP", ".bmp": "BMP", ".tif": "TIFF",
+    ".tiff": "TIFF",
+}  # fmt: skip
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {
+    "JPEG": {"quality": 92, "subsampling": 0},  # halved colors would blur lines and text
+    "PNG": {"compress_level": 1},
+    "WEBP": {"quality": 92},
+    "TIFF": {"compression": "tiff_lzw"},
+}
+
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom in pixels
+
+
+class LabeledBox(Protocol):
+    """What is drawn: a `BoxLabel` or a `Detection`."""
+
+    @property
+    def box(self) -> Rectangle: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def label(self) -> int: ...
+
+    @property
+    def score(self) -> float | None: ...
 
 
 class BoxLabel(NamedTuple):
@@ -105,7 +136,7 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def draw(
-    image: Image.Image, boxes: Sequence[BoxLabel], style: DrawingStyle = DEFAULT_STYLE
+    image: Image.Image, boxes: Sequence[LabeledBox], style: DrawingStyle = DEFAULT_STYLE
 ) -> Image.Image:
     """Return a copy of the image in RGB with its boxes.
 
@@ -140,6 +171,20 @@ def draw(
     return result
 
 
+def save_image(image: Image.Image, path: Path) -> None:
+    """Write an image atomically, in the format that the suffix names.
+
+    Raises:
+        UsageError: The suffix is none of `DRAWN_FORMATS`.
+        DiskError: The file cannot be written.
+    """
+    kind = DRAWN_FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise UsageError(f"{path}: give a name that ends in {', '.join(DRAWN_FORMATS)}")
+    with atomic_write(path) as file:
+        image.save(file, kind, **SAVE_OPTIONS.get(kind, {}))
+
+
 def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -> None:
     """Draw a line around a box, with a dark outline on both sides."""
     halo = _halo(line)
@@ -155,11 +200,10 @@ def _draw_box(pen: ImageDraw.ImageDraw, box: Rectangle, line: int, color: str) -
 
 
 def _halo(line: int) -> int:
-    """Return the width of the dark outline of a line."""
     return max(line // 3, 1)
 
 
-def _text(entry: BoxLabel, style: DrawingStyle) -> str:
+def _text(entry: LabeledBox, style: DrawingStyle) -> str:
     """Return the text beside a box; empty: none."""
     name = one_line(entry.name) if style.labels else ""
     score = "" if entry.score is None or not style.scores else f"{entry.score:.2f}"

@@ -38,8 +38,8 @@ class OnnxDetector:
     Args:
         checkpoint: Of `read_model`, with a graph.
         device: A CPU or CUDA device.
-        config: Its precision must be `fp32`, since the precision is part of the graph. A threshold
-            that is None is the graph's, else the network's own.
+        config: Its precision must be `fp32`: the graph has its own. Thresholds of None are the
+            graph's, else the network's own.
 
     Raises:
         UsageError: The device, precision or a threshold does not suit the graph, or onnxruntime is
@@ -58,6 +58,7 @@ class OnnxDetector:
         assert checkpoint.nms is not None
         if config.precision != "fp32":
             raise UsageError(f"{checkpoint.path}: the precision of an ONNX file is fixed")
+        self.device_name = device.name
         self._path = checkpoint.path
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
@@ -86,7 +87,7 @@ class OnnxDetector:
         return self.finish(self.forward(images_BHW3))
 
     def forward(self, images_BHW3: Tensor) -> tuple[Tensor, ...]:
-        """Run the graph; a fixed batch size is filled with repetitions of the last picture.
+        """Run the graph; a fixed batch size is filled with repetitions of the last image.
 
         Raises:
             IntegrityError: The graph cannot be run, or its outputs have other shapes.
@@ -171,9 +172,9 @@ class OnnxDetector:
         return shapes == expected and kinds == ["f", "f", "i", "i"][: len(kinds)]
 
 
-def filled_batches(pictures: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:
-    """Split pictures into batches; the last one is filled with repetitions of the last picture."""
-    filled = np.concatenate([pictures, pictures[-1:].repeat(-len(pictures) % size, axis=0)])
+def filled_batches(images: NDArray[np.uint8], size: int) -> list[NDArray[np.uint8]]:
+    """Split images into batches; the last one is filled with repetitions of the last image."""
+    filled = np.concatenate([images, images[-1:].repeat(-len(images) % size, axis=0)])
     return np.split(filled, len(filled) // size)
 
 

@@ -1,8 +1,10 @@
-"""Detect objects on pictures: the result of `ssdctl.load`, and the work of `ssdctl predict`.
+"""Detect objects on images of any size: the work of `ssdctl.load` and `ssdctl predict`.
 
-predictor = ssdctl.load("ckpt.pt")
-for found in predictor.predict("street.jpg"):
-    found.name, found.score, found.box
+    predictor = ssdctl.load("ckpt.pt")
+    result = predictor("street.jpg")
+
+An `ImageDetector` turns images into the network's input, by tiles if asked to, and its output into
+results in pixels. `detect_ahead` is the one loop over many images: files, URLs or frames.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, NamedTuple, TypeAlias, TypeVar, overload
+from typing import IO, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -26,56 +28,85 @@ from PIL import Image
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.data.classes import UNUSED, ClassName
-from ssdctl.data.image_decode import Picture, read_rgb
+from ssdctl.data.image_decode import read_rgb
 from ssdctl.device import open_device
-from ssdctl.errors import SsdctlError, UsageError
-from ssdctl.inference.detector import DetectorBackend, DetectorConfig
+from ssdctl.distributed.ranks import find_ranks
+from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
+from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, open_detector
+from ssdctl.inference.image_sources import UrlSource, source_of
 from ssdctl.inference.model_source import locate_checkpoint
-from ssdctl.inference.open_detector import open_detector
-from ssdctl.inference.results import Detection, LabelledClass, Result
-from ssdctl.inference.sources import UrlSource, source_of
+from ssdctl.inference.results import Result
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
+from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.map_ahead import map_ahead
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MAX_NAMED = 20  # class names listed in a message
 MAX_OVERLAP = 0.9
 TILES_PER_PASS = 8
-OnePicture: TypeAlias = (
+OneImage: TypeAlias = (
     str | os.PathLike[str] | bytes | IO[bytes] | Image.Image | NDArray[Any] | torch.Tensor
 )
+REMOVED = {
+    "predict_many": "pass a list to Predictor.predict",
+    "class_names": "see Result.class_names, or Predictor.model.class_names",
+    "returned_classes": "see Result.class_names",
+    "options": "it has what ssdctl.load was given",
+}
 
 
 class Options(NamedTuple):
-    """Which detections a predictor returns, and how it looks for them."""
+    """Which detections are returned, and how they are looked for."""
 
     classes: Sequence[str] = ()  # only these; empty: all
-    max_detections: int | None = None  # of a picture, the best; None: as many as the network gives
-    tile: int | None = None  # side of the tiles in pixels; None: only the whole picture
-    tile_overlap: float = 0.2  # of neighbours, as a fraction of the tile
+    max_detections: int | None = None  # per image, best first; None: all that the network gives
+    tile: int | None = None  # side of the tiles in pixels; None: only the whole image
+    tile_overlap: float = 0.2  # of neighbors, as a fraction of the tile
 
 
 class View(NamedTuple):
-    """A picture as the network gets it."""
+    """An image as the network gets it."""
 
-    size: tuple[int, int]  # width and height of the picture
+    size: tuple[int, int]  # width and height of the image
     pixels: NDArray[np.uint8]  # (300, 300, 3)
 
 
-class _OpenedPicture(NamedTuple):
-    """A picture that was opened: its source to open it again, its size, what the network needs."""
+class OpenedImage(NamedTuple):
+    """An image that was opened in a thread."""
 
-    source: Picture
-    size: tuple[int, int]
-    prepared: Any  # see Predictor.prepared
+    item: Any  # which of the stream
+    source: Any  # opens the image again, to draw on it
+    image: Image.Image  # in RGB
 
 
-class Predictor:
-    """Detect objects on pictures with a network. Created by `ssdctl.load`.
+class Prepared(NamedTuple):
+    """The part of an opened image that is kept until it goes through the network."""
+
+    item: Any
+    source: Any
+    content: View | Image.Image
+
+
+class Prediction(NamedTuple):
+    """The detections on one image of a stream."""
+
+    item: Any
+    result: Result
+    seconds: float  # in the network and NMS; its share of the batch
+
+
+class UnreadableImage(NamedTuple):
+    """An image of a stream that could not be fetched or read."""
+
+    item: Any
+    error: SsdctlError
+
+
+class ImageDetector:
+    """A network with the choice of what it returns.
 
     Args:
         detector: Finds the objects; see `open_detector`.
@@ -92,9 +123,9 @@ class Predictor:
         classes: Sequence[ClassName],
         options: Options = Options(),  # noqa: B008 - immutable
     ) -> None:
-        self._detector = detector
-        self._classes = list(classes)
-        self._selected = _selected_classes(self.class_names, options.classes)
+        self.backend = detector
+        self.classes = list(classes)
+        self._selected = _selected_labels([c.name for c in classes], options.classes)
         if options.tile is not None and options.tile < MIN_TILE:
             raise UsageError(f"tile {options.tile}: the smallest tile has {MIN_TILE} pixels")
         if not 0 <= options.tile_overlap <= MAX_OVERLAP:
@@ -104,168 +135,32 @@ class Predictor:
         self.options = options
 
     @property
-    def class_names(self) -> list[str]:
-        """The names of the classes."""
-        return [c.name for c in self._classes]
+    def selected_classes(self) -> dict[int, ClassName]:
+        """The classes that results may have, by label."""
+        return {label: self.classes[label - 1] for label in self._selected}
 
-    @property
-    def returned_classes(self) -> list[LabelledClass]:
-        """The classes that results may have."""
+    def prepare(self, image: Image.Image) -> View | Image.Image:
+        """Return what `detect` needs of an image: a view, or with tiles all of it."""
+        return image if self.options.tile else View(image.size, resized(image))
+
+    def detect(self, images: Sequence[Prepared], tiles_per_pass: int) -> list[Result]:
+        """Return the objects on each image, from one pass; with tiles, from passes of its own."""
+        found = []
+        if views := [image.content for image in images if isinstance(image.content, View)]:
+            pixels = torch.from_numpy(np.stack([view.pixels for view in views]))
+            for view, detections in zip(views, self.backend(pixels), strict=True):
+                found.append(_in_window(detections, Window(0, 0, *view.size)))
+        else:
+            for image in images:
+                assert isinstance(image.content, Image.Image)
+                found.append(self._detect_tiles(image.content, tiles_per_pass))
         return [
-            LabelledClass(label, c.id if c.id is not None else label, c.name)
-            for label, c in enumerate(self._classes, start=1)
-            if label in self._selected
+            self._result(arrays, image.content.size, image.source)
+            for arrays, image in zip(found, images, strict=True)
         ]
 
-    @overload
-    def predict(self, picture: list[Picture] | tuple[Picture, ...]) -> list[Result]: ...
-
-    @overload
-    def predict(self, picture: OnePicture) -> Result: ...
-
-    def predict(self, picture: Picture) -> Result | list[Result]:
-        """Return the objects on a picture, the highest score first; of a list, one result each.
-
-        Args:
-            picture: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
-                RGB pixels as an array or tensor; see `ssdctl.data.image_decode.read_rgb`. Or a list
-                of them, which go through the network together.
-
-        Raises:
-            DataError: It is not a readable picture.
-            NetworkError: The URL cannot be fetched.
-            NonFiniteError: The network's output is NaN or infinite.
-        """
-        if isinstance(picture, list | tuple):
-            return self.predict_many(picture)
-        return self.predict_many([picture])[0]
-
-    def predict_many(self, pictures: Sequence[Picture]) -> list[Result]:
-        """Return the objects on several pictures, from one pass through the network.
-
-        With tiles, each picture takes passes of its own.
-        """
-        return self._results([self._open(picture) for picture in pictures])
-
-    def predict_iter(self, pictures: Iterable[Picture], *, batch_size: int = 8) -> Iterator[Result]:
-        """Yield the objects on each of many pictures, in their order.
-
-        Threads open the pictures of the next batches; results of earlier ones are not kept.
-
-        Args:
-            pictures: Pictures as `predict` takes them; the iterable may be endless.
-            batch_size: Pictures that go through the network together.
-
-        Raises:
-            DataError, NetworkError: A picture cannot be read; those before were yielded.
-            UsageError: `pictures` is a single picture, or the batch size is below 1.
-        """
-        if isinstance(pictures, (str, bytes, os.PathLike, Image.Image)):
-            raise UsageError(
-                f"predict_iter: a single {type(pictures).__name__}, not several pictures",
-                hint="give a list, or use predict",
-            )
-        if batch_size < 1:
-            raise UsageError(f"batch_size {batch_size}: expected 1 or more")
-
-        def opened(picture: Picture, cancelled: threading.Event) -> _OpenedPicture | SsdctlError:
-            try:
-                return self._open(picture, cancelled)
-            except SsdctlError as error:  # raised when its turn comes
-                return error
-
-        with contextlib.closing(
-            self.detect_ahead(pictures, opened, batch_size=batch_size, threads=usable_cores())
-        ) as found:
-            for item, detections, _ in found:
-                if isinstance(item, SsdctlError):
-                    raise item
-                yield Result(detections, item.size, item.source, open_picture)
-
-    def detect_ahead(
-        self,
-        items: Iterable[T],
-        opened: Callable[[T, threading.Event], Any],
-        *,
-        batch_size: int,
-        threads: int,
-    ) -> Generator[tuple[Any, list[Detection], float], None, None]:
-        """Yield what `opened` returns for each item, the objects on it, and its share of the time.
-
-        The order is that of the items. The time is that of the network and NMS, in seconds.
-
-        Threads open the pictures of the next batches and keep only what the network gets. With
-        tiles, one whole picture is opened in advance. Closing the iterator ends downloads.
-
-        Args:
-            items: Pictures of any kind; the iterable may be endless.
-            opened: Opens an item in a thread; the event is set when the iterator is closed. Returns
-                an object whose `prepared` goes through the network, or an object without one, which
-                has no detections.
-            batch_size: Pictures that go through the network together.
-            threads: That open pictures.
-        """
-        at_once, ahead = batch_size, 2 * batch_size
-        if self.options.tile is not None:
-            threads = at_once = ahead = 1
-        cancelled = threading.Event()
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
-        try:
-            ready = map_ahead(pool, lambda item: opened(item, cancelled), items, ahead)
-            while batch := list(itertools.islice(ready, at_once)):
-                good = [item.prepared for item in batch if hasattr(item, "prepared")]
-                start = time.perf_counter()
-                detections = iter(self.predict_prepared(good, batch_size))
-                seconds = (time.perf_counter() - start) / max(len(good), 1)
-                for item in batch:
-                    yield item, next(detections) if hasattr(item, "prepared") else [], seconds
-        finally:  # also after Ctrl-C
-            cancelled.set()
-            pool.shutdown(cancel_futures=True)
-
-    def _open(self, picture: Picture, cancelled: threading.Event | None = None) -> _OpenedPicture:
-        image = open_picture(picture, cancelled)
-        is_url = isinstance(picture, str) and isinstance(source_of(picture), UrlSource)
-        # A file object and a URL are read only once; anything else is opened again to plot it.
-        source = image if is_url or hasattr(picture, "read") else picture
-        return _OpenedPicture(source, image.size, self.prepared(image))
-
-    def _results(self, opened: Sequence[_OpenedPicture]) -> list[Result]:
-        found = self.predict_prepared([item.prepared for item in opened], TILES_PER_PASS)
-        return [
-            Result(detections, item.size, item.source, open_picture)
-            for item, detections in zip(opened, found, strict=True)
-        ]
-
-    def prepared(self, image: Image.Image) -> Any:
-        """Return what `predict_prepared` needs of a picture: a view, or with tiles all of it."""
-        return image if self.options.tile else view_of(image)
-
-    def predict_prepared(
-        self, pictures: Sequence[Any], tiles_per_pass: int
-    ) -> list[list[Detection]]:
-        """Return the objects on each picture, from one pass; with tiles, from passes of its own."""
-        if self.options.tile is None:
-            return self.predict_views(pictures)
-        return [self.predict_tiled(picture, tiles_per_pass) for picture in pictures]
-
-    def predict_views(self, views: Sequence[View]) -> list[list[Detection]]:
-        """Return the objects on pictures that are already resized, from one pass."""
-        if not views:
-            return []
-        pixels = torch.from_numpy(np.stack([view.pixels for view in views]))
-        return [
-            self._detections(_in_window(result, Window(0, 0, *view.size)))
-            for view, result in zip(views, self._detector(pixels), strict=True)
-        ]
-
-    def predict_tiled(self, image: Image.Image, batch_size: int) -> list[Detection]:
-        """Return the objects on a picture, from views of its tiles and of all of it.
-
-        Args:
-            image: In RGB. Only `batch_size` views of it are in memory at a time.
-            batch_size: Views for a pass through the network.
-        """
+    def _detect_tiles(self, image: Image.Image, batch_size: int) -> Found:
+        """Detect on tiles and on the whole image; `batch_size` views are in memory at a time."""
         assert self.options.tile is not None
         width, height = image.size
         windows = iter(tile_windows(width, height, self.options.tile, self.options.tile_overlap))
@@ -273,30 +168,194 @@ class Predictor:
         cuts: list[NDArray[np.bool_]] = []
         while batch := list(itertools.islice(windows, batch_size)):
             pixels = torch.from_numpy(np.stack([resized(image, window) for window in batch]))
-            for window, result in zip(batch, self._detector(pixels), strict=True):
+            for window, result in zip(batch, self.backend(pixels), strict=True):
                 parts.append(_in_window(result, window))
                 cuts.append(cut_flags(parts[-1].boxes, window, width, height))
-        boxes = np.concatenate([part.boxes for part in parts])
-        scores = np.concatenate([part.scores for part in parts])
-        labels = np.concatenate([part.labels for part in parts])
-        kept = merge(boxes, scores, labels, np.concatenate(cuts), self._detector.nms_iou)
-        return self._detections(Found(boxes[kept], scores[kept], labels[kept]))
+        boxes, scores, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+        kept = merge(boxes, scores, labels, np.concatenate(cuts), self.backend.nms_iou)
+        return Found(boxes[kept], scores[kept], labels[kept])
 
-    def _detections(self, found: Found) -> list[Detection]:
-        detections = []
-        for box, score, label in zip(*(array.tolist() for array in found), strict=True):
-            if label not in self._selected:
-                continue
-            entry = self._classes[label - 1]
-            left, top, right, bottom = (round(v, 2) for v in box)
-            detections.append(
-                Detection(entry.name, label, entry.id, round(score, 5), (left, top, right, bottom))
+    def _result(self, found: Found, size: tuple[int, int], source: Any) -> Result:
+        kept = np.flatnonzero(np.isin(found.labels, self._selected))[: self.options.max_detections]
+        return Result(
+            found.boxes[kept].round(2),
+            found.scores[kept].round(5),
+            found.labels[kept],
+            classes=self.classes,
+            size=size,
+            image=source,
+            open_image=open_image,
+        )
+
+
+def detect_ahead(
+    detector: ImageDetector,
+    items: Iterable[Any],
+    opened: Callable[[Any, threading.Event], OpenedImage | None],
+    *,
+    batch_size: int,
+    threads: int,
+) -> Generator[Prediction | UnreadableImage, None, None]:
+    """Yield the objects on each of many images, in their order.
+
+    Threads open the images of the next batches and keep only what the network gets. With tiles,
+    one whole image is opened in advance. Closing the iterator ends downloads.
+
+    Args:
+        detector: Finds the objects.
+        items: Images of any kind; the iterable may be endless.
+        opened: Opens an item in a thread; the event is set when the iterator is closed. Its
+            expected errors are yielded in their turn. None ends the stream.
+        batch_size: Images that go through the network together.
+        threads: How many open images.
+    """
+    at_once, ahead = batch_size, 2 * batch_size
+    if detector.options.tile is not None:
+        threads = at_once = ahead = 1
+    cancelled = threading.Event()
+
+    def prepared(item: Any) -> Prepared | UnreadableImage | None:
+        try:
+            image = opened(item, cancelled)
+        except SsdctlError as error:
+            return UnreadableImage(item, error)
+        return image and Prepared(image.item, image.source, detector.prepare(image.image))
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="open")
+    try:
+        ready = map_ahead(pool, prepared, items, ahead)
+        while batch := list(itertools.islice(ready, at_once)):
+            good = [entry for entry in batch if isinstance(entry, Prepared)]
+            start = time.perf_counter()
+            results = iter(detector.detect(good, batch_size))
+            seconds = (time.perf_counter() - start) / max(len(good), 1)
+            for entry in batch:
+                if entry is None:
+                    return
+                if isinstance(entry, UnreadableImage):
+                    yield entry
+                else:
+                    yield Prediction(entry.item, next(results), seconds)
+    finally:  # also after Ctrl-C
+        cancelled.set()
+        pool.shutdown(cancel_futures=True)
+
+
+class Predictor:
+    """Detect objects on images with a network. Created by `ssdctl.load`; may be called.
+
+    Args:
+        detector: Finds the objects.
+        source: The checkpoint's name, for messages.
+    """
+
+    def __init__(self, detector: ImageDetector, source: str) -> None:
+        self._detector = detector
+        self._source = source
+
+    @property
+    @hints_in_messages()
+    def model(self) -> SSD300:
+        """The network, on its device, in evaluation mode.
+
+        Raises:
+            UsageError: It is an ONNX file, which has no PyTorch network.
+        """
+        backend = self._detector.backend
+        if not isinstance(backend, Detector) or not isinstance(backend.model, SSD300):
+            raise UsageError(
+                f"{self._source}: an ONNX file has no PyTorch network",
+                hint="load the checkpoint that it was exported from",
             )
-        return detections[: self.options.max_detections]
+        return backend.model
+
+    @overload
+    def __call__(self, image: list[Any] | tuple[Any, ...]) -> list[Result]: ...
+
+    @overload
+    def __call__(self, image: OneImage) -> Result: ...
+
+    def __call__(self, image: OneImage | list[Any] | tuple[Any, ...]) -> Result | list[Result]:
+        """Do what `predict` does."""
+        return self.predict(image)
+
+    @overload
+    def predict(self, image: list[Any] | tuple[Any, ...]) -> list[Result]: ...
+
+    @overload
+    def predict(self, image: OneImage) -> Result: ...
+
+    @hints_in_messages()
+    def predict(self, image: OneImage | list[Any] | tuple[Any, ...]) -> Result | list[Result]:
+        """Return the objects on an image, the highest score first; of a list, one result each.
+
+        Args:
+            image: A path, an http(s) URL, encoded bytes, a binary file object, a Pillow image, or
+                RGB pixels: a uint8 array (H, W, 3) or a uint8 tensor (3, H, W) or (H, W, 3). Or a
+                list of them, which go through the network together.
+
+        Raises:
+            DataError: It is not a readable image.
+            NetworkError: The URL cannot be fetched.
+            UsageError: Pixels of another shape or type, or a URL other than http(s).
+            NonFiniteError: The network's output is NaN or infinite.
+        """
+        images = image if isinstance(image, list | tuple) else [image]
+        opened = [self._open(entry) for entry in images]
+        detector = self._detector
+        prepared = [Prepared(o.item, o.source, detector.prepare(o.image)) for o in opened]
+        results = detector.detect(prepared, TILES_PER_PASS)
+        return results if isinstance(image, list | tuple) else results[0]
+
+    def predict_iter(self, images: Iterable[OneImage], *, batch_size: int = 8) -> Iterator[Result]:
+        """Yield the objects on each of many images, in their order.
+
+        Threads open the images of the next batches; results of earlier ones are not kept.
+
+        Args:
+            images: Images as `predict` takes them; the iterable may be endless.
+            batch_size: Images that go through the network together.
+
+        Raises:
+            DataError, NetworkError: An image cannot be read; those before were yielded.
+            UsageError: `images` is a single image, or the batch size is below 1.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(hints_in_messages())
+            if isinstance(images, (str, bytes, os.PathLike, Image.Image)):
+                raise UsageError(
+                    f"predict_iter: a single {type(images).__name__}, not several images",
+                    hint="give a list, or use predict",
+                )
+            if batch_size < 1:
+                raise UsageError(f"batch_size {batch_size}: expected 1 or more")
+            stream = detect_ahead(
+                self._detector, images, self._open, batch_size=batch_size, threads=usable_cores()
+            )
+            for found in stack.enter_context(contextlib.closing(stream)):
+                if isinstance(found, UnreadableImage):
+                    raise found.error
+                yield found.result
+
+    def _open(self, image: OneImage, cancelled: threading.Event | None = None) -> OpenedImage:
+        opened = open_image(image, cancelled)
+        is_url = isinstance(image, str) and isinstance(source_of(image), UrlSource)
+        # A file object and a URL are read only once; anything else is opened again to plot it.
+        source = opened if is_url or hasattr(image, "read") else image
+        return OpenedImage(image, source, opened)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REMOVED:
+            raise AttributeError(f"Predictor.{name} is gone: {REMOVED[name]}")
+        raise AttributeError(f"'Predictor' object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        classes = len(self._detector.classes)
+        return f"Predictor({self._source}, {classes} classes, {self._detector.backend.device_name})"
 
 
 class Found(NamedTuple):
-    """The detections on a picture as arrays, the highest score first."""
+    """The detections on an image as arrays, the highest score first."""
 
     boxes: NDArray[np.float64]  # K x 4: left, top, right, bottom in pixels, clipped
     scores: NDArray[np.float64]
@@ -304,7 +363,7 @@ class Found(NamedTuple):
 
 
 def _in_window(result: postprocess.ImageDetections, window: Window) -> Found:
-    """Convert the network's detections on a window to pixels of the picture."""
+    """Convert the network's detections on a window to pixels of the image."""
     left, top, right, bottom = window
     scale = np.array([right - left, bottom - top] * 2)
     boxes = result.boxes.double().cpu().numpy().clip(0, 1) * scale + [left, top, left, top]
@@ -312,7 +371,7 @@ def _in_window(result: postprocess.ImageDetections, window: Window) -> Found:
     return Found(boxes, scores, result.labels.cpu().numpy().astype(np.int64))
 
 
-def _selected_classes(names: Sequence[str], chosen: Sequence[str]) -> set[int]:
+def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
     """Return the labels of the chosen classes, all if none are chosen.
 
     Raises:
@@ -329,24 +388,33 @@ def _selected_classes(names: Sequence[str], chosen: Sequence[str]) -> set[int]:
                 f"class {name!r}: the network has no such class", hint=f"{hint}it has: {listed}"
             )
     chosen = chosen or [name for name in names if name != UNUSED]
-    return {label for label, name in enumerate(names, start=1) if name in chosen}
+    return [label for label, name in enumerate(names, start=1) if name in chosen]
 
 
-def load(
+def load_detector(
     checkpoint: str | os.PathLike[str],
     *,
     device: str = "auto",
-    score: float = 0.3,
-    nms_iou: float | None = None,
-    precision: str = "fp32",
+    config: DetectorConfig,
     options: Options = Options(),  # noqa: B008 - immutable
     mirror: str | None = None,
-) -> Predictor:
-    """See `ssdctl.load`; a detector is fetched from `mirror` if it is given."""
-    opened = open_device(device)
+) -> tuple[ImageDetector, str]:
+    """Return the detector that a user names, and what it is: `ssd300-resnet34` or a file's name.
+
+    Args:
+        checkpoint: See `locate_checkpoint`.
+        device: `auto` is the accelerator of this machine or rank, else the CPU.
+        config: The precision and the thresholds.
+        options: What it returns.
+        mirror: Base URL to fetch a published detector from instead.
+    """
+    opened = open_device(device, find_ranks().local_rank)
     read = read_model(locate_checkpoint(checkpoint, mirror=mirror))
-    detector = open_detector(read, opened, DetectorConfig(precision, score, nms_iou))
-    return Predictor(detector, class_names(read), options)
+    classes, backend = class_names(read), open_detector(read, opened, config)
+    if isinstance(backend, Detector) and isinstance(backend.model, SSD300):
+        backend.model.class_names = [c.name for c in classes]
+    detector = ImageDetector(backend, classes, options)
+    return detector, f"ssd300-{read.architecture.backbone}"
 
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:
@@ -358,25 +426,20 @@ def class_names(checkpoint: Checkpoint) -> list[ClassName]:
     return [ClassName(None, f"class {label}") for label in range(1, count + 1)]
 
 
-def open_picture(picture: Picture, cancelled: threading.Event | None = None) -> Image.Image:
-    """Open a user's picture of any kind, upright, in RGB. The event ends a download.
+def open_image(image: OneImage, cancelled: threading.Event | None = None) -> Image.Image:
+    """Open a user's image of any kind, upright, in RGB. The event ends a download.
 
     Raises:
-        DataError: It cannot be read as a picture, or is too large.
+        DataError: It cannot be read as an image, or is too large.
         NetworkError: The URL cannot be fetched.
-        UsageError: It is not a picture, pixels of an unsupported shape or type, or another URL.
+        UsageError: It is not an image, pixels of an unsupported shape or type, or another URL.
     """
-    if isinstance(picture, str):
-        picture = source_of(picture).open(cancelled)
-    return Image.fromarray(read_rgb(picture))
-
-
-def view_of(image: Image.Image) -> View:
-    """Resize a picture to the network's input."""
-    return View(image.size, resized(image))
+    if isinstance(image, str):
+        image = source_of(image).open(cancelled)
+    return Image.fromarray(read_rgb(image))
 
 
 def resized(image: Image.Image, window: Window | None = None) -> NDArray[np.uint8]:
-    """Resize a picture, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
+    """Resize an image, or a part of it, as evaluation does: antialiased bilinear, in uint8."""
     part = image.crop(window) if window is not None else image
     return np.asarray(part.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR))

@@ -1,95 +1,145 @@
-"""Results of detection on pictures. Torch-free."""
+"""Detections on images, as arrays. Torch-free."""
 
 from __future__ import annotations
 
+import base64
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ssdctl.errors import SsdctlError, missing_package
-from ssdctl.inference.drawing import BoxLabel, DrawingStyle, draw
-from ssdctl.inference.sources import Source
+from ssdctl.data.classes import ClassName
+from ssdctl.errors import SsdctlError, hints_in_messages, missing_package
+from ssdctl.inference.drawing import DrawingStyle, Rectangle, draw, save_image
+from ssdctl.runtime.html_table import html_table
 
 if TYPE_CHECKING:
+    import pandas
     import supervision
 
-NOTEBOOK_PIXELS = 1024  # longer side of a picture that a notebook shows
-
-
-class LabelledClass(NamedTuple):
-    """A class that results may have."""
-
-    label: int  # the network's, 1 and up
-    category_id: int  # the dataset's; the label if a third-party file names none
-    name: str
+NOTEBOOK_PIXELS = 1024  # longer side of an image that a notebook shows
+NOTEBOOK_ROWS = 10
+Selection: TypeAlias = "slice | Sequence[int] | Sequence[bool] | NDArray[Any]"
+REMOVED = {"picture": "image"}
 
 
 class Detection(NamedTuple):
-    """One detection on a picture."""
+    """One detected object."""
 
     name: str
     label: int  # 1 and up
     category_id: int | None  # None for third-party checkpoints
     score: float
-    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels, clipped
+    box: Rectangle  # left, top, right, bottom in pixels, clipped to the image
 
     def as_json(self) -> dict[str, Any]:
         """Return it as `ssdctl predict --json` prints it."""
         return {**self._asdict(), "box": list(self.box)}
 
-    def as_box_label(self) -> BoxLabel:
-        """Return it as `ssdctl.inference.drawing.draw` takes it."""
-        return BoxLabel(self.box, self.name, self.label, self.score)
 
+class Result:
+    """The detections on one image as arrays, the highest score first.
 
-class Result(list[Detection]):
-    """The detections on one picture, the highest score first: a list, and arrays of its columns.
+    `len`, iteration and `result[0]` give single `Detection`s; a slice, a boolean mask or an array
+    of indices selects some of them: `result[result.scores > 0.5]` is a `Result`.
 
     Args:
-        detections: The detections.
-        size: Width and height of the picture in pixels, upright.
-        picture: What was detected on.
-        open_picture: Opens it in RGB, to plot the result.
+        boxes: (N, 4): left, top, right, bottom in pixels of the image.
+        scores: (N,), 0 to 1.
+        labels: (N,), 1 and up.
+        classes: All classes of the network; that of label 1 is first.
+        size: Width and height of the image in pixels, upright.
+        image: What was detected on.
+        open_image: Opens it in RGB, to draw the detections.
+
+    Attributes:
+        boxes: (N, 4) float64: left, top, right, bottom in pixels, clipped to the image.
+        scores: (N,) float64, 0 to 1, in descending order.
+        labels: (N,) int64: the network's labels, 1 and up.
+        size: Width and height of the image in pixels.
+        image: What was given to the predictor.
     """
 
     def __init__(
         self,
-        detections: Iterable[Detection],
+        boxes: NDArray[np.float64],
+        scores: NDArray[np.float64],
+        labels: NDArray[np.int64],
+        *,
+        classes: Sequence[ClassName],
         size: tuple[int, int],
-        picture: Any,
-        open_picture: Callable[[Any], Image.Image],
+        image: Any,
+        open_image: Callable[[Any], Image.Image],
     ) -> None:
-        super().__init__(detections)
+        self.boxes = boxes
+        self.scores = scores
+        self.labels = labels
         self.size = size
-        self.picture = picture
-        self._open_picture = open_picture
+        self.image = image
+        self._classes = classes
+        self._open_image = open_image
 
     @property
-    def boxes(self) -> NDArray[np.float64]:
-        """The boxes, (N, 4): left, top, right, bottom in pixels, clipped to the picture."""
-        return np.array([d.box for d in self], np.float64).reshape(-1, 4)
+    def names(self) -> NDArray[np.str_]:
+        """The class names, (N,): `result[result.names == "cat"]`."""
+        return np.array([self._classes[label - 1].name for label in self.labels], np.str_)
 
     @property
-    def scores(self) -> NDArray[np.float64]:
-        """The scores, (N,), 0 to 1."""
-        return np.array([d.score for d in self], np.float64)
+    def class_names(self) -> list[str]:
+        """The names of all classes of the network; that of label 1 is first."""
+        return [c.name for c in self._classes]
 
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        """The network's class labels, (N,), 1 and up."""
-        return np.array([d.label for d in self], np.int64)
+    def __len__(self) -> int:
+        return len(self.scores)
 
-    @property
-    def names(self) -> list[str]:
-        """The N class names."""
-        return [d.name for d in self]
+    def __iter__(self) -> Iterator[Detection]:
+        columns = (self.boxes.tolist(), self.scores.tolist(), self.labels.tolist())
+        for (left, top, right, bottom), score, label in zip(*columns, strict=True):
+            entry = self._classes[label - 1]
+            yield Detection(entry.name, label, entry.id, score, (left, top, right, bottom))
 
+    @overload
+    def __getitem__(self, index: int | np.integer[Any]) -> Detection: ...
+
+    @overload
+    def __getitem__(self, index: Selection) -> Result: ...
+
+    def __getitem__(self, index: int | np.integer[Any] | Selection) -> Detection | Result:
+        if isinstance(index, int | np.integer):
+            at = range(len(self))[index]  # IndexError beyond the last one
+            return next(iter(self[at : at + 1]))
+        chosen: Any = index if isinstance(index, slice) else np.asarray(index)
+        if not isinstance(index, slice) and not len(chosen):
+            chosen = slice(0)
+        return Result(
+            self.boxes[chosen],
+            self.scores[chosen],
+            self.labels[chosen],
+            classes=self._classes,
+            size=self.size,
+            image=self.image,
+            open_image=self._open_image,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REMOVED:
+            raise AttributeError(f"Result.{name} is now Result.{REMOVED[name]}")
+        raise AttributeError(f"'Result' object has no attribute {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Result) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Result({counted(self)}; {self.size[0]} x {self.size[1]})"
+
+    @hints_in_messages()
     def plot(
         self, *, line_width: int | None = None, labels: bool = True, scores: bool = True
     ) -> Image.Image:
@@ -103,19 +153,57 @@ class Result(list[Detection]):
         Raises:
             DataError: The file does not exist any more.
         """
-        style = DrawingStyle(line_width, labels, scores)
-        return draw(self._open_picture(self.picture), [d.as_box_label() for d in self], style)
+        image = self._open_image(self.image)
+        return draw(image, list(self), DrawingStyle(line_width, labels, scores))
 
-    def _repr_png_(self) -> bytes:
+    @hints_in_messages()
+    def save(
+        self,
+        path: str | Path,
+        *,
+        line_width: int | None = None,
+        labels: bool = True,
+        scores: bool = True,
+    ) -> Path:
+        """Draw the boxes and write the image; return its path.
+
+        Args:
+            path: Ends in .jpg, .png, .webp, .bmp or .tif.
+            line_width: See `plot`.
+            labels: See `plot`.
+            scores: See `plot`.
+
+        Raises:
+            UsageError: The suffix is another one.
+            DataError: The image does not exist any more.
+            DiskError: The file cannot be written.
+        """
+        save_image(self.plot(line_width=line_width, labels=labels, scores=scores), Path(path))
+        return Path(path)
+
+    def _repr_png_(self) -> bytes | None:
         """Return what a notebook shows: the plot, reduced if it is large."""
-        image = self.plot()
+        try:
+            image = self.plot()
+        except SsdctlError:  # the file is gone
+            return None
         image.thumbnail((NOTEBOOK_PIXELS, NOTEBOOK_PIXELS))
         buffer = io.BytesIO()
         image.save(buffer, "PNG")
         return buffer.getvalue()
 
+    def _repr_html_(self) -> str:
+        rows = [
+            (d.name, f"{d.score:.3f}", *(f"{v:.0f}" for v in d.box)) for d in self[:NOTEBOOK_ROWS]
+        ]
+        png = self._repr_png_()
+        drawn = "" if png is None else base64.b64encode(png).decode()
+        image = f'<img src="data:image/png;base64,{drawn}"/>' if drawn else ""
+        heads = ("class", "score", "left", "top", "right", "bottom")
+        return image + html_table(heads, rows, repr(self))
+
     def to_coco(self, image_id: int = 0) -> list[dict[str, Any]]:
-        """Return COCO's results format: one object per detection.
+        """Return COCO's results format: one object per detection, boxes as x, y, width, height.
 
         The category id is the dataset's, or the label if a third-party file names none.
         """
@@ -129,6 +217,7 @@ class Result(list[Detection]):
             )
         return results
 
+    @hints_in_messages()
     def to_supervision(self) -> supervision.Detections:
         """Return `supervision.Detections`; the class id is the index into `class_names`.
 
@@ -143,37 +232,26 @@ class Result(list[Detection]):
             xyxy=self.boxes.astype(np.float32),
             confidence=self.scores.astype(np.float32),
             class_id=self.labels - 1,
-            data={"class_name": np.array(self.names, str)},
+            data={"class_name": self.names},
         )
 
+    @hints_in_messages()
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a table with a row per detection: name, label, score, left, top, right, bottom.
 
-def counted(found: Sequence[Detection]) -> str:
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise missing_package("pandas", "pandas") from None
+        sides = dict(zip(("left", "top", "right", "bottom"), self.boxes.T, strict=True))
+        columns = {"name": self.names.tolist(), "label": self.labels, "score": self.scores}
+        return DataFrame({**columns, **sides})
+
+
+def counted(result: Result) -> str:
     """Return the detections by class, the most frequent first: `3 ring, 1 star`."""
-    counts = Counter(d.name for d in found)
+    counts = Counter(result.names.tolist())
     return ", ".join(f"{n} {name}" for name, n in counts.most_common()) or "no objects"
-
-
-class Prediction(NamedTuple):
-    """The result of one picture."""
-
-    source: Source
-    content: Path | io.BytesIO  # the encoded picture: a file, or what was fetched
-    size: tuple[int, int]  # width and height in pixels, upright
-    found: Sequence[Detection]
-    seconds: float  # in the network and NMS; its share of the batch
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as `ssdctl predict --json` prints it."""
-        return {
-            "image": self.source.name,
-            "width": self.size[0],
-            "height": self.size[1],
-            "detections": [d.as_json() for d in self.found],
-        }
-
-
-class UnreadablePicture(NamedTuple):
-    """A picture that could not be fetched or read."""
-
-    source: Source
-    error: SsdctlError

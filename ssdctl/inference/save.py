@@ -1,54 +1,55 @@
-"""Write detections for labelling tools, as a start for annotation by hand. Torch-free.
+"""Write detections for labeling tools, as a start for annotation by hand. Torch-free.
 
     writer = open_writer("coco", Path("labels"), classes)
-    writer.add(result)
+    writer.add(source, result)
     writer.close()
 
 json         detections.json, as printed with --json
 coco         coco.json: a dataset with scores (CVAT, FiftyOne, Roboflow); results.json: COCO's
              results format with the same image ids
-yolo         labels/NAME.txt per picture, images/NAME linked to the picture, data.yaml
-labelstudio  tasks.json with pre-annotations, in percent; labels.xml: the labelling interface
+yolo         labels/NAME.txt per image, images/NAME linked to the image, data.yaml
+labelstudio  tasks.json with pre-annotations, in percent; labels.xml: the labeling interface
 
-Boxes without an area, which lie outside their picture, are left out of all but `json`.
+Boxes without an area, which lie outside their image, are left out of all but `json`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 from xml.sax.saxutils import quoteattr
 
 from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
-from ssdctl.inference.results import Detection, LabelledClass, Prediction
-from ssdctl.inference.sources import Source, UrlSource
+from ssdctl.inference.image_sources import Source, UrlSource
+from ssdctl.inference.results import Result
 
 LOCAL_FILES = "/data/local-files/?d="  # Label Studio's address of a file below its document root
 
 
 class Writer(Protocol):
-    """Write the detections of pictures into a folder."""
+    """Write the detections on images into a folder."""
 
-    def add(self, result: Prediction) -> None:
-        """Add one picture."""
+    def add(self, source: Source, result: Result) -> None:
+        """Add one image."""
 
     def close(self) -> str:
-        """Write the files of all pictures; return how to import them."""
+        """Write the files of all images; return how to import them."""
 
 
-def open_writer(save: SaveFormat, folder: Path, classes: Sequence[LabelledClass]) -> Writer:
+def open_writer(save: SaveFormat, folder: Path, classes: Mapping[int, ClassName]) -> Writer:
     """Return the writer of a format.
 
     Args:
         save: The format.
         folder: Created if it does not exist.
-        classes: Those that detections may have; they get their numbers in this order.
+        classes: Those that detections may have, by label; they are numbered in this order.
 
     Raises:
         UsageError: `yolo`, and the folder has a dataset, which may have been corrected by hand.
@@ -62,6 +63,13 @@ def open_writer(save: SaveFormat, folder: Path, classes: Sequence[LabelledClass]
     return LabelStudioWriter(folder, classes)
 
 
+def image_record(name: str, result: Result, **more: Any) -> dict[str, Any]:
+    """Return an image's detections as `ssdctl predict --json` prints them."""
+    width, height = result.size
+    detections = [d.as_json() for d in result]
+    return {"image": name, **more, "width": width, "height": height, "detections": detections}
+
+
 class JsonWriter:
     """The list that `ssdctl predict --json` prints."""
 
@@ -69,9 +77,9 @@ class JsonWriter:
         self._path = folder / "detections.json"
         self._records: list[dict[str, Any]] = []
 
-    def add(self, result: Prediction) -> None:
-        """Add one picture."""
-        self._records.append(result.as_json())
+    def add(self, source: Source, result: Result) -> None:
+        """Add one image."""
+        self._records.append(image_record(source.name, result))
 
     def close(self) -> str:
         """Write detections.json."""
@@ -82,30 +90,22 @@ class JsonWriter:
 class CocoWriter:
     """A dataset in COCO's format, and COCO's results."""
 
-    def __init__(self, folder: Path, classes: Sequence[LabelledClass]) -> None:
+    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self._folder = folder
         self._categories = [
-            {"id": c.category_id, "name": c.name, "supercategory": ""} for c in classes
+            {"id": label if c.id is None else c.id, "name": c.name, "supercategory": ""}
+            for label, c in classes.items()
         ]
-        self._ids = {c.label: c.category_id for c in classes}
         self._images: list[dict[str, Any]] = []
         self._results: list[dict[str, Any]] = []
 
-    def add(self, result: Prediction) -> None:
-        """Add one picture."""
+    def add(self, source: Source, result: Result) -> None:
+        """Add one image."""
         number = len(self._images) + 1
         width, height = result.size
-        image = {"id": number, "file_name": result.source.name, "width": width, "height": height}
+        image = {"id": number, "file_name": source.name, "width": width, "height": height}
         self._images.append(image)
-        for detection, box in _boxes(result.found):
-            self._results.append(
-                {
-                    "image_id": number,
-                    "category_id": self._ids[detection.label],
-                    "bbox": list(box),
-                    "score": detection.score,
-                }
-            )
+        self._results += _with_area(result).to_coco(number)
 
     def close(self) -> str:
         """Write coco.json and results.json."""
@@ -127,18 +127,18 @@ class CocoWriter:
         _write_json(self._folder / "coco.json", dataset)
         _write_json(self._folder / "results.json", self._results)
         return (
-            f"{len(self._images)} pictures and {len(annotations)} boxes in "
+            f"{len(self._images)} images and {len(annotations)} boxes in "
             f"{self._folder / 'coco.json'}"
         )
 
 
 class YoloWriter:
-    """A dataset in YOLO's layout, of which the pictures are links."""
+    """A dataset in YOLO's format, of links to the images."""
 
-    def __init__(self, folder: Path, classes: Sequence[LabelledClass]) -> None:
+    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self._folder = folder
-        self._numbers = {c.label: number for number, c in enumerate(classes)}
-        self._names = [c.name for c in classes]
+        self._numbers = {label: number for number, label in enumerate(classes)}
+        self._names = [c.name for c in classes.values()]
         self._stems: set[str] = set()
         for path in (folder / "labels", folder / "images", folder / "data.yaml"):
             if path.is_file() or (path.is_dir() and any(path.iterdir())):
@@ -147,24 +147,25 @@ class YoloWriter:
                     hint="choose another --out, or remove it",
                 )
 
-    def add(self, result: Prediction) -> None:
-        """Write the labels of one picture, and link it."""
-        size = result.size
-        stem = free_stem(result.source.file_name, self._stems)
-        lines = [
-            f"{self._numbers[detection.label]} {(left + width / 2) / size[0]:.6f} "
-            f"{(top + height / 2) / size[1]:.6f} {width / size[0]:.6f} {height / size[1]:.6f}\n"
-            for detection, (left, top, width, height) in _boxes(result.found)
-        ]
+    def add(self, source: Source, result: Result) -> None:
+        """Write the labels of one image, and link it."""
+        stem = free_stem(source.file_name, self._stems)
+        width, height = result.size
+        lines = []
+        for d in _with_area(result):
+            left, top, right, bottom = d.box
+            center = f"{(left + right) / 2 / width:.6f} {(top + bottom) / 2 / height:.6f}"
+            size = f"{(right - left) / width:.6f} {(bottom - top) / height:.6f}"
+            lines.append(f"{self._numbers[d.label]} {center} {size}\n")
         write_text(self._folder / "labels" / f"{stem}.txt", "".join(lines))
-        suffix = Path(result.source.file_name).suffix or ".jpg"
+        suffix = Path(source.file_name).suffix or ".jpg"
         image = self._folder / "images" / (stem + suffix)
-        if not isinstance(result.content, Path):
-            write_bytes(image, result.content.getvalue())
+        if not isinstance(result.image, Path):
+            write_bytes(image, result.image.getvalue())
             return
         make_dir(image.parent)
         with disk_errors(image, "linking"):
-            image.symlink_to(result.content.absolute())
+            image.symlink_to(result.image.absolute())
 
     def close(self) -> str:
         """Write data.yaml."""
@@ -172,48 +173,50 @@ class YoloWriter:
         names = "".join(f"  {n}: {json.dumps(name)}\n" for n, name in enumerate(self._names))
         described = f"train: images\nval: images\nnames:\n{names}"
         write_text(self._folder / "data.yaml", described)
-        return f"labels of {len(self._stems)} pictures in {self._folder / 'labels'}, and data.yaml"
+        return f"labels of {len(self._stems)} images in {self._folder / 'labels'}, and data.yaml"
 
 
 class LabelStudioWriter:
     """Tasks of Label Studio with predictions."""
 
-    def __init__(self, folder: Path, classes: Sequence[LabelledClass]) -> None:
+    def __init__(self, folder: Path, classes: Mapping[int, ClassName]) -> None:
         self._folder = folder
-        self._names = [c.name for c in classes]
+        self._names = [c.name for c in classes.values()]
         self._tasks: list[tuple[Source, dict[str, Any]]] = []
 
-    def add(self, result: Prediction) -> None:
-        """Add one picture."""
-        size = result.size
-        results = [
-            {
-                "id": f"box{number}",
-                "type": "rectanglelabels",
-                "from_name": "label",
-                "to_name": "image",
-                "original_width": size[0],
-                "original_height": size[1],
-                "image_rotation": 0,
-                "score": detection.score,
-                "value": {
-                    "x": _percent(left, size[0]),
-                    "y": _percent(top, size[1]),
-                    "width": _percent(width, size[0]),
-                    "height": _percent(height, size[1]),
-                    "rotation": 0,
-                    "rectanglelabels": [detection.name],
-                },
-            }
-            for number, (detection, (left, top, width, height)) in enumerate(_boxes(result.found))
-        ]
-        score = max((d.score for d in result.found), default=0.0)
+    def add(self, source: Source, result: Result) -> None:
+        """Add one image."""
+        width, height = result.size
+        results = []
+        for number, d in enumerate(_with_area(result)):
+            left, top, right, bottom = d.box
+            results.append(
+                {
+                    "id": f"box{number}",
+                    "type": "rectanglelabels",
+                    "from_name": "label",
+                    "to_name": "image",
+                    "original_width": width,
+                    "original_height": height,
+                    "image_rotation": 0,
+                    "score": d.score,
+                    "value": {
+                        "x": _percent(left, width),
+                        "y": _percent(top, height),
+                        "width": _percent(right - left, width),
+                        "height": _percent(bottom - top, height),
+                        "rotation": 0,
+                        "rectanglelabels": [d.name],
+                    },
+                }
+            )
+        score = max(result.scores.tolist(), default=0.0)
         prediction = {"model_version": "ssdctl", "score": score, "result": results}
-        self._tasks.append((result.source, {"predictions": [prediction]}))
+        self._tasks.append((source, {"predictions": [prediction]}))
 
     def close(self) -> str:
         """Write tasks.json and labels.xml."""
-        # The document root may not be the folder of the pictures itself, only one above it.
+        # The document root may not be the folder of the images itself, only one above it.
         folders = [
             str(s.path.absolute().parent) for s, _ in self._tasks if not isinstance(s, UrlSource)
         ]
@@ -232,7 +235,7 @@ class LabelStudioWriter:
 
 
 def _address(source: Source, root: Path | None) -> str:
-    """Return where Label Studio finds a picture."""
+    """Return where Label Studio finds an image."""
     if isinstance(source, UrlSource) or root is None:
         return source.name
     return LOCAL_FILES + quote(source.path.absolute().relative_to(root).as_posix())
@@ -242,20 +245,13 @@ def _percent(value: float, of: int) -> float:
     return round(100 * value / of, 4)
 
 
-def _boxes(
-    found: Sequence[Detection],
-) -> list[tuple[Detection, tuple[float, float, float, float]]]:
-    """Return the detections that have an area, with left, top, width and height in pixels."""
-    boxes = []
-    for detection in found:
-        left, top, right, bottom = detection.box
-        if right > left and bottom > top:
-            boxes.append((detection, (left, top, round(right - left, 2), round(bottom - top, 2))))
-    return boxes
+def _with_area(result: Result) -> Result:
+    left, top, right, bottom = result.boxes.T
+    return result[(right > left) & (bottom > top)]
 
 
 def free_stem(file_name: str, taken: set[str]) -> str:
-    """Return an unused name without suffix: pictures of two folders may have the same name."""
+    """Return an unused name without suffix: images of two folders may have the same name."""
     stem = name = Path(file_name).stem
     number = 2
     while name in taken:

@@ -1,11 +1,11 @@
-"""Divide a large picture into overlapping tiles, and merge their detections. Torch-free.
+"""Divide a large image into overlapping tiles, and merge their detections. Torch-free.
 
     for window in tile_windows(8000, 6000, size=1000, overlap=0.2): ...
     kept = merge(boxes, scores, labels, is_cut, nms_iou=0.5)
 
-An object is cut if its box touches an edge of a tile inside the picture. As long as it is smaller
-than the overlap, another tile has all of it; the view of the whole picture has the larger ones.
-Boxes are left, top, right, bottom in pixels of the picture.
+An object is cut if its box touches an edge of a tile inside the image. As long as it is smaller
+than the overlap, another tile has all of it; the view of the whole image has the larger ones.
+Boxes are left, top, right, bottom in pixels of the image.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 MIN_TILE = 32
 CUT_MARGIN = 0.01  # of the window's side: a box this near to its edge touches it
-CUT_COVERED = 0.5  # a cut box of which a kept box covers more is a part of that object
+CUT_COVERED = 0.5  # drop a truncated box if a kept box covers more than this
 
 Boxes = NDArray[np.float64]  # K x 4
 
 
 class Window(NamedTuple):
-    """A part of a picture in pixels."""
+    """A part of a image in pixels."""
 
     left: int
     top: int
@@ -32,13 +32,13 @@ class Window(NamedTuple):
 
 
 def tile_windows(width: int, height: int, size: int, overlap: float) -> list[Window]:
-    """Return the whole picture, and tiles that cover it if it is larger than one.
+    """Return the whole image, and tiles that cover it if it is larger than one.
 
     Args:
-        width: Of the picture in pixels.
-        height: Of the picture in pixels.
+        width: Of the image in pixels.
+        height: Of the image in pixels.
         size: Side of a tile in pixels.
-        overlap: The least overlap of neighbours as a fraction of the tile, below 1.
+        overlap: The least overlap of neighbors as a fraction of the tile, below 1.
     """
     windows = [Window(0, 0, width, height)]
     if width > size or height > size:
@@ -60,7 +60,7 @@ def _starts(length: int, size: int, overlap: float) -> list[int]:
 
 
 def cut_flags(boxes: Boxes, window: Window, width: int, height: int) -> NDArray[np.bool_]:
-    """Return (K,) flags: the box touches an edge of its window that is not the picture's."""
+    """Return (K,) flags: the box touches an edge of its window that is not the image's."""
     left, top, right, bottom = window
     margin_x, margin_y = CUT_MARGIN * (right - left), CUT_MARGIN * (bottom - top)
     flags = np.zeros(len(boxes), np.bool_)

@@ -1,7 +1,7 @@
 """Detect on the frames of videos and cameras, and write annotated videos, with PyAV.
 
     with open_video("clip.mp4") as video:
-        for frame, found in predict_frames(predictor, video.frames(every=2), batch_size=8): ...
+        for frame, found in predict_frames(detector, video.frames(every=2), batch_size=8): ...
 
 Memory does not depend on the length: a few batches of frames are decoded ahead, in one thread.
 Files are untrusted: only common containers are opened, which cannot name other files or URLs.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
@@ -25,10 +25,9 @@ from PIL import Image
 from ssdctl.data.image_decode import MAX_PIXELS
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.inference.drawing import DEFAULT_STYLE, DrawingStyle, draw
-from ssdctl.inference.predict import TILES_PER_PASS, Predictor, View, view_of
-from ssdctl.inference.results import Detection
-from ssdctl.inference.sources import is_camera
-from ssdctl.runtime.map_ahead import map_ahead
+from ssdctl.inference.image_sources import is_camera
+from ssdctl.inference.predict import ImageDetector, OpenedImage, UnreadableImage, detect_ahead
+from ssdctl.inference.results import Result
 
 CONTAINERS = "mov,mp4,matroska,webm,avi,mpeg,mpegts,flv,asf,ogg"
 ENCODERS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
@@ -43,18 +42,6 @@ class Frame(NamedTuple):
     number: int  # from 0, counted in the file
     time_s: float  # since the start
     pixels: NDArray[np.uint8]  # (H, W, 3), upright
-
-    def as_json(self, name: str, found: list[Detection]) -> dict[str, Any]:
-        """Return the frame's detections as a line of `ssdctl predict --json`."""
-        height, width = self.pixels.shape[:2]
-        return {
-            "image": name,
-            "frame": self.number,
-            "time_s": round(self.time_s, 4),
-            "width": width,
-            "height": height,
-            "detections": [d.as_json() for d in found],
-        }
 
 
 class Video:
@@ -137,48 +124,26 @@ def open_video(name: str) -> Iterator[Video]:
 
 
 def predict_frames(
-    predictor: Predictor, frames: Iterator[Frame], *, batch_size: int
-) -> Iterator[tuple[Frame, list[Detection]]]:
+    detector: ImageDetector, frames: Iterator[Frame], *, batch_size: int
+) -> Iterator[tuple[Frame, Result]]:
     """Detect on frames in their order; a thread decodes the next batches in the meantime.
-
-    With tiles, each frame takes passes of its own.
 
     Raises:
         DataError: The file is damaged; the frames before were yielded.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="decode") as pool:
-        ahead = map_ahead(pool, lambda _: _next_view(frames), itertools.repeat(None), batch_size)
-        views = iter(ahead)
-        is_last = False
-        while not is_last:
-            batch: list[tuple[Frame, View]] = []
-            failure = None
-            while len(batch) < batch_size and not is_last:
-                item = next(views)
-                if isinstance(item, tuple):
-                    batch.append(item)
-                else:
-                    is_last, failure = True, item
-            yield from zip((f for f, _ in batch), _detect(predictor, batch), strict=True)
-            if failure is not None:
-                raise failure
 
-
-def _detect(predictor: Predictor, batch: list[tuple[Frame, View]]) -> Iterator[list[Detection]]:
-    if predictor.options.tile is None:
-        yield from predictor.predict_views([view for _, view in batch])
-        return
-    for frame, _ in batch:
-        yield predictor.predict_tiled(Image.fromarray(frame.pixels), TILES_PER_PASS)
-
-
-def _next_view(frames: Iterator[Frame]) -> tuple[Frame, View] | DataError | None:
-    """Return the next frame and its view; an error is returned, so that frames before it count."""
-    try:
+    def opened(_: None, cancelled: threading.Event) -> OpenedImage | None:
         frame = next(frames, None)
-    except DataError as error:
-        return error
-    return None if frame is None else (frame, view_of(Image.fromarray(frame.pixels)))
+        return frame and OpenedImage(frame, frame.pixels, Image.fromarray(frame.pixels))
+
+    stream = detect_ahead(
+        detector, itertools.repeat(None), opened, batch_size=batch_size, threads=1
+    )
+    with contextlib.closing(stream):
+        for found in stream:
+            if isinstance(found, UnreadableImage):
+                raise found.error
+            yield found.item, found.result
 
 
 class VideoWriter:
@@ -197,11 +162,10 @@ class VideoWriter:
         self._stream: Any = None
         self._last = -1
 
-    def add(self, frame: Frame, found: list[Detection]) -> None:
+    def add(self, frame: Frame, found: Result) -> None:
         """Draw the detections, and encode the frame."""
-        boxes = [d.as_box_label() for d in found]
-        image = draw(Image.fromarray(frame.pixels), boxes, self._style)
-        # The usual pixel format stores colours for squares of 2 x 2 pixels.
+        image = draw(Image.fromarray(frame.pixels), list(found), self._style)
+        # The usual pixel format stores colors for squares of 2 x 2 pixels.
         even = image.crop((0, 0, max(image.width // 2 * 2, 2), max(image.height // 2 * 2, 2)))
         if self._stream is None:
             self._stream = self._add_stream(*even.size)

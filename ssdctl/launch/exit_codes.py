@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def _record(folder: str | None, code: int) -> bool:
         temporary = target.with_name(f"{rank}.tmp")
         temporary.unlink(missing_ok=True)
         with open(temporary, "x", opener=no_follow) as file:
-            file.write(str(code))
+            # File times are too coarse to tell which of two ranks was the first.
+            file.write(f"{code} {time.time_ns()}")
         temporary.replace(target)
         return True
     return False
@@ -76,9 +78,9 @@ def _record(folder: str | None, code: int) -> bool:
 def read_exits(folder: Path) -> dict[int, int]:
     """Return the recorded exit codes by rank, in the order in which the ranks ended."""
     with contextlib.suppress(OSError):
-        written = [path for path in folder.iterdir() if path.name.isdigit()]
-        written.sort(key=lambda path: path.stat().st_mtime_ns)
-        return {int(path.name): int(path.read_text()) for path in written}
+        written = {p.name: p.read_text().split() for p in folder.iterdir() if p.name.isdigit()}
+        order = sorted(written, key=lambda name: int(written[name][1]))
+        return {int(name): int(written[name][0]) for name in order}
     return {}
 
 
@@ -112,7 +114,11 @@ def job_exit_code(
 
 
 def first_failure(
-    exits: Mapping[int, int], num_ranks: int | None, lost: int | None = None
+    exits: Mapping[int, int],
+    num_ranks: int | None,
+    lost: int | None = None,
+    *,
+    is_out_of_memory: bool = False,
 ) -> tuple[list[int], str] | None:
     """Return the ranks that made a job fail, and a description of their failure.
 
@@ -120,7 +126,11 @@ def first_failure(
         exits: The recorded codes of the ranks, in the order in which they ended.
         num_ranks: The number of ranks; None if not all could record a code here.
         lost: The first rank that ended without recording a code.
+        is_out_of_memory: Whether the kernel killed a process of the job for its memory.
     """
+    silence = "died or hung: no exit code was recorded"
+    if is_out_of_memory:
+        silence = "was killed: the job used more memory than its cgroup grants"
     silent = sorted(set(range(num_ranks or 0)) - set(exits))
     reasons = [
         r for r, code in exits.items() if code not in (0, ExitCode.STOPPED, ExitCode.DISTRIBUTED)
@@ -128,9 +138,9 @@ def first_failure(
     if reasons:
         return reasons[:1], f"failed first, with exit code {exits[reasons[0]]}"
     if lost is not None:
-        return [lost], "died or hung: no exit code was recorded"
+        return [lost], silence
     if silent and exits:
-        return silent, "died or hung: no exit code was recorded"
+        return silent, silence
     reporting = [rank for rank, code in exits.items() if code == ExitCode.DISTRIBUTED]
     if reporting:
         return reporting[:1], "was the first to report a lost rank"

@@ -18,6 +18,7 @@ from ssdctl.errors import UsageError
 from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.node import Node
 from ssdctl.launch.request import LaunchRequest
+from ssdctl.runtime.cores import BINDING_VARIABLE
 
 # On SIGTERM and SIGINT mpirun kills its ranks two seconds later, even while they save. It
 # forwards SIGUSR1 to all of them, on every node, and waits; `ssdctl train` stops on that signal.
@@ -27,6 +28,7 @@ MAX_HOSTFILE_BYTES = 16 << 20
 HOST = re.compile(r"[A-Za-z0-9.:_][A-Za-z0-9.:_-]{0,252}")  # as long as in DNS
 SLOTS = re.compile(r"(?:slots|count|cpus?)\s*=\s*(\S*)", re.IGNORECASE)
 MAX_SLOTS = 65_536  # far more than a machine has, and far fewer than mpirun has memory for
+UNKNOWN_SOCKETS = 2  # of another machine: Gaudi nodes have two
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 # Variables that ranks on other nodes need; mpirun does not export any by default.
 EXPORTED = re.compile(
@@ -124,22 +126,28 @@ def _first_rank(request: LaunchRequest) -> str:
 
 
 def _placement(request: LaunchRequest, node: Node) -> list[str]:
-    """Return the options that give each rank PE adjacent cores of its node."""
+    """Return the options that give each rank PE adjacent cores of its node, rank by rank.
+
+    `ppr:N:node` fills a node's cores in order. `socket` would alternate between the sockets, while
+    cards are numbered socket by socket; and on several nodes it would fill the first one.
+    """
     config, ranks = request.config, request.ranks_per_node
     cores = config.cores_per_node or node.local_cores
+    is_known = config.cores_per_node in (None, node.cores)
+    sockets = node.sockets if is_known else UNKNOWN_SOCKETS
     share = cores // (config.devices_per_node or ranks)
-    if config.nodes == 1 and config.cores_per_node is None and node.sockets > 1:
-        # A rank's cores are in one socket: 3 ranks on 2 x 24 cores can have 12 each, not 16.
-        share = min(share, cores // node.sockets // -(-ranks // node.sockets))
+    # A rank's cores are in one socket, or Open MPI 5 refuses them: 3 ranks on 2 x 24 cores can
+    # have 12 each, not 16.
+    share = min(share, cores // sockets // -(-ranks // sockets)) if sockets > 1 else share
     rank_by = ["--rank-by", config.rank_by if request.open_mpi == 4 else "slot"]
     has_cores = node.has_topology or config.cores_per_node is not None
     if config.bind_to == "none" or not has_cores or share < 1:  # there is nothing to bind to
         unit = "slot" if config.nodes == 1 else f"ppr:{ranks}:node"
         unbound = ["--bind-to", "none", "--map-by", f"{unit}:OVERSUBSCRIBE"]
+        if config.bind_to == "none":
+            unbound += ["-x", f"{BINDING_VARIABLE}=none"]
         return [*unbound, *rank_by, *_shares(request, cores)]
-    # On several nodes `socket` would fill the first node's slots (its cores) with ranks first.
-    unit = "socket" if config.nodes == 1 else f"ppr:{ranks}:node"
-    return ["--bind-to", "core", "--map-by", f"{unit}:PE={share}", *rank_by]
+    return ["--bind-to", "core", "--map-by", f"ppr:{ranks}:node:PE={share}", *rank_by]
 
 
 def _shares(request: LaunchRequest, cores: int) -> list[str]:

@@ -44,6 +44,7 @@ from ssdctl.launch.process_tree import (
     variable_of,
 )
 from ssdctl.launch.request import LaunchPlan
+from ssdctl.runtime.cgroups import memory_kills
 
 TORCHRUN, QUIET_TORCHRUN = "torch.distributed.run", "ssdctl.launch.quiet_torchrun"
 REPEAT_S = 5.0
@@ -68,11 +69,13 @@ class JobOutcome(NamedTuple):
         code: Its exit code.
         exits: The recorded codes of this machine's ranks, in the order of their ends.
         lost: The first rank that ended without recording one.
+        is_out_of_memory: Whether the kernel killed a process of its cgroup for its memory.
     """
 
     code: int
     exits: dict[int, int]
     lost: int | None = None
+    is_out_of_memory: bool = False
 
 
 def require_launcher(plan: LaunchPlan) -> None:
@@ -119,7 +122,7 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
         signals.append(signal.SIGHUP)
-    exits = _temporary_dir()
+    exits, killed_before = _temporary_dir(), memory_kills()
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -151,7 +154,7 @@ def run(plan: LaunchPlan, *, stdout_to_stderr: bool = False) -> JobOutcome:
         os.close(write_end)
         shutil.rmtree(exits, ignore_errors=True)
     code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else ExitCode.DISTRIBUTED
-    return JobOutcome(code, codes, lost)
+    return JobOutcome(code, codes, lost, memory_kills() > killed_before)
 
 
 def _temporary_dir() -> Path:

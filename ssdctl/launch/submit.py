@@ -34,7 +34,8 @@ REMEDIES = {
 LIST = {"slurm": "squeue --me", "kubernetes": "kubectl get mpijobs,jobs"}
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 ENDED = re.compile(
-    r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT"
+    r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|"
+    r"PREEMPTED|REVOKED|TIMEOUT"
 )
 
 

@@ -49,9 +49,7 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
     }
     if request.device == "xla":
-        defaults["PJRT_DEVICE"] = "TPU"
-        if node.two_core_tpus:
-            defaults |= _chips_of_one_process(request, node)
+        defaults |= {"PJRT_DEVICE": "TPU", **_chips(request, node)}
     environment = {k: v for k, v in defaults.items() if k not in request.environment}
     argv = (
         request.python,
@@ -66,27 +64,36 @@ def num_ranks(request: LaunchRequest, node: Node) -> int:
 
     Their chips have two cores each, which only one process can drive (ssdctl/device/xla.py).
     """
-    return 1 if request.device == "xla" and node.two_core_tpus else request.ranks_per_node
+    return 1 if request.device == "xla" and node.has_two_core_tpus else request.ranks_per_node
 
 
-def _chips_of_one_process(request: LaunchRequest, node: Node) -> dict[str, str]:
-    """Return the variables that give one process some chips of TPU v2 or v3.
+def _chips(request: LaunchRequest, node: Node) -> dict[str, str]:
+    """Return the variables that restrict a process to some chips of its host; none: to all.
+
+    torch_xla divides a host of TPU v4 or later into all of its chips or, by these variables, into
+    one. The chips are unknown (0) if the plan is for another machine.
 
     Raises:
-        UsageError: The host does not have them, or there are several hosts.
+        UsageError: The host does not have them, or cannot use only a part of them.
     """
-    count = request.ranks_per_node
-    if request.config.nodes > 1:
+    count, nodes = request.ranks_per_node, request.config.nodes
+    if node.has_two_core_tpus and nodes > 1:
         raise UsageError(
             "--tpus on several hosts needs TPU v4 or later",
             hint="on v2 and v3 train on one host: leave --nodes out",
         )
-    if count not in TPU_BOUNDS or count > node.two_core_tpus:
-        possible = [str(n) for n in TPU_BOUNDS if n <= node.two_core_tpus]
+    possible = [node.tpus] if nodes > 1 else [1, node.tpus]
+    if node.has_two_core_tpus:
+        possible = [n for n in TPU_BOUNDS if n <= node.tpus]
+    if node.tpus and count not in possible:
+        numbers = " or ".join(str(nodes * n) for n in sorted(set(possible)))
         raise UsageError(
-            f"--tpus {count}: this host has {node.two_core_tpus} chips of TPU v2 or v3",
-            hint=f"--tpus counts chips; possible are {', '.join(possible)}",
+            f"--tpus {request.count}: a host has {node.tpus} chips, and not every part of them "
+            "can be used",
+            hint=f"--tpus counts chips; possible is {numbers}",
         )
+    if nodes > 1 or (count > 1 and not node.has_two_core_tpus):
+        return {}
     return {
         "TPU_VISIBLE_CHIPS": ",".join(map(str, range(count))),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[count],

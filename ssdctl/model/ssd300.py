@@ -25,9 +25,10 @@ class SSD300(nn.Module):
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
     """
 
-    def __init__(self, backbone: str, num_classes: int, extra_norm: str) -> None:
+    def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
         self.num_classes = num_classes
+        self.class_names: list[str] = []  # without background; empty if unknown
         self._frozen_stages = 0
         self._is_norm_frozen = False
         file = find_backbone(backbone)

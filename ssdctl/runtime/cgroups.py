@@ -39,6 +39,16 @@ def memory_limit(proc: Path = PROC, sys: Path = SYS) -> int | None:
     return min(limits, default=None)
 
 
+def memory_kills(proc: Path = PROC, sys: Path = SYS) -> int:
+    """Return how many processes of this process's cgroup were killed for their memory so far."""
+    for folder in _cgroups("memory", proc, sys):
+        for name in ("memory.events", "memory.oom_control"):  # versions 2 and 1
+            for line in _read(folder / name).splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0
+
+
 def _cgroups(controller: str, proc: Path, sys: Path) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its parents."""
     mount = sys / "fs/cgroup"

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ssdctl.runtime.cgroups import cpu_quota
+from ssdctl.runtime.hardware import cpus_of_numa_node, numa_nodes_of_cards
 from ssdctl.runtime.system import usable_cpus
 
 SYSFS = Path("/sys/devices/system/cpu")
+BINDING_VARIABLE = "_SSDCTL_BINDING"  # `none`: ranks keep the CPUs that they are started with
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+# Programs that have bound ranks next to their GPUs already.
+BINDS_GPUS = "TORCHELASTIC_RUN_ID"
 
 
 def usable_cores(world_size: int = 1) -> int:
@@ -59,3 +65,56 @@ def physical_cores(cpus: Collection[int], sysfs: Path = SYSFS) -> tuple[set[tupl
             cores.add((0, cpu))
             has_topology = False
     return cores, has_topology
+
+
+def bind_to_card(device: str, local_rank: int, sysfs: Path = SYSFS) -> None:
+    """Bind this rank to its part of the cores next to its card, if the driver tells where that is.
+
+    The ranks of a node whose cards share a NUMA node get adjacent cores of it. Threads that exist
+    already keep theirs, so call it before any is started.
+
+    Args:
+        device: Its name; only `hpu` and `cuda` have cards next to cores.
+        local_rank: Number of this rank on its node.
+        sysfs: The folder with `cpu0/topology/` and its siblings.
+    """
+    size = next((int(n) for v in LOCAL_SIZES if (n := os.environ.get(v, "")).isdigit()), 0)
+    is_bound = device == "cuda" and BINDS_GPUS in os.environ
+    if (
+        device not in ("hpu", "cuda")
+        or is_bound
+        or not size
+        or os.environ.get(BINDING_VARIABLE) == "none"
+    ):
+        return
+    cpus = cpus_of_rank(numa_nodes_of_cards(device), local_rank, size, sysfs)
+    before = set(usable_cpus())
+    if not cpus or not hasattr(os, "sched_setaffinity"):
+        return
+    with contextlib.suppress(OSError):  # none of them is in this process's cgroup
+        os.sched_setaffinity(0, cpus)
+        if len(usable_cpus()) < min(len(before), len(cpus)):
+            os.sched_setaffinity(0, before)
+
+
+def cpus_of_rank(
+    nodes: Mapping[int, int], local_rank: int, size: int, sysfs: Path = SYSFS
+) -> set[int]:
+    """Return the CPUs of a rank; empty if they are unknown.
+
+    Args:
+        nodes: The NUMA node of each card, by its number, which is that of a rank.
+        local_rank: Number of the rank on its node.
+        size: Ranks on the node.
+        sysfs: The folder with `cpu0/topology/` and its siblings.
+    """
+    if not set(range(size)) <= nodes.keys():
+        return set()
+    neighbors = [rank for rank in range(size) if nodes[rank] == nodes[local_rank]]
+    threads: dict[tuple[int, int], list[int]] = {}
+    for cpu in sorted(cpus_of_numa_node(nodes[local_rank])):
+        (core,) = physical_cores([cpu], sysfs)[0]
+        threads.setdefault(core, []).append(cpu)
+    cores, place = list(threads.values()), neighbors.index(local_rank)
+    first, last = (len(cores) * n // len(neighbors) for n in (place, place + 1))
+    return {cpu for core in cores[first:last] for cpu in core}

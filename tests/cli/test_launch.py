@@ -47,7 +47,7 @@ def test_eight_gaudi_cards(capsys: pytest.CaptureFixture[str]) -> None:
     )
     words = shlex.split(capsys.readouterr().out)
     assert words[:9] == shlex.split(
-        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by slot"
+        "mpirun -n 8 --bind-to core --map-by ppr:8:node:PE=6 --rank-by slot"
     )
     assert words[words.index("-m") - 1 :] == [
         *(sys.executable, "-m", "ssdctl", "train", "--bs=128", "--bf16", "--device=hpu")

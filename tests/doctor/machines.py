@@ -4,6 +4,7 @@ answer of torch's probe where torch itself is not the point."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import Result
 
-from ssdctl.doctor import hardware
+from ssdctl.runtime import hardware
 
 Cli = Callable[..., Result]
 RunDoctor = Callable[..., tuple[int, dict[str, dict[str, str]]]]
@@ -48,10 +49,18 @@ class Machine:
         self.put(self.bin / name, f"#!/bin/sh\n{script}")
         (self.bin / name).chmod(0o755)
 
-    def card(self, vendor: str, number: int = 0, kind: str = "0x120000") -> None:
-        device = self.sys / f"bus/pci/devices/0000:{number:02}:00.0"
-        self.put(device / "vendor", vendor)
-        self.put(device / "class", kind)
+    def card(
+        self, vendor: str, number: int = 0, kind: str = "0x120000", device: str = "0x0000"
+    ) -> None:
+        folder = self.sys / f"bus/pci/devices/0000:{number:02}:00.0"
+        for name, text in (("vendor", vendor), ("class", kind), ("device", device)):
+            self.put(folder / name, text)
+
+    def package(self, folder: Path, name: str, version: str) -> None:
+        """Add the metadata of an installed package."""
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}"
+        info = f"{name.replace('-', '_')}-{version}.dist-info"
+        self.put(folder / info / "METADATA", text)
 
     def torch_says(self, end: str = "os._exit(0)", **facts: Any) -> None:
         """Replace torch's probe by a program that prints these facts and exits with this code."""
@@ -59,10 +68,11 @@ class Machine:
 
     def probe_prints(self, name: str, text: str, end: str = "os._exit(0)") -> None:
         """Replace a probe: it prints the text and runs the code `end`."""
-        self.probes[f"ssdctl.doctor.{name}_probe"] = f"print({text!r}, flush=True)\n    {end}\n"
+        self.probes[name] = f"print({text!r}, flush=True)\n    {end}\n"
         code = "import os, sys\n"
-        for module, answer in self.probes.items():
-            code += f"if {module!r} in sys.orig_argv:\n    {answer}"
+        for name, answer in self.probes.items():
+            code += f"if ['ssdctl.doctor.probes', {name!r}] == sys.orig_argv[4:6]:\n    {answer}"
+        shutil.rmtree(self.modules / "__pycache__", ignore_errors=True)  # of the same second
         self.put(self.modules / "sitecustomize.py", code)
 
     def torch_is(self, code: str) -> None:

@@ -15,7 +15,7 @@ from conftest import Result
 from doctor.machines import Cli, Machine, RunDoctor, state
 
 from ssdctl.cli.main import main
-from ssdctl.doctor import network
+from ssdctl.doctor import data as network
 
 
 @pytest.mark.slow

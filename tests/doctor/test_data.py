@@ -17,7 +17,7 @@ import pytest
 from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
-from ssdctl.doctor import network
+from ssdctl.doctor import data as network
 from ssdctl.download.sources import COCO2017, PinnedFile
 from ssdctl.model.backbones import resnet34
 
@@ -61,7 +61,7 @@ def test_a_read_only_data_folder(machine: Machine, shapes: Path, tmp_path: Path)
     # A store inside it; without --store the index would go to the user's cache folder.
     doctor = [sys.executable, "-m", "ssdctl", "doctor", "--json", "--data", str(data)]
     doctor += ["--store", str(data / "prepared")]
-    write = [sys.executable, "-m", "ssdctl.doctor.disk_probe", str(data)]
+    write = [sys.executable, "-m", "ssdctl.doctor.probes", "disk", str(data)]
     prefix: list[str] = []
     if os.geteuid() == 0:  # whom permissions do not stop: a mount does
         mount = f'mount --bind {data} {data} && mount -o remount,ro,bind {data} && exec "$@"'

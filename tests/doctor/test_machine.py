@@ -16,7 +16,7 @@ import pytest
 from doctor.machines import Machine, RunDoctor, state
 from processes import is_alive
 
-from ssdctl.doctor import hardware
+from ssdctl.runtime import hardware
 
 
 @pytest.mark.process
@@ -92,10 +92,20 @@ def test_memory_that_cannot_be_locked_for_rdma(run_doctor: RunDoctor, machine: M
 
 
 @pytest.mark.process
+def test_ports_of_infiniband(run_doctor: RunDoctor, machine: Machine) -> None:
+    assert "infiniband" not in run_doctor()[1]
+    ports = machine.sys / "class/infiniband"
+    machine.put(ports / "mlx5_0/ports/1/state", "1: DOWN")
+    assert state(run_doctor()[1]["infiniband"]) == ("warn", "mlx5_0:1 DOWN")
+    machine.put(ports / "mlx5_1/ports/1/state", "4: ACTIVE")
+    assert state(run_doctor()[1]["infiniband"]) == ("ok", "mlx5_0:1 DOWN, mlx5_1:1 ACTIVE")
+
+
+@pytest.mark.process
 def test_little_shared_memory_matters_where_cards_are(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ssdctl.doctor import limits
+    from ssdctl.doctor import machine as limits
 
     monkeypatch.setattr(limits, "SHM", Path("/proc"))  # a file system without free space
     assert run_doctor()[1]["/dev/shm"]["state"] == "ok"
@@ -130,7 +140,7 @@ def test_launchers(run_doctor: RunDoctor, machine: Machine) -> None:
 def test_a_program_that_hangs_is_killed_with_its_children(
     run_doctor: RunDoctor, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from ssdctl.doctor import launchers
+    from ssdctl.doctor import machine as launchers
 
     monkeypatch.setattr(launchers, "VERSION_S", 0.5)
     machine.program("srun", f"/bin/sleep 60 & echo $! > {tmp_path}/child; wait")

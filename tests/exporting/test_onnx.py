@@ -24,7 +24,7 @@ if importlib.util.find_spec("onnxscript") is None:  # not imported: it takes a s
 
 from ssdctl.exporting import onnx as onnx_export  # noqa: E402 - after the skips
 from ssdctl.exporting.formats import pictures_of  # noqa: E402
-from ssdctl.inference.predict import open_picture, resized  # noqa: E402
+from ssdctl.inference.predict import open_image, resized  # noqa: E402
 
 Cli = Callable[..., Result]
 THRESHOLD = 0.02  # the network is hardly trained: a low one leaves boxes to compare
@@ -50,11 +50,11 @@ def test_the_same_boxes(cli: Cli, checkpoint: Path, shapes: Path) -> None:
     assert json.loads(facts["classes"]) == ["ball", "brick", "cone", "star", "ring"]
     predictor = ssdctl.load(checkpoint, device="cpu", score=THRESHOLD)
     for batch in (1, 4):
-        pictures = [open_picture(p) for p in sorted((shapes / "val2017").iterdir())[-batch:]]
+        pictures = [open_image(p) for p in sorted((shapes / "val2017").iterdir())[-batch:]]
         pixels = np.stack([resized(p) for p in pictures])
         boxes, scores, labels, count = deployed.run(None, {"images": pixels})
         assert boxes.shape == (batch, 200, 4)
-        for i, detections in enumerate(predictor.predict_many(pictures)):
+        for i, detections in enumerate(predictor.predict(pictures)):
             n = int(count[i])
             assert n == len(detections) > 0
             assert (labels[i, n:] == 0).all()

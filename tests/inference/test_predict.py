@@ -1,4 +1,4 @@
-"""The Python API and `ssdctl predict`: the boxes that the evaluation gives, on anybody's pictures."""
+"""The Python API and `ssdctl predict`: the boxes that the evaluation gives, on anybody's images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +23,9 @@ from PIL import Image
 
 import ssdctl
 from ssdctl.errors import DataError, UsageError
-from ssdctl.inference.batches import predict_sources
 from ssdctl.inference.detector import Detector
 from ssdctl.inference.drawing import label_font
 from ssdctl.inference.predict import Predictor
-from ssdctl.inference.results import Result
-from ssdctl.inference.sources import FileSource, UrlSource
 from ssdctl.inference.tiles import tile_windows
 
 Cli = Callable[..., CliResult]
@@ -45,11 +41,6 @@ def picture(shapes: Path) -> Path:
     return sorted((shapes / "val2017").iterdir())[0]
 
 
-def test_importing_ssdctl_imports_no_torch() -> None:
-    code = "import sys, ssdctl; assert ssdctl.load and 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_any_kind_of_picture(predictor: Predictor, picture: Path) -> None:
     detections = predictor.predict(picture)
     assert detections
@@ -60,7 +51,7 @@ def test_any_kind_of_picture(predictor: Predictor, picture: Path) -> None:
     assert predictor.predict(str(picture)) == detections
     assert [f.score for f in detections] == sorted((f.score for f in detections), reverse=True)
     for item in detections:
-        assert item.name == predictor.class_names[item.label - 1]
+        assert item.name == predictor.model.class_names[item.label - 1]
         left, top, right, bottom = item.box
         assert 0 <= left <= right <= width
         assert 0 <= top <= bottom <= height
@@ -76,12 +67,31 @@ def test_many_at_once_are_as_one_by_one(predictor: Predictor, shapes: Path) -> N
     assert predictor.predict([]) == []
 
 
-def test_results_have_arrays_and_a_plot(predictor: Predictor, picture: Path) -> None:
-    result = predictor.predict(picture)
+def test_results_are_arrays(predictor: Predictor, picture: Path) -> None:
+    result = predictor(picture)
     assert result.boxes.shape == (len(result), 4)
     assert result.boxes[1].tolist() == list(result[1].box)
     assert result.scores.tolist() == [d.score for d in result]
-    assert [predictor.class_names[label - 1] for label in result.labels] == result.names
+    assert [result.class_names[label - 1] for label in result.labels] == result.names.tolist()
+    assert result[-1] == list(result)[-1]
+    threshold = result.scores[2]
+    for selected in (result[:2], result[result.scores > threshold], result[[0, 1]]):
+        assert list(selected) == list(result)[:2]
+        assert selected.to_coco() == result.to_coco()[:2]
+    name = result[0].name
+    assert {d.name for d in result[result.names == name]} == {name}
+    assert result.to_pandas()["score"].tolist() == result.scores.tolist()
+    for empty in (result[:0], result[[]], result[result.scores > 1]):
+        assert (len(empty), empty.boxes.shape, list(empty), empty.to_coco()) == (0, (0, 4), [], [])
+        assert len(empty.to_pandas()) == 0
+    with pytest.raises(IndexError):
+        result[len(result)]
+    assert result[0].name in repr(result)
+    assert str(result.size[0]) in repr(result)
+
+
+def test_results_are_drawn(predictor: Predictor, picture: Path) -> None:
+    result = predictor.predict(picture)
     with Image.open(picture) as image:
         before, size = np.asarray(image.convert("RGB")), image.size
     assert result.size == size
@@ -90,10 +100,29 @@ def test_results_have_arrays_and_a_plot(predictor: Predictor, picture: Path) -> 
         assert plot.size == size
         assert (np.asarray(plot) != before).any()
     assert np.array_equal(*map(np.asarray, plots))
-    with Image.open(io.BytesIO(result._repr_png_())) as shown:
-        assert shown.size == size
-    empty = predictor.predict(np.zeros((40, 50, 3), np.uint8))[:0]
-    assert Result(empty, (50, 40), None, lambda _: Image.new("RGB", (50, 40))).boxes.shape == (0, 4)
+    assert np.array_equal(result[:0].plot(), before)
+    with Image.open(result.save("drawn.PNG", scores=False)) as drawn:
+        assert (drawn.format, drawn.size) == ("PNG", size)
+    with pytest.raises(UsageError, match=r"drawn\.txt"):
+        result.save("drawn.txt")
+    shown = result._repr_html_()
+    assert "data:image/png" in shown
+    assert shown.count("<tr>") == 1 + min(len(result), 10)
+    Path("gone.png").write_bytes(picture.read_bytes())
+    gone = predictor("gone.png")
+    Path("gone.png").unlink()
+    assert (gone._repr_png_(), "<img" in gone._repr_html_()) == (None, False)
+
+
+def test_a_predictor_has_few_names(predictor: Predictor) -> None:
+    names = [name for name in dir(predictor) if not name.startswith("_")]
+    assert names == ["model", "predict", "predict_iter"]
+    assert not predictor.model.training
+    classes = len(predictor.model.class_names)
+    assert repr(predictor) == f"Predictor(ssd300-resnet18, {classes} classes, cpu)"
+    for old in ("predict_many", "class_names"):
+        with pytest.raises(AttributeError, match=r"Predictor\.predict|Result\.class_names"):
+            getattr(predictor, old)
 
 
 def test_results_as_coco_are_scored_as_evaluate_scores(
@@ -123,7 +152,7 @@ def test_a_stream_of_pictures(predictor: Predictor, shapes: Path) -> None:
     first = list(itertools.islice(results, 7))
     results.close()
     assert len(taken) < 20  # of an endless stream
-    assert [result.picture for result in first[::2]] == pictures[:4]
+    assert [result.image for result in first[::2]] == pictures[:4]
     for result, path in zip(first, [p for p in pictures for _ in range(2)], strict=False):
         assert [d.label for d in result] == [d.label for d in predictor.predict(path)]
     broken = predictor.predict_iter([pictures[0], b"no picture", pictures[1]], batch_size=8)
@@ -141,21 +170,10 @@ def test_supervision_is_named_if_it_is_absent(
     assert error.value.hint == "pip install supervision"
 
 
-def test_closing_ends_downloads(predictor: Predictor, picture: Path, server: Server) -> None:
-    """As Ctrl-C does: the slow server could send 2,400 bytes until the time limit."""
-    slow = Reply(body=bytes(10_000), pause_s=0.05, slice_bytes=1)
-    urls = [UrlSource(server.route(f"/{n}.jpg", lambda _: slow)) for n in range(4)]
-    found = predict_sources(predictor, [FileSource(picture), *urls], batch_size=1, threads=1)
-    next(found)
-    while not server.body_bytes:
-        time.sleep(0.01)
-    del found
-    assert server.body_bytes < 400
-
-
 def test_leaving_a_stream_ends_downloads(
     predictor: Predictor, picture: Path, server: Server
 ) -> None:
+    """As Ctrl-C does: the slow server could send 2,400 bytes until the time limit."""
     slow = Reply(body=bytes(10_000), pause_s=0.05, slice_bytes=1)
     urls = [server.route(f"/{n}.jpg", lambda _: slow) for n in range(4)]
     for _ in predictor.predict_iter([picture, *urls], batch_size=1):
@@ -174,7 +192,7 @@ def test_results_for_supervision(predictor: Predictor, picture: Path) -> None:
     np.testing.assert_allclose(detections.xyxy, result.boxes, atol=0.01)
     best = detections[detections.confidence >= np.float32(result.scores[0])]
     assert best.data["class_name"][0] == result[0].name
-    assert predictor.class_names[best.class_id[0]] == result[0].name
+    assert predictor.model.class_names[best.class_id[0]] == result[0].name
 
 
 def test_the_same_boxes_as_evaluate(
@@ -388,9 +406,9 @@ def test_chosen_classes(cli: Cli, checkpoint: Path, predictor: Predictor, pictur
     answer = json.loads(cli(*common, "--classes", name, "--max-detections", 2).out)[0]
     expected = [d.as_json() for d in everything if d.name == name][:2]
     assert answer["detections"] == expected
-    result = cli(*common, "--classes", f"{name},{predictor.class_names[0].upper()}x")
+    result = cli(*common, "--classes", f"{name},{predictor.model.class_names[0].upper()}x")
     assert result.code == 2
-    assert f"{predictor.class_names[0]!r}" in result.err  # the nearest one
+    assert f"{predictor.model.class_names[0]!r}" in result.err  # the nearest one
 
 
 def test_nms_iou(cli: Cli, checkpoint: Path, predictor: Predictor, picture: Path) -> None:
@@ -413,7 +431,7 @@ def test_urls_and_lists(
     lines = f"{picture}\n{url}\n{page}\nabsent.jpg\n".encode()
     options = ("--out", "drawn", "--score", 0.02, "--device", "cpu", "--json")
 
-    def run(*names: str, stdin: bytes = b"") -> Result:
+    def run(*names: str, stdin: bytes = b"") -> CliResult:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         return cli("predict", checkpoint, *names, *options)
 

@@ -1,4 +1,4 @@
-"""Detections as labelling tools import them."""
+"""Detections as labeling tools import them."""
 
 from __future__ import annotations
 
@@ -9,54 +9,71 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote
 
+import numpy as np
 import pytest
 import yaml
-from conftest import Result
+from conftest import Result as CliResult
 from PIL import Image
 
 from ssdctl.config.sections.evaluate import SaveFormat
+from ssdctl.data.classes import ClassName
 from ssdctl.errors import UsageError
-from ssdctl.inference.results import Detection, LabelledClass, Prediction
+from ssdctl.inference.image_sources import FileSource, Source, UrlSource
+from ssdctl.inference.results import Result
 from ssdctl.inference.save import open_writer
-from ssdctl.inference.sources import FileSource, UrlSource
 
-Cli = Callable[..., Result]
+Cli = Callable[..., CliResult]
 SIZE = (200, 100)
-BOX = (20.0, 10.0, 60.0, 60.0)
-CLASSES = [LabelledClass(1, 7, "car"), LabelledClass(3, 9, 'no: "bus"')]
-CAR = Detection("car", 1, 7, 0.9, BOX)
-BUS = Detection(CLASSES[1].name, 3, 9, 0.4, (0.0, 0.0, 200.0, 100.0))
-OUTSIDE = Detection("car", 1, 7, 0.35, (200.0, 10.0, 200.0, 60.0))  # clipped to nothing
+BUS = 'no: "bus"'
+CLASSES = [ClassName(7, "car"), ClassName(8, "bike"), ClassName(9, BUS)]
+BOXES = [
+    (20.0, 10.0, 60.0, 60.0),
+    (0.0, 0.0, 200.0, 100.0),
+    (200.0, 10.0, 200.0, 60.0),  # clipped to nothing
+]
+Results = list[tuple[Source, Result]]
+
+
+def result_of(image: object, count: int) -> Result:
+    return Result(
+        np.array(BOXES[:count], np.float64).reshape(-1, 4),
+        np.array([0.9, 0.4, 0.35][:count]),
+        np.array([1, 3, 1][:count]),
+        classes=CLASSES,
+        size=SIZE,
+        image=image,
+        open_image=Image.open,
+    )
 
 
 @pytest.fixture
-def results() -> list[Prediction]:
-    """Return results of two pictures of the same name and of one from a server."""
-    predictions = []
+def results() -> Results:
+    """Return results of two images of the same name and of one from a server."""
+    predictions: Results = []
     for folder in ("photos/a", "photos/b c"):
         path = Path(folder) / "1.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", SIZE).save(path)
-        predictions.append(Prediction(FileSource(path), path, SIZE, [CAR, BUS, OUTSIDE], 0.0))
+        predictions.append((FileSource(path), result_of(path, 3)))
     content = io.BytesIO(path.read_bytes())
-    source = UrlSource("https://host/pictures/2?size=full")
-    return [*predictions, Prediction(source, content, SIZE, [], 0.0)]
+    source = UrlSource("https://host/images/2?size=full")
+    return [*predictions, (source, result_of(content, 0))]
 
 
-def save(format_: SaveFormat, results: list[Prediction]) -> Path:
+def save(format_: SaveFormat, results: Results) -> Path:
     folder = Path("out")
-    writer = open_writer(format_, folder, CLASSES)
-    for result in results:
-        writer.add(result)
+    writer = open_writer(format_, folder, {1: CLASSES[0], 3: CLASSES[2]})
+    for source, result in results:
+        writer.add(source, result)
     assert str(folder) in writer.close()
     return folder
 
 
-def test_coco(results: list[Prediction]) -> None:
+def test_coco(results: Results) -> None:
     folder = save("coco", results)
     dataset = json.loads((folder / "coco.json").read_text())
-    assert [(c["id"], c["name"]) for c in dataset["categories"]] == [(7, "car"), (9, BUS.name)]
-    assert [i["file_name"] for i in dataset["images"]] == [r.source.name for r in results]
+    assert [(c["id"], c["name"]) for c in dataset["categories"]] == [(7, "car"), (9, BUS)]
+    assert [i["file_name"] for i in dataset["images"]] == [source.name for source, _ in results]
     assert all((i["width"], i["height"]) == SIZE for i in dataset["images"])
     annotations = dataset["annotations"]
     assert [(a["image_id"], a["category_id"]) for a in annotations] == [
@@ -70,10 +87,10 @@ def test_coco(results: list[Prediction]) -> None:
     assert rows == [{key: a[key] for key in rows[0]} for a in annotations]
 
 
-def test_yolo(results: list[Prediction]) -> None:
+def test_yolo(results: Results) -> None:
     folder = save("yolo", results)
     described = yaml.safe_load((folder / "data.yaml").read_text())
-    assert described["names"] == {0: "car", 1: BUS.name}
+    assert described["names"] == {0: "car", 1: BUS}
     images = sorted((folder / "images").iterdir())
     assert [i.name for i in images] == ["1-2.png", "1.png", "2.jpg"]
     for image in images:
@@ -88,31 +105,31 @@ def test_yolo(results: list[Prediction]) -> None:
     assert labels["1"][1].split()[0] == "1"
 
 
-def test_yolo_does_not_replace_corrected_labels(results: list[Prediction]) -> None:
+def test_yolo_does_not_replace_corrected_labels(results: Results) -> None:
     folder = save("yolo", results)
     with pytest.raises(UsageError, match="labels") as caught:
-        open_writer("yolo", folder, CLASSES)
+        open_writer("yolo", folder, {1: CLASSES[0]})
     assert "--out" in (caught.value.hint or "")
     (folder.parent / "data.yaml").write_text("names: [a]")  # of another dataset
     with pytest.raises(UsageError, match=r"data\.yaml"):
-        open_writer("yolo", folder.parent, CLASSES)
+        open_writer("yolo", folder.parent, {1: CLASSES[0]})
 
 
-def test_label_studio(results: list[Prediction]) -> None:
+def test_label_studio(results: Results) -> None:
     folder = save("labelstudio", results)
     tasks = json.loads((folder / "tasks.json").read_text())
     addresses = [task["data"]["image"] for task in tasks]
     root = Path.cwd()
-    for address, result in zip(addresses[:2], results, strict=False):
+    for address, (source, _) in zip(addresses[:2], results, strict=False):
         path = unquote(address.removeprefix("/data/local-files/?d="))
-        assert root / path == result.source.path.absolute()  # type: ignore[union-attr]
-    assert addresses[2] == results[2].source.name
+        assert root / path == source.path.absolute()  # type: ignore[union-attr]
+    assert addresses[2] == results[2][0].name
     interface = ET.fromstring((folder / "labels.xml").read_text())
     controls = {e.get("name"): e for e in interface.iter() if e.get("name")}
     car = tasks[0]["predictions"][0]["result"][0]
     assert {car["from_name"], car["to_name"]} == set(controls)
     assert controls["label"].get("toName") == "image"
-    assert [e.get("value") for e in controls["label"]] == ["car", BUS.name]
+    assert [e.get("value") for e in controls["label"]] == ["car", BUS]
     value = car["value"]
     assert [value[k] for k in ("x", "y", "width", "height")] == [10, 10, 20, 50]
     assert value["rectanglelabels"] == ["car"]

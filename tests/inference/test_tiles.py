@@ -1,4 +1,4 @@
-"""Tiles of a large picture and the merging of their detections."""
+"""Tiles of a large image and the merging of their detections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ssdctl.inference.tiles import Window, cut_flags, merge, tile_windows
     ("width", "height", "size", "overlap"),
     [(8000, 6000, 1000, 0.2), (301, 300, 300, 0.0), (1000, 200, 333, 0.5), (640, 480, 300, 0.9)],
 )
-def test_tiles_cover_the_picture_and_overlap(
+def test_tiles_cover_the_image_and_overlap(
     width: int, height: int, size: int, overlap: float
 ) -> None:
     complete, *tiles = tile_windows(width, height, size, overlap)
@@ -30,7 +30,7 @@ def test_tiles_cover_the_picture_and_overlap(
     assert len(tiles) == len(set(tiles))
 
 
-def test_a_small_picture_is_one_view() -> None:
+def test_a_small_image_is_one_view() -> None:
     assert tile_windows(300, 200, 300, 0.2) == [Window(0, 0, 300, 200)]
 
 

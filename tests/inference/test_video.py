@@ -15,7 +15,7 @@ from PIL import Image
 import ssdctl
 from ssdctl.errors import DataError, UsageError
 from ssdctl.inference import video as video_module
-from ssdctl.inference.sources import split_videos
+from ssdctl.inference.image_sources import split_videos
 from ssdctl.inference.video import open_video
 
 av = pytest.importorskip("av")

@@ -247,10 +247,24 @@ def test_workers_install_again_and_save_when_their_node_is_drained() -> None:
     # The operator warns of a second policy in the template.
     assert all("restartPolicy" not in template["spec"] for template in templates(manifest))
     worker = containers(manifest)["worker"]
-    assert worker["command"][-1].endswith("sshd -De -o StrictModes=no")
     asks, waits = worker["lifecycle"]["preStop"]["exec"]["command"][-1].split("; ", 1)
     assert asks == "pkill -USR1 -f '[-]m ssdctl train'"
     assert waits.startswith("while pgrep")
+
+
+@pytest.mark.parametrize("modules", ["", "4,5"])
+@pytest.mark.process
+def test_sshd_passes_the_cards_of_a_part_of_a_node_on(modules: str) -> None:
+    """Its sessions have none of the container's variables."""
+    manifest = plan_for("hpu", 4, nodes=2, install="a.whl").manifest
+    assert manifest is not None
+    (*shell, script) = containers(manifest)["worker"]["command"]
+    script = script.partition(" && exec ")[2].replace("/usr/sbin/sshd", "printf '%s\\n'")
+    environment = {**os.environ, **({"HABANA_VISIBLE_MODULES": modules} if modules else {})}
+    done = subprocess.run([*shell, script], env=environment, capture_output=True, text=True)
+    expected = ["-De", "-o", "StrictModes=no"]
+    expected += ["-o", f"SetEnv=HABANA_VISIBLE_MODULES={modules}"] if modules else []
+    assert done.stdout.split("\n")[:-1] == expected
 
 
 def test_only_crashes_are_tried_again() -> None:

@@ -20,6 +20,7 @@ from ssdctl.launch.mpirun import read_hosts
 from ssdctl.launch.node import Node, read_node
 from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
+from ssdctl.runtime import hardware
 
 GAUDI = Node(cores=48, sockets=2)
 # Valid arguments: any text without NUL and lone surrogates.
@@ -63,7 +64,7 @@ def test_eight_gaudi_cards() -> None:
     """The command of Habana's guide, with the order of ranks that every release accepts."""
     plan = plan_for("hpu", 8, "train", "--bs=128", "--bf16", "--device=hpu")
     assert plan.to_line() == (
-        "mpirun -n 8 --bind-to core --map-by socket:PE=6 --rank-by slot --report-bindings "
+        "mpirun -n 8 --bind-to core --map-by ppr:8:node:PE=6 --rank-by slot --report-bindings "
         "--allow-run-as-root -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=40000 "
         "python -m ssdctl train --bs=128 --bf16 --device=hpu"
     )
@@ -73,11 +74,12 @@ def test_eight_gaudi_cards() -> None:
 @pytest.mark.parametrize(
     ("count", "node", "settings", "placement"),
     [
-        (8, GAUDI, {}, "socket:PE=6"),
-        (8, Node(2, 1), {"cores_per_node": 96}, "socket:PE=12"),
-        (4, GAUDI, {"devices_per_node": 8}, "socket:PE=6"),
-        (3, GAUDI, {}, "socket:PE=12"),  # two ranks share a socket of 24
-        (1, GAUDI, {}, "socket:PE=24"),
+        (8, GAUDI, {}, "ppr:8:node:PE=6"),
+        (8, Node(2, 1), {"cores_per_node": 96}, "ppr:8:node:PE=12"),
+        (4, GAUDI, {"devices_per_node": 8}, "ppr:4:node:PE=6"),
+        (3, GAUDI, {}, "ppr:3:node:PE=12"),  # two ranks share a socket of 24
+        (1, GAUDI, {}, "ppr:1:node:PE=24"),
+        (1, Node(2, 1), {"cores_per_node": 48}, "ppr:1:node:PE=24"),
         (16, GAUDI, {"nodes": 2}, "ppr:8:node:PE=6"),
         (8, Node(4, 1), {}, "slot:OVERSUBSCRIBE"),
     ],
@@ -137,6 +139,7 @@ def test_ranks_without_binding_are_spread_and_share_the_cores() -> None:
     line = plan.to_line()
     assert "--bind-to none --map-by ppr:8:node:OVERSUBSCRIBE " in line
     assert "-x LOCAL_WORLD_SIZE=8 -x OMP_NUM_THREADS=6 " in line
+    assert "-x _SSDCTL_BINDING=none " in line
     assert "LOCAL_WORLD_SIZE" not in plan_for("hpu", 8).to_line()
 
 
@@ -238,38 +241,65 @@ def test_tpus_are_started_by_torchrun() -> None:
     assert "PJRT_DEVICE" not in plan_for("xla", 4, environment={"PJRT_DEVICE": "CPU"}).environment
 
 
-TPU_V3 = Node(cores=48, sockets=2, two_core_tpus=4)
+TPU_V3 = Node(cores=48, sockets=2, tpus=4, has_two_core_tpus=True)
+TPU_V4 = Node(cores=48, sockets=2, tpus=4)
 
 
 @pytest.mark.parametrize(
-    ("count", "chips", "bounds"), [(1, "0", "1,1,1"), (2, "0,1", "1,2,1"), (4, "0,1,2,3", "2,2,1")]
+    ("count", "node", "processes", "chips", "bounds"),
+    [
+        (1, TPU_V3, 1, "0", "1,1,1"),
+        (2, TPU_V3, 1, "0,1", "1,2,1"),
+        (4, TPU_V3, 1, "0,1,2,3", "2,2,1"),
+        (1, TPU_V4, 1, "0", "1,1,1"),
+        (1, GAUDI, 1, "0", "1,1,1"),  # a plan for another machine
+        (4, TPU_V4, 4, None, None),
+        (8, GAUDI, 8, None, None),
+    ],
 )
-def test_chips_of_two_cores_are_driven_by_one_process(count: int, chips: str, bounds: str) -> None:
-    plan = plan_for("xla", count, "train", node=TPU_V3)
-    assert "--nproc-per-node=1" in plan.argv
-    assert plan.num_ranks == 1
-    assert plan.environment["TPU_VISIBLE_CHIPS"] == chips
-    assert plan.environment["TPU_CHIPS_PER_PROCESS_BOUNDS"] == bounds
-    assert plan.environment["OMP_NUM_THREADS"] == "48"
-
-
-@pytest.mark.parametrize(("count", "settings"), [(3, {}), (8, {}), (8, {"nodes": 2})])
-def test_chips_of_two_cores_that_cannot_be_used_are_refused(
-    count: int, settings: dict[str, Any]
+def test_chips_of_a_process(
+    count: int, node: Node, processes: int, chips: str | None, bounds: str | None
 ) -> None:
-    with pytest.raises(UsageError, match="tpus"):
-        plan_for("xla", count, "train", node=TPU_V3, **settings)
+    """TPU v2 and v3 have two cores a chip, which one process drives; later ones a process each."""
+    plan = plan_for("xla", count, "train", node=node)
+    assert f"--nproc-per-node={processes}" in plan.argv
+    assert plan.num_ranks == processes
+    assert plan.environment.get("TPU_VISIBLE_CHIPS") == chips
+    assert plan.environment.get("TPU_CHIPS_PER_PROCESS_BOUNDS") == bounds
+    assert plan.environment["OMP_NUM_THREADS"] == str(48 // processes)
 
 
-def test_the_pci_bus_lists_chips_of_two_cores(tmp_path: Path) -> None:
-    ids = [("0x1ae0", "0x0027"), ("0x1ae0", "0x0027"), ("0x1ae0", "0x005e"), ("0x10de", "0x0027")]
+@pytest.mark.parametrize(
+    ("count", "node", "nodes", "possible"),
+    [
+        (3, TPU_V3, 1, "1 or 2 or 4"),
+        (8, TPU_V3, 1, "1 or 2 or 4"),
+        (8, TPU_V3, 2, "--nodes"),
+        (2, TPU_V4, 1, "1 or 4"),
+        (8, TPU_V4, 1, "1 or 4"),
+        (2, TPU_V4, 2, "8"),
+    ],
+)
+def test_chips_that_cannot_be_used_are_refused(
+    count: int, node: Node, nodes: int, possible: str
+) -> None:
+    with pytest.raises(UsageError, match="tpus") as refused:
+        plan_for("xla", count, "train", node=node, nodes=nodes)
+    assert possible in str(refused.value.hint)
+
+
+def test_the_pci_bus_lists_chips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [("0x1ae0", "0x005e"), ("0x1ae0", "0x0099"), ("0x1ae0", "0x005e"), ("0x10de", "0x0027")]
+    monkeypatch.setattr(hardware, "SYS", tmp_path)
     for number, (vendor, device) in enumerate(ids):
-        folder = tmp_path / str(number)
-        folder.mkdir()
+        folder = tmp_path / "bus/pci/devices" / str(number)
+        folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "device").write_text(f"{device}\n")
-    (tmp_path / "unreadable").mkdir()
-    assert read_node(pci=tmp_path).two_core_tpus == 2
+    node = read_node()
+    assert (node.tpus, node.has_two_core_tpus) == (2, False)
+    (tmp_path / "bus/pci/devices/0/device").write_text("0x0027\n")
+    assert read_node().has_two_core_tpus
 
 
 def test_torchruns_rendezvous_is_on_the_first_host() -> None:

@@ -25,12 +25,19 @@ import pytest
 from processes import is_alive, wait_for
 
 from ssdctl.config.sections.launch import LaunchConfig
-from ssdctl.launch.exit_codes import EXITS_VARIABLE, describe_failure, job_exit_code
+from ssdctl.launch.exit_codes import (
+    EXITS_VARIABLE,
+    describe_failure,
+    first_failure,
+    job_exit_code,
+    read_exits,
+)
 from ssdctl.launch.logs import last_lines, start_rank_log
 from ssdctl.launch.node import read_node
 from ssdctl.launch.plan import make_plan
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
 from ssdctl.launch.run import free_port
+from ssdctl.runtime.cgroups import memory_kills
 
 # Reads a plan from its argument and runs it, as `ssdctl launch` does.
 DRIVER = """
@@ -77,7 +84,7 @@ time.sleep(60)
 DEAF = """
 import os, time
 from pathlib import Path
-Path(os.environ["_SSDCTL_RANK_EXITS"], "0").write_text("3")
+Path(os.environ["_SSDCTL_RANK_EXITS"], "0").write_text("3 1")
 time.sleep(60)
 """
 
@@ -339,6 +346,26 @@ def test_the_rank_that_failed(
     assert describe_failure(exits, num_ranks) == words
 
 
+def test_ranks_are_ordered_by_the_time_of_their_end(tmp_path: Path) -> None:
+    """Not by that of their files, which may be the same."""
+    for rank, content in ((0, "8 200"), (1, "3 100"), (2, "0 300")):
+        (tmp_path / str(rank)).write_text(content)
+    assert list(read_exits(tmp_path).items()) == [(1, 3), (0, 8), (2, 0)]
+
+
+def test_a_rank_that_was_killed_for_its_memory(tmp_path: Path) -> None:
+    failure = first_failure({0: 8}, 2, is_out_of_memory=True)
+    assert failure is not None
+    assert (failure[0], "memory" in failure[1]) == ([1], True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
+    where = (tmp_path / "proc", tmp_path / "sys")
+    assert memory_kills(*where) == 0
+    (tmp_path / "sys/fs/cgroup/job/memory.events").write_text("oom 3\noom_kill 2\n")
+    assert memory_kills(*where) == 2
+
+
 def test_logs_of_ranks(tmp_path: Path) -> None:
     """Rank 0 also writes to the terminal; text that redraws a terminal is not logged."""
     code = (
@@ -379,7 +406,7 @@ def test_a_rank_records_its_code_once(tmp_path: Path) -> None:
     environment = {**os.environ, EXITS_VARIABLE: str(tmp_path), "RANK": "5"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.returncode == 1
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("5", "1")]
+    assert read_exits(tmp_path) == {5: 1}
 
 
 @pytest.mark.slow  # imports torchrun

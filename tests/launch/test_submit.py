@@ -99,6 +99,8 @@ def job(state: str, code: str, out: Path) -> tuple[int, str, str]:
         ("CANCELLED", "0:15", 130),
         ("TIMEOUT", "0:15", 8),
         ("NODE_FAIL", "0:0", 8),
+        ("LAUNCH_FAILED", "0:0", 8),
+        ("REVOKED", "0:0", 8),
         ("OUT_OF_MEMORY", "0:125", 8),
     ],
 )

@@ -49,7 +49,7 @@ def test_helpers_without_the_modules(tmp_path: Path) -> None:
 from pathlib import Path
 from ssdctl import files
 from ssdctl.distributed.addresses import own_addresses
-from ssdctl.doctor.limits import _locked_memory, _open_files
+from ssdctl.doctor.machine import _locked_memory, _open_files
 from ssdctl.launch.node import read_node
 from ssdctl.runtime import system
 from ssdctl.runtime.cores import usable_cores

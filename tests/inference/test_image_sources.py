@@ -1,4 +1,4 @@
-"""The pictures that arguments name: files, folders, patterns, URLs and lists."""
+"""The images that arguments name: files, folders, patterns, URLs and lists."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from download.http_server import Reply, Server, file
 
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.inference import sources
-from ssdctl.inference.sources import UrlSource, find_sources, source_of
+from ssdctl.inference import image_sources
+from ssdctl.inference.image_sources import UrlSource, find_sources, source_of
 
 
 def touch(*names: str) -> None:
@@ -23,7 +23,7 @@ def names(*given: str, recursive: bool = False, stdin: bytes = b"") -> list[str]
     return [s.name for s in find_sources(given, recursive=recursive, stdin=io.BytesIO(stdin))]
 
 
-def test_folders_contain_only_direct_pictures_unless_recursive() -> None:
+def test_folders_contain_only_direct_images_unless_recursive() -> None:
     touch("a/2.JPG", "a/1.tif", "a/notes.txt", "a/.hidden.png", "a/b/3.webp", "a/.trash/4.png")
     assert names("a") == ["a/1.tif", "a/2.JPG"]
     assert names("a", recursive=True) == ["a/1.tif", "a/2.JPG", "a/b/3.webp"]
@@ -78,10 +78,10 @@ def test_names_of_urls_hide_secrets_and_are_safe_file_names() -> None:
     assert "token" not in source.label
     assert "/" not in source.file_name
     assert source.file_name.endswith("a_b.jpg")
-    assert source_of("https://host/").file_name == "picture"
+    assert source_of("https://host/").file_name == "image"
 
 
-def test_a_picture_is_fetched(server: Server) -> None:
+def test_a_image_is_fetched(server: Server) -> None:
     source = UrlSource(server.route("/a.png", file(b"content")))
     assert source.open().read() == b"content"
     chunked = server.route("/chunked", lambda _: Reply(body=b"content", length=False))
@@ -92,7 +92,7 @@ def test_a_picture_is_fetched(server: Server) -> None:
 def test_large_files_are_not_read_to_their_end(
     server: Server, length: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MAX_URL_BYTES", 1 << 20)
+    monkeypatch.setattr(image_sources, "MAX_URL_BYTES", 1 << 20)
     url = server.route("/a?key=s3cret", lambda _: Reply(body=bytes(32 << 20), length=length))
     with pytest.raises(NetworkError, match="larger than 1 MiB") as caught:
         UrlSource(url).open()
@@ -101,8 +101,8 @@ def test_large_files_are_not_read_to_their_end(
 
 
 def test_failures_of_the_network(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "READ_S", 0.2)
-    monkeypatch.setattr(sources, "TOTAL_S", 0.3)
+    monkeypatch.setattr(image_sources, "READ_S", 0.2)
+    monkeypatch.setattr(image_sources, "TOTAL_S", 0.3)
     silent = server.route("/silent", lambda _: Reply(head_pause_s=5))
     slow = Reply(body=b"x" * 1000, pause_s=0.05, slice_bytes=1)
     cut = Reply(body=b"x" * 1000, cut=10)

@@ -1,4 +1,4 @@
-"""Find the pictures that a user names: files, folders, patterns, URLs, a list. Torch-free.
+"""Find the images that a user names: files, folders, patterns, URLs, a list. Torch-free.
 
 for source in find_sources(["photos", "https://host/a.jpg", "-"]):
     pixels = read_rgb(source.open())
@@ -15,15 +15,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from ssdctl._version import __version__
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.runtime.redact import redact_url, redact_urls
-
-if TYPE_CHECKING:
-    import requests
 
 STDIN = "-"
 MAX_URL_BYTES = 256 << 20
@@ -31,6 +29,7 @@ CONNECT_S = 10.0
 READ_S = 30.0  # without a byte
 TOTAL_S = 120.0
 CHUNK_BYTES = 1 << 16
+GIVE_PATH = "fetch the file by other means, and give its path"
 VIDEO_SUFFIXES = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts"),
     *(".flv", ".wmv", ".ogv"),
@@ -42,7 +41,7 @@ _sessions = threading.local()
 
 
 class FileSource(NamedTuple):
-    """A picture in a file."""
+    """An image in a file."""
 
     path: Path
 
@@ -58,16 +57,16 @@ class FileSource(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """A name for files that are written for this picture."""
+        """A name for files that are written for this image."""
         return self.path.name
 
     def open(self, cancelled: threading.Event | None = None) -> Path:
-        """Return the encoded picture as `read_rgb` takes it."""
+        """Return the encoded image as `read_rgb` takes it."""
         return self.path
 
 
 class UrlSource(NamedTuple):
-    """A picture on a web server."""
+    """An image on a web server."""
 
     url: str
 
@@ -83,18 +82,18 @@ class UrlSource(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """A name for files that are written for this picture."""
+        """A name for files that are written for this image."""
         name = unquote(urlsplit(self.url).path).rpartition("/")[2]
-        return re.sub(r"[^\w.-]", "_", name).lstrip(".")[-100:] or "picture"
+        return re.sub(r"[^\w.-]", "_", name).lstrip(".")[-100:] or "image"
 
     def open(self, cancelled: threading.Event | None = None) -> io.BytesIO:
-        """Fetch the encoded picture.
+        """Fetch the encoded image.
 
         Raises:
             NetworkError: No answer in time, a refusal, or more than `MAX_URL_BYTES`; or it was
                 cancelled.
         """
-        file = io.BytesIO(fetch_picture(self.url, cancelled))
+        file = io.BytesIO(fetch_image(self.url, cancelled))
         setattr(file, "name", self.label)  # noqa: B010 - read_rgb names it in errors
         return file
 
@@ -103,7 +102,7 @@ Source = FileSource | UrlSource
 
 
 def source_of(name: str | os.PathLike[str]) -> Source:
-    """Return the picture that a path or a URL names; the file need not exist.
+    """Return the image that a path or a URL names; the file need not exist.
 
     Raises:
         UsageError: A URL that is not http(s), or not a valid one.
@@ -115,7 +114,7 @@ def source_of(name: str | os.PathLike[str]) -> Source:
     scheme = match[1].lower()
     if scheme not in ("http", "https"):
         raise UsageError(
-            f"{redact_url(text)}: {scheme}:// is not supported; pictures are files, folders, "
+            f"{redact_url(text)}: {scheme}:// is not supported; images are files, folders, "
             "patterns, or http:// and https:// URLs",
             hint=_scheme_hint(scheme),
         )
@@ -210,21 +209,21 @@ def split_videos(names: Sequence[str]) -> list[str]:
         other = next(name for name in names if name not in videos)
         raise UsageError(
             f"{videos[0]} is a video, {redact_url(other)} is not",
-            hint="run predict once for videos and once for pictures",
+            hint="run predict once for videos and once for images",
         )
     return videos
 
 
 def _in_folder(folder: Path, recursive: bool) -> list[Path]:
     files = _walk(folder) if recursive else folder.iterdir()
-    pictures = sorted(
+    images = sorted(
         p for p in files if p.suffix.lower() in IMAGE_SUFFIXES and not p.name.startswith(".")
     )
-    if not pictures:
+    if not images:
         hint = None if recursive else "--recursive searches the folders below, too"
         suffixes = ", ".join(sorted(IMAGE_SUFFIXES))
-        raise UsageError(f"{folder}: a folder without pictures ({suffixes})", hint=hint)
-    return pictures
+        raise UsageError(f"{folder}: a folder without images ({suffixes})", hint=hint)
+    return images
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -235,19 +234,19 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _listed(stdin: IO[bytes]) -> list[Source]:
-    """Read a list; a file that does not exist is reported with the unreadable pictures."""
+    """Read a list; a file that does not exist is reported with the unreadable images."""
     content = stdin.read()
     lines = content.split(b"\0") if b"\0" in content else content.splitlines()
     sources = [source_of(os.fsdecode(line)) for line in lines if line.strip()]
     if not sources:
         raise UsageError(
-            "-: standard input has no names of pictures",
+            "-: standard input has no names of images",
             hint="one path or URL per line: find photos -name '*.jpg' | ssdctl predict CKPT -",
         )
     return sources
 
 
-def fetch_picture(url: str, cancelled: threading.Event | None = None) -> bytes:
+def fetch_image(url: str, cancelled: threading.Event | None = None) -> bytes:
     """Fetch a file of at most `MAX_URL_BYTES` within `TOTAL_S` seconds.
 
     Raises:
@@ -256,58 +255,29 @@ def fetch_picture(url: str, cancelled: threading.Event | None = None) -> bytes:
     import requests
     import urllib3
 
-    from ssdctl.download.fetch import open_session
-    from ssdctl.download.http_response import describe_error, request_headers
+    from ssdctl.download.http_response import describe_error
 
     if not hasattr(_sessions, "session"):  # each thread reuses its connections
-        _sessions.session = open_session(connections=1)
+        _sessions.session = requests.Session()
+        _sessions.session.headers.update(
+            {"Accept-Encoding": "identity", "User-Agent": f"ssdctl/{__version__}"}
+        )
+    name, deadline, content = redact_url(url), time.monotonic() + TOTAL_S, bytearray()
     try:
-        with _sessions.session.get(
-            url, headers=request_headers(None, ""), stream=True, timeout=(CONNECT_S, READ_S)
-        ) as reply:
-            if reply.status_code != requests.codes.ok:
-                answer = f"{reply.status_code} {reply.reason or ''}".strip()
-                raise NetworkError(
-                    f"{redact_url(url)}: the server answers {answer}", hint="check the URL"
-                )
-            return _read_body(reply, url, cancelled)
+        with _sessions.session.get(url, stream=True, timeout=(CONNECT_S, READ_S)) as reply:
+            reply.raise_for_status()
+            # iter_content would wait for a whole chunk, however slowly its bytes come.
+            while data := reply.raw.read1(CHUNK_BYTES):
+                content += data
+                if cancelled is not None and cancelled.is_set():
+                    raise NetworkError(f"{name}: cancelled")
+                if len(content) > MAX_URL_BYTES:
+                    problem = f"larger than {MAX_URL_BYTES >> 20} MiB, the limit of an image by URL"
+                    raise NetworkError(f"{name}: {problem}", hint=GIVE_PATH)
+                if time.monotonic() > deadline:
+                    problem = f"{len(content):,} bytes after {TOTAL_S:g} s: too slow"
+                    raise NetworkError(f"{name}: {problem}", hint=GIVE_PATH)
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
         reason = redact_urls(describe_error(error, url))
-        raise NetworkError(f"{redact_url(url)}: {reason}", hint="check the URL") from error
-
-
-def _read_body(reply: requests.Response, url: str, cancelled: threading.Event | None) -> bytes:
-    """Return the body.
-
-    Raises:
-        NetworkError: It is too large, too slow or incomplete, or it was cancelled.
-    """
-    deadline = time.monotonic() + TOTAL_S
-    declared = reply.headers.get("Content-Length", "")
-    if declared.isdecimal() and int(declared) > MAX_URL_BYTES:
-        raise _too_large(url)
-    content = bytearray()
-    while data := reply.raw.read1(CHUNK_BYTES, decode_content=False):
-        content += data
-        if cancelled is not None and cancelled.is_set():
-            raise NetworkError(f"{redact_url(url)}: cancelled")
-        if len(content) > MAX_URL_BYTES:
-            raise _too_large(url)
-        if time.monotonic() > deadline:
-            raise NetworkError(
-                f"{redact_url(url)}: {len(content):,} bytes after {TOTAL_S:g} s: too slow",
-                hint="fetch the file by other means, and give its path",
-            )
-    if declared.isdecimal() and len(content) < int(declared):
-        raise NetworkError(
-            f"{redact_url(url)}: the connection ended after {len(content):,} of {declared} bytes",
-            hint="run it again",
-        )
+        raise NetworkError(f"{name}: {reason}", hint="check the URL") from error
     return bytes(content)
-
-
-def _too_large(url: str) -> NetworkError:
-    return NetworkError(
-        f"{redact_url(url)}: larger than {MAX_URL_BYTES >> 20} MiB, the limit of a picture by URL",
-        hint="fetch the file by other means, and give its path",
-    )

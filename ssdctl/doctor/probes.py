@@ -1,0 +1,201 @@
+"""Programs of the doctor that may hang or crash: `python -m ssdctl.doctor.probes NAME`.
+
+Each prints facts as lines of JSON; those printed before a crash are still used.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ssdctl.errors import SsdctlError
+
+SIZE, BLOCK = 64 * 2**20, 4 * 2**20  # bytes that the disk is tested with
+DEADLINE_S = 8.0  # a slow disk is measured with fewer bytes
+NUMBERS = 2**20  # 4 MB, about a layer's gradients
+TIMEOUT_S = 60.0
+BATCH_SIZE = 1  # a step on two cores takes a second or two
+LR = 1e-4
+
+
+def report(**facts: object) -> None:
+    """Print facts for `Output.facts`."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def probe_torch() -> None:
+    """Report the version of torch and the devices that it detects."""
+    start = time.perf_counter()
+    import torch
+
+    report(torch=torch.__version__, import_s=time.perf_counter() - start)
+    import torch.distributed as dist
+
+    report(has_gloo=dist.is_available() and dist.is_gloo_available())
+    from ssdctl.device import inductor
+    from ssdctl.device.cpu import Cpu
+
+    cpu, problems = Cpu(), inductor.resolve_execution("compile")[1]
+    facts = {"label": cpu.label, "has_native_bf16": cpu.has_native_bf16, "compile": problems}
+    report(cpu=facts)
+    report(cuda_build=torch.version.cuda)
+    gpus, problem = _gpus()
+    problems = ()
+    if gpus:
+        capability = torch.cuda.get_device_capability(0)
+        problems = inductor.resolve_execution("compile", capability)[1]
+    report(gpus=gpus, gpu_problem=problem, gpu_compile=problems)
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str]:
+    """Return the GPUs, and the reason if there are none."""
+    import torch
+
+    if torch.version.cuda is None:
+        return [], "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        return [], str(error).strip().partition("\n")[0]
+    built_for = torch.cuda.get_arch_list()
+    gpus = []
+    for facts in map(torch.cuda.get_device_properties, range(count)):
+        has_kernels = _has_kernels(facts.major, facts.minor, built_for)
+        gpus.append(
+            {
+                "name": facts.name,
+                "memory_bytes": facts.total_memory,
+                "capability": [facts.major, facts.minor],
+                "has_kernels": has_kernels,
+            }
+        )
+    return gpus, "" if gpus else "no GPU"
+
+
+def _has_kernels(major: int, minor: int, built_for: list[str]) -> bool:
+    """Return whether torch has kernels for a card: binaries of its major version, or older PTX."""
+    for name in built_for:
+        kind, _, digits = name.partition("_")
+        digits = "".join(filter(str.isdigit, digits))
+        if not digits:
+            continue
+        version = (int(digits[:-1] or 0), int(digits[-1]))
+        if version <= (major, minor) and (kind == "compute" or version[0] == major):
+            return True
+    return not built_for
+
+
+def probe_disk(folder: str) -> None:
+    """Measure the rates of writing and reading a file in a folder, in bytes/s.
+
+    The file has no name, so nothing remains even if the process is killed.
+    """
+    noise = os.urandom(BLOCK)  # cannot be compressed by the file system
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start, written = time.perf_counter(), 0
+        while written < SIZE and time.perf_counter() - start < DEADLINE_S:
+            written += file.write(noise)
+        os.fsync(file.fileno())
+        report(write=written / (time.perf_counter() - start))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # out of the page cache
+        file.seek(0)
+        start, got = time.perf_counter(), 0
+        while (block := file.read(BLOCK)) and time.perf_counter() - start < DEADLINE_S:
+            got += len(block)
+        report(read=got / (time.perf_counter() - start))
+
+
+def probe_ranks() -> None:
+    """Average a tensor with the other ranks over gloo, as training does."""
+    import torch
+
+    from ssdctl.device.cpu import Cpu
+    from ssdctl.distributed.collectives import average, barrier
+    from ssdctl.distributed.process_group import process_group
+    from ssdctl.distributed.ranks import find_ranks
+
+    ranks = find_ranks()
+    with process_group(ranks, Cpu(), TIMEOUT_S):
+        values = torch.full((NUMBERS,), float(ranks.rank + 1))
+        average(values, ranks)  # the first call opens the connections
+        start = time.perf_counter()
+        mean = average(values, ranks)
+        spent_s = time.perf_counter() - start
+        barrier(ranks)
+    expected = (ranks.world_size + 1) / 2
+    if not bool((mean == expected).all()):
+        sys.exit(f"the mean is {mean[0].item()}, not {expected}")
+    report(all_reduce_s=spent_s, bytes=4 * NUMBERS)
+
+
+def probe_step() -> None:
+    """Run steps of a small network on noise; the config and its sources are JSON on stdin."""
+    import msgspec
+    import torch
+
+    from ssdctl.config import Resolved
+    from ssdctl.data.dataset import COCO_NUM_IMAGES
+    from ssdctl.device import open_device
+    from ssdctl.distributed.ranks import SINGLE_PROCESS
+    from ssdctl.model.ssd300 import Architecture
+    from ssdctl.training.light_optimizer import without_dynamo
+    from ssdctl.training.loss_scale import loss_scale
+    from ssdctl.training.memory import random_batch
+    from ssdctl.training.optimizer import build_optimizer
+    from ssdctl.training.run import finalize
+    from ssdctl.training.step import TrainStep
+
+    network = Architecture("resnet18", "none", num_classes=21)
+    resolved = msgspec.json.decode(sys.stdin.buffer.read(), type=Resolved)
+    config = resolved.config.train
+    start = time.perf_counter()
+    device = open_device(config.device, 0, config.execution)
+    images = COCO_NUM_IMAGES
+    run = finalize(resolved, device, SINGLE_PROCESS, images, largest_batch=lambda _: BATCH_SIZE)
+    precision = run.precision
+    how = {"precision": precision, "execution": device.execution}
+    report(device=device.name, label=device.label, **how)
+    torch.manual_seed(0)
+    with without_dynamo():
+        model = device.place(network.build()).train()
+        optimizer = build_optimizer(model, config, device)
+        scale = loss_scale(precision, device, optimizer)
+        step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+        batch = random_batch(BATCH_SIZE, network.num_classes)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]
+        device.synchronize()
+        first_s = time.perf_counter() - start
+        if not math.isfinite(loss):
+            sys.exit(f"the loss is {loss}")
+        pairs = zip(before, model.parameters(), strict=True)
+        if all(bool((old == new).all()) for old, new in pairs):
+            sys.exit("no weight changed")
+        start = time.perf_counter()
+        step([batch], LR)
+        device.synchronize()
+    report(loss=loss, first_s=first_s, step_s=time.perf_counter() - start)
+
+
+PROBES: dict[str, Callable[..., None]] = {
+    "torch": probe_torch,
+    "disk": probe_disk,
+    "ranks": probe_ranks,
+    "step": probe_step,
+}
+
+if __name__ == "__main__":
+    try:
+        PROBES[sys.argv[1]](*sys.argv[2:])
+    except SsdctlError as error:
+        sys.exit(f"{error}" + (f" ({error.hint})" if error.hint else ""))
+    except OSError as problem:
+        sys.exit(f"{problem.strerror or problem}")
