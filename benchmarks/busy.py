@@ -69,18 +69,13 @@ TRAIN = """
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
-from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.runtime.process_settings import tune_process
-from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.memory import random_batch
-from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import build_step
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]
 model = device.place(Architecture("resnet18", "none", 81).build()).train()
-optimizer = build_optimizer(model, config, device)
-scale = loss_scale(precision, device, optimizer)
-step = TrainStep(model, optimizer, device, config, precision, SINGLE_PROCESS, scale)
+step = build_step(model, config, device, precision)
 batch = random_batch(8, 81, 7, 7)
 rate(lambda: step([batch], 1e-6))
 """

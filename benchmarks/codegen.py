@@ -170,7 +170,7 @@ def trace(
     from ssdctl.device.cpu import Cpu
     from ssdctl.model import fused
     from ssdctl.model.ssd300 import Architecture
-    from ssdctl.training.loss_module import LossModule
+    from ssdctl.training.step import LossModule
 
     graphs: dict[str, torch.fx.GraphModule] = {}
 

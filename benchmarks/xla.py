@@ -43,8 +43,7 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     from ssdctl.distributed.ranks import Ranks
     from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.memory import random_batch
-    from ssdctl.training.optimizer import build_optimizer
-    from ssdctl.training.step import TrainStep
+    from ssdctl.training.step import build_step
 
     device = open_device("xla")
     device.register_backend()
@@ -52,8 +51,7 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     torch.manual_seed(0)
     config = resolve(environment={"HOME": "/"}).config.train
     model = device.place(Architecture(backbone, "none", 81).build()).train()
-    optimizer = build_optimizer(model, config, device)
-    step = TrainStep(model, optimizer, device, config, "bf16", Ranks(0, 2, 0))
+    step = build_step(model, config, device, "bf16", Ranks(0, 2, 0))
     batch = random_batch(batch_size, 81)
     compiled, size = [], 0
     for _ in range(STEPS):

@@ -171,7 +171,7 @@ def train(
 
     resolved = _resolved(config, ["data.*", "model.*", "train.*"], {"data": data, **settings})
     with signals.handled():
-        from ssdctl.training.loop import run_training
+        from ssdctl.training.setup import run_training
 
         with closing(TrainingBar(is_shown=progress)) as bar:
             summary = run_training(

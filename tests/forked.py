@@ -32,7 +32,7 @@ class ForkedProcess:
     """
 
     def __init__(self, work: Callable[[], object], **variables: str) -> None:
-        importlib.import_module("ssdctl.training.loop")
+        importlib.import_module("ssdctl.training.setup")
         self._out, self._err = os.memfd_create("out"), os.memfd_create("err")
         self.returncode: int | None = None
         self.pid = _fork()

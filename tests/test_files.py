@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import pytest
@@ -25,7 +26,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ssdctl import files
+from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import of_call
 from ssdctl.data.prepare import _make_store_dir as make_store_dir
+from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.download.partial_file import Part, part_paths
 from ssdctl.errors import DataError, DiskError, IntegrityError, UsageError
 from ssdctl.files import (
@@ -42,6 +46,7 @@ from ssdctl.launch.logs import start_rank_log
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import MetricsFile
 from ssdctl.training.mllog import MLLog
+from ssdctl.training.schedule import make_plan
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
@@ -391,10 +396,17 @@ def hold_run(path: Path) -> None:
         pass
 
 
+def log_for_mlperf(path: Path) -> None:
+    config = resolve(overrides=[Override("train.mllog", str(path), of_call("--mllog"))]).config
+    run = SimpleNamespace(config=config, plan=make_plan(config.train, 9, 1))
+    device, ranks = SimpleNamespace(label="cpu"), SINGLE_PROCESS
+    MLLog(SimpleNamespace(run=run, device=device, ranks=ranks, val=None))  # type: ignore[arg-type]
+
+
 WRITERS: dict[str, Callable[[Path], object]] = {
     "folder/lock": hold,
     "run/.lock": hold_run,
-    "run/mllog": lambda path: MLLog(path).point("key", 1),
+    "run/mllog": log_for_mlperf,
     "run/logs/rank-1.log": lambda path: start_rank_log(path, 1),
     "store/.lock": lambda path: make_store_dir(path.parent),
 }

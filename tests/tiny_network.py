@@ -15,9 +15,7 @@ from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.input.loader import Batch
-from ssdctl.training.loss_scale import loss_scale
-from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import TrainStep, build_step
 
 NUM_CLASSES = 4
 
@@ -67,10 +65,8 @@ def build_training(
     torch.manual_seed(0)
     settings = config(**changes)
     model = device.place(Tiny(has_norm=has_norm)).train()
-    optimizer = build_optimizer(model, settings, device)
-    scale = loss_scale(precision, device, optimizer)
-    step = TrainStep(model, optimizer, device, settings, precision, ranks, scale)
-    return model, optimizer, step
+    step = build_step(model, settings, device, precision, ranks)
+    return model, step.optimizer, step
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

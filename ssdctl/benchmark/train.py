@@ -28,11 +28,10 @@ from ssdctl.input.loader import Batch
 from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.training.light_optimizer import without_dynamo
-from ssdctl.training.loss_scale import loss_scale
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
-from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.run import SettledRun, finalize
-from ssdctl.training.step import TrainStep, copy_ahead
+from ssdctl.training.step import TrainStep, build_step
+from ssdctl.training.step_input import copy_ahead
 
 log = logging.getLogger(__name__)
 COCO_OUTPUTS = COCO_NUM_CLASSES + 1
@@ -167,9 +166,7 @@ class _Bench:
     def _warm_step(self, ranks: Ranks, batches: Iterator[Batch]) -> tuple[TrainStep, float]:
         """Return a compiled step, and the seconds that compiling took."""
         config = self.config.train
-        optimizer = build_optimizer(self.model, config, self.device)
-        scale = loss_scale(self.precision, self.device, optimizer)
-        step = TrainStep(self.model, optimizer, self.device, config, self.precision, ranks, scale)
+        step = build_step(self.model, config, self.device, self.precision, ranks)
         start = time.perf_counter()
         for batch in itertools.islice(copy_ahead(batches, self.device), WARMUP_STEPS):
             step([batch], 1e-6)

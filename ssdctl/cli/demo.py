@@ -151,9 +151,8 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.memory import random_batch
-    from ssdctl.training.optimizer import build_optimizer
     from ssdctl.training.run import finalize
-    from ssdctl.training.step import TrainStep
+    from ssdctl.training.step import build_step
 
     config = msgspec.structs.replace(resolved.config.train, optimizer="adamw", clip_grad=10.0)
     device = open_device(config.device, 0, config.execution)
@@ -161,7 +160,7 @@ def seconds_per_step(resolved: Resolved) -> float:
         return 1e-3  # fast enough for the full number of steps
     model = device.place(Architecture("resnet18", "batch", len(CLASSES) + 1).build()).train()
     run = finalize(resolved, device, SINGLE_PROCESS, IMAGES)
-    step = TrainStep(model, build_optimizer(model, config, device), device, config, run.precision)
+    step = build_step(model, config, device, run.precision)
     batch = random_batch(BATCH_SIZE, len(CLASSES) + 1, max_boxes=12, real_boxes=7)
     times: list[float] = []
     while len(times) < WARM_UP_STEPS + TIMED_STEPS:

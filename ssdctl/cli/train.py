@@ -24,9 +24,9 @@ from ssdctl.runtime.process_settings import tune_process
 
 if TYPE_CHECKING:
     from ssdctl.data.open_dataset import DatasetSize
-    from ssdctl.training.loop import Summary
     from ssdctl.training.run import SettledRun
     from ssdctl.training.schedule import TrainSchedule
+    from ssdctl.training.trainer import Summary
 
 
 @command(
@@ -85,7 +85,7 @@ def train(
     try:
         from ssdctl.cli.progress import TrainingDisplay
         from ssdctl.data.store_folder import with_absolute_data
-        from ssdctl.training.loop import run_training
+        from ssdctl.training.setup import run_training
 
         with TrainingDisplay(call.console) as display, signals.announced(display.info):
             summary = run_training(

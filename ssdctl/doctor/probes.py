@@ -147,11 +147,9 @@ def probe_step() -> None:
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.light_optimizer import without_dynamo
-    from ssdctl.training.loss_scale import loss_scale
     from ssdctl.training.memory import random_batch
-    from ssdctl.training.optimizer import build_optimizer
     from ssdctl.training.run import finalize
-    from ssdctl.training.step import TrainStep
+    from ssdctl.training.step import build_step
 
     network = Architecture("resnet18", "none", num_classes=21)
     resolved = msgspec.json.decode(sys.stdin.buffer.read(), type=Resolved)
@@ -166,9 +164,7 @@ def probe_step() -> None:
     torch.manual_seed(0)
     with without_dynamo():
         model = device.place(network.build()).train()
-        optimizer = build_optimizer(model, config, device)
-        scale = loss_scale(precision, device, optimizer)
-        step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+        step = build_step(model, config, device, precision)
         batch = random_batch(BATCH_SIZE, network.num_classes)
         before = [p.detach().clone() for p in model.parameters()]
         loss = step([batch], LR).read(SINGLE_PROCESS)["loss"]

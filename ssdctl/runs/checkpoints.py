@@ -44,7 +44,7 @@ class CheckpointDir:
         return self._later()
 
     def write(self, payload: dict[str, Any]) -> None:
-        """Write a checkpoint (see `checkpoint.format.payload`) and delete the oldest.
+        """Write a checkpoint (see `Trainer.state_dict`) and delete the oldest.
 
         Raises:
             DiskError: It cannot be written; the earlier ones are unchanged.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import subprocess
@@ -124,9 +124,12 @@ def plugin_names(package: str, group: str) -> list[str]:
 
     They are the files' names: nothing is imported.
     """
+    return sorted({*_module_names(package), *entry_point_names(group)}, key=_by_number)
+
+
+def _module_names(package: str) -> list[str]:
     folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
-    files = [path.stem for path in folder.glob("[!_]*.py")]
-    return sorted({*files, *entry_point_names(group)}, key=_by_number)
+    return [path.stem for path in folder.glob("[!_]*.py")]
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -141,7 +144,7 @@ def load_plugin(package: str, group: str, name: str) -> Any:
     Raises:
         UsageError: There is none of that name, or it cannot be imported.
     """
-    if importlib.util.find_spec(f"{package}.{name}") is not None:
+    if name in _module_names(package):
         return importlib.import_module(f"{package}.{name}")
     plugin = load_entry_point(group, name)
     if plugin is None:

@@ -4,17 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ssdctl.config import Config
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.sources import Kind
+from ssdctl.data.store_folder import dataset_folders
 from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.printable import listed
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
+
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine
 MAX_EVALUATIONS = 10_000  # that are counted
+
+
+def describe_run(setup: Setup, step: int) -> dict[str, Any]:
+    """Return what the display shows before the first step (ssdctl/runs/progress.py).
+
+    Args:
+        setup: The run.
+        step: The step from which it continues.
+    """
+    run, plan = setup.run, setup.run.plan
+    root, _ = dataset_folders(run.config.data)
+    val_images = 0
+    if setup.val is not None:
+        val_images = len(setup.val.image_ids if setup.val_rows is None else setup.val_rows)
+    evaluations = evaluations_after(run.resolved, plan, step) if val_images else []
+    devices = f"{setup.ranks.world_size} x " if setup.ranks.world_size > 1 else ""
+    threads = f", {setup.threads} decode thread{'s' * (setup.threads > 1)}"
+    names = [c.name for c in setup.train.classes]
+    facts = [
+        ("data", data_line(root, plan.images, val_images, names)),
+        ("network", network_line(run.config, step=step)),
+        ("device", f"{devices}{setup.device.label}, {run.precision}{threads}"),
+        ("length", length_line(plan, len(evaluations))),
+        ("recipe", recipe_line(run.resolved, plan)),
+        ("run", str(run.out)),
+    ]
+    return {
+        "facts": facts,
+        "details": details_line(run.resolved),
+        "images": plan.images,
+        "total_steps": plan.total_steps,
+        "global_batch_size": plan.global_batch_size,
+        "evaluations": evaluations,
+        "evaluation_images": val_images,
+    }
 
 
 def data_line(root: Path, images: int, val_images: int, classes: Sequence[str]) -> str:

@@ -50,14 +50,3 @@ class LossScale:
 
         optimizer.register_state_dict_post_hook(save)
         optimizer.register_load_state_dict_pre_hook(load)
-
-
-def loss_scale(
-    precision: str, device: Device, optimizer: torch.optim.Optimizer
-) -> LossScale | None:
-    """Return the loss scale for fp16, as part of the optimizer's state; None for others."""
-    if precision != "fp16":
-        return None
-    scale = LossScale(device)
-    scale.attach_to(optimizer)
-    return scale

@@ -26,10 +26,7 @@ from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.loader import Batch
 from ssdctl.model.ssd300 import Architecture
-from ssdctl.training.loss_module import LossModule
-from ssdctl.training.loss_scale import loss_scale
-from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import LossModule, build_step
 
 USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces
 LARGE_PROBE = 48  # images at most; a second probe with a third as many gives the need of one
@@ -170,9 +167,7 @@ def _peak(
 ) -> int:
     """Return the peak memory of a step on that many images, with a temporary network."""
     model = device.place(architecture.build()).train()
-    optimizer = build_optimizer(model, config, device)
-    scale = loss_scale(precision, device, optimizer)
-    step = TrainStep(model, optimizer, device, config, precision, scale=scale)
+    step = build_step(model, config, device, precision)
     batch = random_batch(size, architecture.num_classes)
     step([batch], 0.0)  # compiles, and tries kernels that may need more than the chosen ones
     device.synchronize()

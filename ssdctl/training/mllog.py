@@ -10,11 +10,14 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ssdctl.config import TrainConfig
 from ssdctl.files import disk_errors, no_follow
-from ssdctl.training.schedule import TrainSchedule, next_evaluation
+from ssdctl.runs.metrics import Record
+from ssdctl.training.schedule import next_evaluation
+
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py
@@ -22,91 +25,110 @@ PACKAGE_PARENT = Path(__file__).parents[2]
 
 
 class MLLog:
-    """Appends MLPerf log lines to a file.
+    """Appends MLPerf log lines to the file of `--mllog`.
 
     Args:
-        path: The file; its folder is created.
-        is_resumed: Whether the run continues: the log of its first part then continues too.
+        setup: The run.
+        is_resumed: Whether it continues: the log of its first part then continues too.
     """
 
-    def __init__(self, path: Path, *, is_resumed: bool = False) -> None:
-        self._path = path
+    def __init__(self, setup: Setup, *, is_resumed: bool = False) -> None:
+        self._config, self._plan = setup.run.config.train, setup.run.plan
+        assert self._config.mllog is not None
+        self._path = Path(self._config.mllog)
         self._block: int | None = None  # the first epoch of the block in progress
         self._epoch: int | None = None  # the epoch in progress
-        with disk_errors(path, "writing"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._has_header = is_resumed and path.exists() and path.stat().st_size > 0
-        if not self._has_header:
-            self.point("cache_clear", True)
-            self.start("init")
+        with disk_errors(self._path, "writing"):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            has_header = is_resumed and self._path.exists() and self._path.stat().st_size > 0
+        if not has_header:
+            self._header(setup)
 
-    def point(self, key: str, value: Any, **metadata: Any) -> None:
-        self._write("POINT_IN_TIME", key, value, metadata)
+    def record(self, record: Record) -> None:
+        """Log what a record of the run means (ssdctl/training/run_log.py)."""
+        kind, step = record["kind"], record["step"]
+        if kind == "begin":
+            self._begin(step)
+        elif kind == "epoch":
+            self._end_epoch()
+        elif kind == "position" and record["is_evaluating"]:
+            if step == self._plan.total_steps:
+                self._end_epoch()
+            self._end_block()
+            self._start("eval", epoch_num=self._epoch_number(step))
+        elif kind == "eval":
+            epoch = self._epoch_number(step)
+            self._point("eval_accuracy", record["AP"], epoch_num=epoch)
+            self._stop("eval", epoch_num=epoch)
+        elif kind == "end":
+            self._end_epoch()
+            self._end_block()
+            status = "success" if record["is_success"] else "aborted"
+            self._stop("run", status=status, epoch_num=self._epoch_number(step))
 
-    def start(self, what: str, **metadata: Any) -> None:
-        self._write("INTERVAL_START", f"{what}_start", None, metadata)
+    def _header(self, setup: Setup) -> None:
+        config, plan = self._config, self._plan
+        self._point("cache_clear", True)
+        self._start("init")
+        self._point("submission_benchmark", BENCHMARK)
+        self._point("submission_division", "open")
+        self._point("submission_org", "ssdctl")
+        self._point("submission_platform", setup.device.label)
+        self._point("submission_status", "research")
+        self._point("seed", config.seed)
+        self._point("global_batch_size", plan.global_batch_size)
+        self._point("gradient_accumulation_steps", config.accumulate)
+        self._point("train_samples", plan.images)
+        self._point("eval_samples", 0 if setup.val is None else len(setup.val.image_ids))
+        self._point("max_samples", CROP_ATTEMPTS)
+        shared = setup.ranks.world_size if config.sync_bn else 1
+        self._point("model_bn_span", plan.batch_size * shared)
+        self._point("opt_name", config.optimizer)
+        self._point("opt_base_learning_rate", plan.peak_lr)
+        self._point("opt_weight_decay", config.weight_decay)
+        self._point("opt_learning_rate_warmup_steps", plan.warmup_steps)
+        self._point("opt_learning_rate_warmup_factor", 0)  # the warm-up starts at 0
+        self._point("opt_learning_rate_decay_boundary_epochs", list(config.decay_epochs))
+        self._point("opt_learning_rate_decay_boundary_steps", list(plan.decay_steps))
+        self._stop("init")
+        self._start("run")
 
-    def stop(self, what: str, **metadata: Any) -> None:
-        self._write("INTERVAL_END", f"{what}_stop", None, metadata)
-
-    def run(
-        self,
-        config: TrainConfig,
-        plan: TrainSchedule,
-        *,
-        platform: str,
-        world_size: int,
-        val_images: int,
-    ) -> None:
-        """Log the run's settings after its setup, then its start."""
-        self._config, self._plan = config, plan
-        if self._has_header:
-            return
-        self.point("submission_benchmark", BENCHMARK)
-        self.point("submission_division", "open")
-        self.point("submission_org", "ssdctl")
-        self.point("submission_platform", platform)
-        self.point("submission_status", "research")
-        self.point("seed", config.seed)
-        self.point("global_batch_size", plan.global_batch_size)
-        self.point("gradient_accumulation_steps", config.accumulate)
-        self.point("train_samples", plan.images)
-        self.point("eval_samples", val_images)
-        self.point("max_samples", CROP_ATTEMPTS)
-        self.point("model_bn_span", plan.batch_size * (world_size if config.sync_bn else 1))
-        self.point("opt_name", config.optimizer)
-        self.point("opt_base_learning_rate", plan.peak_lr)
-        self.point("opt_weight_decay", config.weight_decay)
-        self.point("opt_learning_rate_warmup_steps", plan.warmup_steps)
-        self.point("opt_learning_rate_warmup_factor", 0)  # the warm-up starts at 0
-        self.point("opt_learning_rate_decay_boundary_epochs", list(config.decay_epochs))
-        self.point("opt_learning_rate_decay_boundary_steps", list(plan.decay_steps))
-        self.stop("init")
-        self.start("run")
-
-    def before_step(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
         """Log the start of a block and of an epoch if one starts with the step after `step`."""
         epoch = self._plan.epochs_ended(step) + 1
         if self._block is None:
             self._block = epoch
             end = next_evaluation(self._config, self._plan, step)
             count = max(round(self._plan.epoch(end) - self._plan.epoch(step)), 1)
-            self.start("block", first_epoch_num=epoch, epoch_count=count)
+            self._start("block", first_epoch_num=epoch, epoch_count=count)
         if self._epoch is None:
             self._epoch = epoch
-            self.start("epoch", epoch_num=epoch)
+            self._start("epoch", epoch_num=epoch)
 
-    def epoch_ended(self) -> None:
-        """Log the end of the epoch in progress, if there is one."""
+    def _end_epoch(self) -> None:
         if self._epoch is not None:
-            self.stop("epoch", epoch_num=self._epoch)
+            self._stop("epoch", epoch_num=self._epoch)
             self._epoch = None
 
-    def block_ended(self) -> None:
-        """Log the end of the block in progress, if there is one."""
+    def _end_block(self) -> None:
         if self._block is not None:
-            self.stop("block", first_epoch_num=self._block)
+            self._stop("block", first_epoch_num=self._block)
             self._block = None
+
+    def _epoch_number(self, step: int) -> float:
+        """Return the number of the epoch that ends with a step, or the fraction of epochs."""
+        ended = self._plan.epochs_ended(step)
+        is_end = self._plan.epochs_ended(step - 1) < ended
+        return ended if is_end else round(self._plan.epoch(step), 4)
+
+    def _point(self, key: str, value: Any, **metadata: Any) -> None:
+        self._write("POINT_IN_TIME", key, value, metadata)
+
+    def _start(self, what: str, **metadata: Any) -> None:
+        self._write("INTERVAL_START", f"{what}_start", None, metadata)
+
+    def _stop(self, what: str, **metadata: Any) -> None:
+        self._write("INTERVAL_END", f"{what}_stop", None, metadata)
 
     def _write(self, event_type: str, key: str, value: Any, metadata: dict[str, Any]) -> None:
         line = {
@@ -125,7 +147,7 @@ class MLLog:
 
 
 def _place() -> dict[str, Any]:
-    """Return the file and the line of the call of `point`, `start` or `stop`."""
+    """Return the file and the line of the call of `_point`, `_start` or `_stop`."""
     frame = sys._getframe(3)
     path = Path(frame.f_code.co_filename)
     if path.is_relative_to(PACKAGE_PARENT):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.checkpoint.validation import refuse_differences, shape_differences
-from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
-from ssdctl.errors import IntegrityError
 from ssdctl.training import light_optimizer
+
+if TYPE_CHECKING:
+    from ssdctl.config import TrainConfig
 
 SMALLEST_LR = 1e-30
 
@@ -88,68 +87,3 @@ def update(optimizer: torch.optim.Optimizer, is_skipped: Tensor, scale: Tensor |
     optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
     optimizer.grad_scale = scale  # type: ignore[attr-defined]
     light_optimizer.step(optimizer)
-
-
-def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is AdamW, by its state: a vendor's class need not be PyTorch's."""
-    return any("exp_avg" in state for state in optimizer.state.values())
-
-
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
-    """Load a state dict that was saved on any device and in any memory layout.
-
-    The settings of this optimizer are kept: the saved ones belong to another device's kernels
-    (`fused`, `capturable`) and to its schedule. State tensors get the memory layout of their
-    weights, which the fused kernels require.
-
-    Args:
-        optimizer: The optimizer, with as many groups and parameters as the saved one.
-        state: The checkpoint's state dict, which is untrusted.
-        path: The checkpoint, for messages.
-
-    Raises:
-        IntegrityError: The state does not fit; the fused kernels would write beyond its tensors.
-    """
-    _check_state(optimizer, state, path)
-    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
-    groups = [{**own, "params": saved["params"]} for own, saved in pairs]
-    optimizer.load_state_dict({**state, "param_groups": groups})
-    for parameter, values in optimizer.state.items():
-        for name, value in values.items():
-            if name == "step":
-                values[name] = torch.as_tensor(value, dtype=torch.float32).reshape(())
-            elif isinstance(value, Tensor):
-                values[name] = torch.empty_like(parameter).copy_(value)
-
-
-def _check_state(optimizer: torch.optim.Optimizer, state: dict[str, Any], path: Path) -> None:
-    """Check that a saved state has a tensor of the parameter's shape for each of the optimizer's.
-
-    A state without tensors is accepted: that of SGD without momentum.
-    """
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if numbers != list(range(len(parameters))) or not set(state["state"]) <= set(numbers):
-        raise IntegrityError(f"{path}: its optimizer does not number its parameters from 0")
-    names = {name for values in optimizer.state.values() for name in values} - {"step"}
-    names = names or {"momentum_buffer"}  # momentum that this run does not use
-    expected = {
-        f"optimizer.{number}.{name}": tuple(parameter.shape)
-        for number, parameter in enumerate(parameters)
-        for name in names
-    }
-    shapes = {}
-    for number, values in state["state"].items():
-        for name, value in values.items():
-            place = f"optimizer.{number}.{name}"
-            if name == "step":
-                is_number = isinstance(value, int | float)
-                fits = is_number or (isinstance(value, Tensor) and value.numel() == 1)
-            else:
-                fits = value is None or (isinstance(value, Tensor) and value.is_floating_point())
-            if not fits:
-                raise IntegrityError(f"{path}: {place} is not a tensor of fractions")
-            if name != "step" and value is not None:
-                shapes[place] = tuple(value.shape)
-    if shapes:
-        refuse_differences(shape_differences(expected, shapes), path)

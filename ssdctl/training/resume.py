@@ -1,22 +1,13 @@
-"""Start a run from first weights, or from a checkpoint. The first rank reads and broadcasts it."""
+"""Find the checkpoint that a run continues from. The first rank reads and broadcasts it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from ssdctl.checkpoint.reader import (
-    Checkpoint,
-    check_shapes,
-    load_state,
-    read_checkpoint,
-    same_classes,
-)
+from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint, same_classes
 from ssdctl.config.render import values
 from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
 from ssdctl.config.sources import Kind
@@ -25,28 +16,16 @@ from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import RunDir
-from ssdctl.training.optimizer import is_adamw, load_optimizer
-from ssdctl.training.schedule import TrainSchedule
-from ssdctl.training.setup import Setup, load_first_weights
+from ssdctl.training.restore import step_of_plan
+
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
 
 log = logging.getLogger(__name__)
 
 
-class StartState(NamedTuple):
-    """The first step of this process, and the state before it."""
-
-    step: int
-    samples_seen: int
-    best_ap: float | None
-    is_saved: bool  # whether the run folder has a checkpoint of it
-    averaged: dict[str, Tensor] | None = None  # the EMA's weights, with --ema
-    rank_statistics: list[list[Tensor]] | None = None
-
-
-def load_or_initialize(
-    setup: Setup, checkpoints: CheckpointDir, optimizer: torch.optim.Optimizer
-) -> StartState:
-    """Load a checkpoint into network and optimizer; if there is none, load the first weights.
+def find_checkpoint(setup: Setup) -> Checkpoint | None:
+    """Return the checkpoint to resume from, on all ranks; None if a new run begins.
 
     Raises:
         UsageError: `--resume never` in a folder with checkpoints; or a setting that affects
@@ -54,50 +33,29 @@ def load_or_initialize(
         IntegrityError: The named checkpoint, or every one of the run, is damaged; or it has
             other classes.
     """
-    checkpoint = None
-    if setup.ranks.is_main:
-        checkpoint = _find(setup, checkpoints)
-    checkpoint = collectives.broadcast(checkpoint, setup.ranks)
-    if checkpoint is None:
-        load_first_weights(setup)
-        return StartState(0, 0, None, False)
-    averaged = restore(setup.model, optimizer, checkpoint)
-    step = step_of_plan(checkpoint, setup.plan)
-    total = setup.plan.total_steps
-    if step < total:
-        log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
-    else:
-        log.info("%s is at step %d of %d: nothing left to train", checkpoint.path, step, total)
-    is_own = checkpoint.path.parent == checkpoints.path and step == checkpoint.step
-    return StartState(
-        step,
-        checkpoint.samples_seen,
-        checkpoint.best_ap,
-        is_own,
-        averaged,
-        checkpoint.rank_statistics,
-    )
+    checkpoint = collectives.broadcast(_find(setup) if setup.ranks.is_main else None, setup.ranks)
+    if checkpoint is not None:
+        step, total = step_of_plan(checkpoint, setup.run.plan), setup.run.plan.total_steps
+        if step < total:
+            log.info("resuming from %s (step %d of %d)", checkpoint.path, step, total)
+        else:
+            log.info("%s is at step %d of %d: nothing left to train", checkpoint.path, step, total)
+    return checkpoint
 
 
-def step_of_plan(checkpoint: Checkpoint, plan: TrainSchedule) -> int:
-    """Return the step of a checkpoint; with another global batch, that with as many samples."""
-    if checkpoint.global_batch == plan.global_batch_size:
-        return checkpoint.step
-    return checkpoint.samples_seen // plan.global_batch_size
-
-
-def _find(setup: Setup, checkpoints: CheckpointDir) -> Checkpoint | None:
+def _find(setup: Setup) -> Checkpoint | None:
     """Return the checkpoint to resume from, after checking that it belongs to this run."""
-    resume = setup.config.train.resume
+    config, out = setup.run.config.train, setup.run.out
+    resume = config.resume
     if resume == "never":
-        if RunDir(setup.out).is_started():
+        if RunDir(out).is_started():
             raise UsageError(
-                f"{setup.out} is not empty, and --resume never would mix a new run into it",
+                f"{out} is not empty, and --resume never would mix a new run into it",
                 hint="choose another --out, or leave --resume out to continue it",
             )
         return None
     if resume == "auto":
-        checkpoint, warnings = checkpoints.newest_intact()
+        checkpoint, warnings = CheckpointDir(out, config.keep).newest_intact()
         for warning in warnings:
             log.warning("%s", warning)
         if checkpoint is None:
@@ -138,7 +96,7 @@ def _check_classes(checkpoint: Checkpoint, classes: list[ClassName]) -> None:
 
 def _warn_of_other_data(setup: Setup, checkpoint: Checkpoint) -> None:
     """Warn if the dataset folder differs. Datasets are moved, so this is not an error."""
-    before, now = checkpoint.config.get("data.root"), setup.config.data.root
+    before, now = checkpoint.config.get("data.root"), setup.run.config.data.root
     if before and now and before != now:
         log.warning(
             "%s was trained on %s, this run continues with %s", checkpoint.path, before, now
@@ -151,7 +109,11 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     Raises:
         UsageError: One differs, without --resume-changed; or the network is another one.
     """
-    changed, plan, now = _changed_settings(setup, checkpoint), setup.plan, values(setup.config)
+    changed, plan, now = (
+        _changed_settings(setup, checkpoint),
+        setup.run.plan,
+        values(setup.run.config),
+    )
     texts = [f"{path} was {saved!r}, is {now[path]!r}" for path, saved in changed.items()]
     if is_other_batch := checkpoint.global_batch != plan.global_batch_size:
         texts.append(f"the global batch was {checkpoint.global_batch}, is {plan.global_batch_size}")
@@ -160,7 +122,7 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
     if not texts:
         return
     is_other_network = not {"model.backbone", "model.extra_norm"}.isdisjoint(changed)
-    if setup.config.train.resume_changed and not is_other_network:
+    if setup.run.config.train.resume_changed and not is_other_network:
         log.warning("changed since %s: %s", checkpoint.path, "; ".join(texts))
         return
     options = [all_settings()[path].as_option(saved) for path, saved in changed.items()]
@@ -183,7 +145,7 @@ def _check_changes(setup: Setup, checkpoint: Checkpoint) -> None:
 
 def _changed_settings(setup: Setup, checkpoint: Checkpoint) -> dict[str, object]:
     """Return the checkpoint's values of the settings that affect results and differ from it."""
-    now = values(setup.config)
+    now = values(setup.run.config)
     # A longer run may have another schedule, as after another --epochs.
     schedule = ("warmup", "lr_decay", "decay_epochs")
     sources = setup.run.resolved.sources
@@ -208,35 +170,6 @@ def _saved(setting: Setting, before: Mapping[str, Any], now: Any) -> Any:
     if setting.path in before or not setting.is_recipe:
         return before.get(setting.path, setting.default)
     return EARLIER_VALUES.get(setting.path, now)
-
-
-def restore(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoint: Checkpoint,
-) -> dict[str, Tensor] | None:
-    """Load a checkpoint into network and optimizer; return the EMA's weights, if any.
-
-    Raises:
-        IntegrityError: They do not fit; the message lists what differs.
-    """
-    trained = checkpoint.model if checkpoint.trained is None else checkpoint.trained
-    load_state(model, trained, checkpoint.path)
-    if checkpoint.trained is not None:
-        check_shapes(model, checkpoint.model, checkpoint.path)
-    _load_optimizer(optimizer, checkpoint)
-    return None if checkpoint.trained is None else checkpoint.model
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
-    """Load the state of the checkpoint's optimizer, with this run's settings."""
-    kind = "adamw" if is_adamw(optimizer) else "sgd"
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in checkpoint.optimizer["param_groups"]]
-    if kind != checkpoint.config.get("train.optimizer") or sizes != saved_sizes:
-        log.warning("the optimizer differs from the checkpoint's: its momentum is reset")
-        return
-    load_optimizer(optimizer, checkpoint.optimizer, checkpoint.path)
 
 
 def _plain(value: object) -> object:

@@ -1,12 +1,15 @@
-"""Prepare a run before its first step, in the order of the checks: options, device, dataset,
-weights."""
+"""Open a run before its first step, in the order of the checks: options, device, dataset, weights.
+
+with open_trainer(resolved, emit=show, progress=progress_bar) as trainer:
+    trainer.run()
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +33,12 @@ from ssdctl.config.resolve import Resolved
 from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.dataset import open_on_all_ranks
-from ssdctl.distributed.process_group import wait_for_main
-from ssdctl.distributed.ranks import Ranks
+from ssdctl.distributed.process_group import process_group, wait_for_main
+from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
@@ -44,12 +48,17 @@ from ssdctl.model.pretrained import fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.default_folder import run_dir
+from ssdctl.runs.lock import exclusive_run
+from ssdctl.runs.metrics import Record
+from ssdctl.runtime import signals
 from ssdctl.runtime.cores import usable_cores
-from ssdctl.runtime.progress import Progress
+from ssdctl.runtime.progress import Progress, without_progress
+from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.memory import check_shares, largest_batch
+from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.run import Network, SettledRun, check_without_data, finalize
-from ssdctl.training.schedule import TrainSchedule
 from ssdctl.training.trackers.registry import find_trackers
+from ssdctl.training.trainer import Summary, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -66,27 +75,58 @@ class Setup(NamedTuple):
     architecture: Architecture
     model: SSD300
     threads: int
-    init: InitCheckpoint
 
-    @property
-    def config(self) -> Config:
-        """The settings of the run."""
-        return self.run.config
 
-    @property
-    def plan(self) -> TrainSchedule:
-        """The schedule of the run."""
-        return self.run.plan
+def run_training(
+    resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
+) -> Summary:
+    """Train to the end of the run; see `open_trainer` and `Trainer.run`."""
+    with open_trainer(resolved, emit=emit, progress=progress) as trainer:
+        return trainer.run()
 
-    @property
-    def precision(self) -> str:
-        """The precision of the network."""
-        return self.run.precision
 
-    @property
-    def out(self) -> Path:
-        """The run folder."""
-        return self.run.out
+@contextlib.contextmanager
+def open_trainer(
+    resolved: Resolved, *, emit: Callable[[Record], None], progress: Progress
+) -> Iterator[Trainer]:
+    """Open device, ranks, dataset, network and run folder for the duration of the block.
+
+    Args:
+        resolved: The settings of a run.
+        emit: Called with every record of metrics.jsonl after it is written, and with the records
+            for the display that ssdctl/runs/progress.py lists.
+        progress: Shows the progress of preparing the dataset.
+
+    Raises:
+        UsageError: Another process trains in the run folder; or see `prepare_run`.
+        IntegrityError: The checkpoint to continue from is damaged.
+        DistributedError: Another rank was lost.
+        Stopped: A signal came.
+    """
+    ranks, config = find_ranks(), resolved.config.train
+    with signals.ending_at_once():
+        device = open_device(config.device, ranks.local_rank, config.execution)
+    with (
+        deterministic_kernels(config.deterministic),
+        without_dynamo(),
+        process_group(ranks, device, config.rank_timeout),
+        contextlib.ExitStack() as exit_stack,
+    ):
+        for notice in device.notices:
+            log.warning("%s", notice)
+        with signals.ending_at_once():
+            init = InitCheckpoint(resolved.config)
+            shown = progress if ranks.is_main else without_progress
+            setup = prepare_run(resolved, device, ranks, shown, init)
+            if ranks.is_main:
+                exit_stack.enter_context(exclusive_run(setup.run.out))
+            checkpoint = find_checkpoint(setup)
+            if checkpoint is None:
+                load_first_weights(setup, init)
+            trainer = Trainer(setup, checkpoint, emit)
+            del checkpoint
+        exit_stack.callback(trainer.close)
+        yield trainer
 
 
 class InitCheckpoint:
@@ -118,7 +158,9 @@ class InitCheckpoint:
         return checkpoint
 
 
-def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Progress) -> Setup:
+def prepare_run(
+    resolved: Resolved, device: Device, ranks: Ranks, progress: Progress, init: InitCheckpoint
+) -> Setup:
     """Open the dataset, settle the run, build the network with random weights.
 
     Raises:
@@ -140,7 +182,6 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
         architecture, precision = architecture_of(settled), settled.train.precision
         return largest_batch(settled.train, architecture, device, ranks, precision)
 
-    init = InitCheckpoint(config)
     run = finalize(
         resolved,
         device,
@@ -167,7 +208,6 @@ def prepare_run(resolved: Resolved, device: Device, ranks: Ranks, progress: Prog
         architecture=architecture,
         model=device.place(_new_model(architecture, run.config.train, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
-        init=init,
     )
 
 
@@ -285,15 +325,15 @@ def _checked_splits(splits: dict[str, Split], root: Path) -> tuple[Split, Split 
     return train, val
 
 
-def load_first_weights(setup: Setup) -> None:
+def load_first_weights(setup: Setup, init: InitCheckpoint) -> None:
     """Load the weights of a new run: those of `--init`, or pretrained backbone weights.
 
     Raises:
         UsageError, NetworkError, IntegrityError: They are not available, or do not fit.
     """
-    config, model, classes = setup.config, setup.model, setup.train.classes
+    config, model, classes = setup.run.config, setup.model, setup.train.classes
     if config.train.init is not None:
-        checkpoint = setup.init.take()
+        checkpoint = init.take()
         _refuse_another_network(checkpoint, setup.architecture)
         state = with_counters(checkpoint.model, model)
         log.info("starting from the weights of %s (step %s)", checkpoint.path, checkpoint.step)

@@ -1,4 +1,7 @@
-"""One optimizer step: colour, network, targets, loss, backward, guard, update.
+"""One optimizer step: color, network, targets, loss, backward, guard, update.
+
+    step = build_step(model, config, device, precision, ranks)
+    result = step(batches, lr)
 
 Nothing here synchronizes with the device: failures are counted there and read at a log point.
 If steps are compiled, shapes never change, so that compilation happens once.
@@ -7,21 +10,26 @@ If steps are compiled, shapes never change, so that compilation happens once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input.loader import Batch, trim_padding
-from ssdctl.model.loss import Losses
-from ssdctl.training.loss_module import LossModule
+from ssdctl.model import fused
+from ssdctl.model.augment import Normalise
+from ssdctl.model.constants import constants_of_model
+from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.training.loss_scale import LossScale
 from ssdctl.training.masked_update import GuardedUpdate, clip_factor, groups_of
-from ssdctl.training.optimizer import set_lr, update
+from ssdctl.training.optimizer import build_optimizer, set_lr, update
+
+if TYPE_CHECKING:
+    from ssdctl.config import TrainConfig
+    from ssdctl.input.loader import Batch
 
 
 class StepResult:
@@ -40,43 +48,88 @@ class StepResult:
         return dict(zip(names, values, strict=True))
 
 
-class TrainStep:
-    """The network, its loss and its optimizer, ready to step.
+class LossModule(nn.Module):
+    """Color, normalization, network, targets and loss: the part of a step that is compiled as one.
 
     Args:
-        model: The network on the device.
-        optimizer: From `build_optimizer`.
+        model: The network, on the device.
         device: Holds all of it.
-        config: Of the run.
-        precision: Of the network.
-        ranks: Average the gradients.
-        scale: Loss scale for fp16.
+        precision: Of the network; the rest computes in the precision of the weights.
     """
+
+    def __init__(self, model: nn.Module, device: Device, precision: str) -> None:
+        super().__init__()
+        self._dtype = next(model.parameters()).dtype
+        self.model = model
+        constants = constants_of_model(model)
+        self.normalise = Normalise(self._dtype, constants=constants).to(device.torch_device)
+        self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
+        self.device = device
+        self._precision = precision
+        fused.swap_in(self, device.forms)
+
+    def forward(
+        self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
+    ) -> Tensor:
+        """Return the fields of `Losses` as one tensor of three values."""
+        pixels = self.normalise(images_BHW3, jitter_B4)
+        with self.device.autocast(self._precision):
+            offsets, logits = self.model(pixels)
+        losses: Losses = self.loss(offsets, logits, boxes_BG4.to(self._dtype), labels_BG)
+        return torch.stack(list(losses))
+
+
+def build_step(
+    model: nn.Module,
+    config: TrainConfig,
+    device: Device,
+    precision: str,
+    ranks: Ranks = SINGLE_PROCESS,
+) -> TrainStep:
+    """Return the optimizer step of a network.
+
+    Args:
+        model: The network, on the device.
+        config: The recipe: optimizer, clipping, TF32.
+        device: Computes the step, compiled if it does so.
+        precision: Of the network: fp32, bf16, or fp16 with a loss scale.
+        ranks: Average the gradients.
+    """
+    optimizer = build_optimizer(model, config, device)
+    scale = None
+    if precision == "fp16":
+        scale = LossScale(device)
+        scale.attach_to(optimizer)
+    device.set_tf32(config.tf32)
+    return TrainStep(
+        LossModule(model, device, precision), optimizer, config.clip_grad, ranks, scale
+    )
+
+
+class TrainStep:
+    """A network, its loss and its optimizer, ready to step: made by `build_step`."""
 
     def __init__(
         self,
-        model: nn.Module,
+        loss_module: LossModule,
         optimizer: torch.optim.Optimizer,
-        device: Device,
-        config: TrainConfig,
-        precision: str,
-        ranks: Ranks = SINGLE_PROCESS,
-        scale: LossScale | None = None,
+        clip_grad: float,
+        ranks: Ranks,
+        scale: LossScale | None,
     ) -> None:
-        self._optimizer = optimizer
+        model, device = loss_module.model, loss_module.device
+        self.optimizer = optimizer
         self._device = device
         self._ranks = ranks
         self._scale = scale
-        self._clip = config.clip_grad
+        self._clip = clip_grad
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._statistics = [b for b in model.buffers() if b.is_floating_point()]
-        device.set_tf32(config.tf32)
-        loss_module = LossModule(model, device, precision)
         device.compile(loss_module)
         self._guarded_update = None
         if not device.supports_found_inf:
             assert scale is None
-            self._guarded_update = GuardedUpdate(config.clip_grad)
+            self._guarded_update = GuardedUpdate(clip_grad)
             device.compile(self._guarded_update)
         # The gradients are either averaged by DistributedDataParallel, or added up afterwards.
         self._adds_up = ranks.world_size > 1 and device.ddp_bucket_mb is None
@@ -88,7 +141,7 @@ class TrainStep:
         A step with a non-finite loss or gradient on any rank is skipped: weights, momentum and the
         statistics of batch norm stay unchanged. All ranks make the same decision.
         """
-        set_lr(self._optimizer, lr)
+        set_lr(self.optimizer, lr)
         self._clear_gradients(accumulate=len(batches) > 1)
         statistics = _flattened(self._statistics)
         parts = []
@@ -104,7 +157,7 @@ class TrainStep:
         loss = self._reduce(mean[0])
         if self._guarded_update is not None:
             before = _split(statistics, self._statistics)
-            groups = groups_of(self._optimizer)
+            groups = groups_of(self.optimizer)
             norm, is_bad = self._guarded_update(groups, loss, self._statistics, before)
         else:
             norm, is_bad = self._fused_update(loss, statistics)
@@ -115,11 +168,11 @@ class TrainStep:
         """Update with the device's fused kernels; return the norm and whether the step is bad."""
         norm, is_skipped = self._check_gradients(loss)
         if self._scale is None:
-            update(self._optimizer, is_skipped, None)
+            update(self.optimizer, is_skipped, None)
             is_bad = is_skipped
         else:
             is_bad = is_skipped * (~self._scale.explains(loss)).float()
-            update(self._optimizer, is_skipped, self._scale.scale)
+            update(self.optimizer, is_skipped, self._scale.scale)
             self._scale.adapt(is_skipped)
         self._restore(statistics, is_skipped)
         return norm, is_bad
@@ -130,7 +183,7 @@ class TrainStep:
         Accumulated gradients need separate memory: a CUDA graph always writes to the same.
         """
         if not accumulate:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             return
         for parameter in self._parameters:
             if parameter.grad is None:
@@ -177,30 +230,6 @@ class TrainStep:
         if isinstance(self._loss_module, nn.parallel.DistributedDataParallel):
             return self._loss_module.no_sync()
         return contextlib.nullcontext()
-
-
-def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
-    """Copy batches to the device, each while the device works on the previous one."""
-    if device.is_host:
-        yield from map(trim_padding, batches) if device.execution == "eager" else batches
-        return
-    waiting: Batch | None = None
-    for batch in batches:
-        device.wait_for_copies()  # of the waiting batch, not of the next one
-        is_on_device = batch.images.device.type != "cpu"  # decoded there
-        copied = batch._replace(
-            images=batch.images if is_on_device else device.copy(batch.images),
-            boxes=device.copy(batch.boxes),
-            labels=device.copy(batch.labels),
-            jitter=None if batch.jitter is None else device.copy(batch.jitter),
-        )
-        if waiting is not None:
-            yield waiting
-        waiting = copied
-        device.wait_for_reads()  # the next batch may be decoded into the same memory
-    if waiting is not None:
-        device.wait_for_copies()
-        yield waiting
 
 
 def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ssdctl.training.schedule import TrainSchedule
+
 INPUT_BOUND_WAIT = 0.2  # fraction of the time spent waiting for images
 WARM_UP_LAPS = 2  # the first ones fill buffers, compile and tune
 
@@ -100,3 +102,39 @@ class ThroughputMeter:
     def total_s(self) -> float:
         """Seconds since this meter was created."""
         return time.monotonic() - self._started
+
+
+class EpochClock:
+    """Times the epochs; the first one of a resumed run counts from the resumption.
+
+    Args:
+        plan: The epochs of the run.
+        step: The step from which it continues.
+        throughput: Counts the images.
+    """
+
+    def __init__(self, plan: TrainSchedule, step: int, throughput: ThroughputMeter) -> None:
+        self._plan = plan
+        self._throughput = throughput
+        self._began, self._training_s, self._images = time.monotonic(), 0.0, 0
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Continue from a step."""
+        self._done = self._plan.epochs_ended(step)
+
+    def ended(self, step: int) -> dict[str, float] | None:
+        """Return the duration and the rate of the epoch if it ended with `step`; else None."""
+        done = self._plan.epochs_ended(step)
+        if done == self._done:
+            return None
+        now, training_s, images = (
+            time.monotonic(),
+            self._throughput.training_s,
+            self._throughput.images,
+        )
+        rate = (images - self._images) / max(training_s - self._training_s, 1e-9)
+        duration_s = now - self._began
+        self._done, self._began = done, now
+        self._training_s, self._images = training_s, images
+        return {"duration_s": round(duration_s, 3), "images_per_second": round(rate, 3)}

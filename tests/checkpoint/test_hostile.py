@@ -32,7 +32,7 @@ from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.checkpoint import choose_data
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.resume import restore
+from ssdctl.training.restore import restore
 
 Payload = dict[str, Any]
 

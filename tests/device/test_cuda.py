@@ -20,7 +20,7 @@ from ssdctl.device.base import Device
 from ssdctl.input.loader import Batch
 from ssdctl.input.pipelines import open_input
 from ssdctl.input.samples import LoaderConfig
-from ssdctl.training.optimizer import load_optimizer
+from ssdctl.training.restore import load_optimizer
 from ssdctl.training.step import copy_ahead
 
 pytestmark = [

@@ -21,7 +21,7 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
 from ssdctl.errors import UsageError
 from ssdctl.runtime import local_cache
-from ssdctl.training.optimizer import is_adamw, load_optimizer
+from ssdctl.training.restore import is_adamw, load_optimizer
 from ssdctl.training.run import finalize
 
 Cli = Callable[..., Result]

@@ -48,8 +48,8 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.training.loss_module import LossModule
     from ssdctl.training.memory import random_batch
+    from ssdctl.training.step import LossModule
 
     held = []
     for size in (1, 2):
@@ -117,7 +117,7 @@ class Step:
 
     sizes: ClassVar[list[int]] = []
 
-    def __init__(self, model: Any, optimizer: object, device: Card, *_: object, **__: object):
+    def __init__(self, model: Any, config: object, device: Card, *_: object):
         self.device, self.model, self.is_main = device, model, True
         model.step = self
 
@@ -130,7 +130,7 @@ class Step:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Step]]:
     """Steps on a card, with automatic garbage collection turned off."""
-    monkeypatch.setattr(memory, "TrainStep", Step)
+    monkeypatch.setattr(memory, "build_step", Step)
     Step.sizes.clear()
     gc.disable()
     yield Step
@@ -212,7 +212,7 @@ def test_memory_that_really_runs_out_is_explained(shapes: Path, tmp_path: Path) 
     code = (
         "import resource, sys, torch, torchvision\n"
         "from ssdctl.cli.main import main\n"
-        "import ssdctl.training.loop\n"
+        "import ssdctl.training.setup\n"
         "held = [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmSize')][0]\n"
         "limit = held * 1024 + 3_000_000_000\n"
         "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"

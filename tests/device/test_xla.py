@@ -18,7 +18,7 @@ from tiny_network import Tiny, batch, build_training, everything, losses
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS
-from ssdctl.training.optimizer import load_optimizer
+from ssdctl.training.restore import load_optimizer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None,
@@ -176,8 +176,7 @@ import torch_xla.runtime as xr
 from torch_xla._internal import pjrt
 from ssdctl.device.xla import Xla
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import build_step
 import torch
 
 xr.addressable_runtime_device_count = lambda: 1  # of a rank
@@ -189,9 +188,7 @@ def train():
         rank = xla.torch_device.index
         torch.manual_seed(0)
         model = xla.place(tiny.Tiny(has_norm=False).train())
-        step = TrainStep(
-            model, build_optimizer(model, config, xla), xla, config, "fp32", Ranks(rank, 2, rank)
-        )
+        step = build_step(model, config, xla, "fp32", Ranks(rank, 2, rank))
     results = []
     for n in range(4):
         batch = tiny.batch(size=4, seed=n, jitter=float("inf") if n == 2 and rank == 1 else 1.0)

@@ -30,17 +30,15 @@ import tiny_network, torch
 from ssdctl.device import open_device
 from ssdctl.distributed.collectives import FlagExchange, any_rank
 from ssdctl.distributed.process_group import process_group
-from ssdctl.training.optimizer import build_optimizer
 from ssdctl.distributed.ranks import find_ranks
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import build_step
 
 ranks, device, settings = find_ranks(), open_device("cpu"), tiny_network.config()
 steps = []
 with process_group(ranks, device, 60):
     torch.manual_seed(0)
     model = device.place(tiny_network.Tiny()).train()
-    optimizer = build_optimizer(model, settings, device)
-    step = TrainStep(model, optimizer, device, settings, "fp32", ranks)
+    step = build_step(model, settings, device, "fp32", ranks)
     for number in range(4):
         is_bad = number == 2 and ranks.rank == 1
         jitter = float("inf") if is_bad else 1.0

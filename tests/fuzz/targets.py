@@ -154,7 +154,7 @@ def _load(path: Path) -> None:
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.training.optimizer import build_optimizer
-    from ssdctl.training.resume import restore
+    from ssdctl.training.restore import restore
 
     checkpoint = read_checkpoint(path)
     model = load_network(checkpoint)

@@ -32,9 +32,8 @@ from ssdctl.input.loader import TrainLoader
 from ssdctl.input.sample_stream import SampleStream
 from ssdctl.input.samples import LoaderConfig
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.training.optimizer import build_optimizer
 from ssdctl.training.schedule import make_plan
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import build_step
 
 STEPS = 6
 NUM_CLASSES = 6
@@ -134,7 +133,7 @@ def our_losses(
     )
     device = open_device("cpu")
     model = device.place(model).train()
-    step = TrainStep(model, build_optimizer(model, config, device), device, config, "fp32")
+    step = build_step(model, config, device, "fp32")
     rates = [plan.lr(s) for s in range(steps)]
     results = [step([b], r) for b, r in zip(loader.batches(0, steps), rates, strict=True)]
     return [r.losses.total.item() for r in results], rates

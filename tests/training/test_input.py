@@ -29,11 +29,11 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
     """Cut some training images once the run has checked its data; return their ids."""
-    from ssdctl.training import loop
+    from ssdctl.training import setup
 
     split = open_dataset(root, root / "prepared")["train"]
     rows = split.trainable[:number]
-    begin = loop.load_or_initialize
+    begin = setup.load_first_weights
 
     def spoiled(*given: Any) -> Any:
         for row in rows:
@@ -41,7 +41,7 @@ def spoil_after_the_start(root: Path, monkeypatch: pytest.MonkeyPatch, number: i
             path.write_bytes(path.read_bytes()[:2000])
         return begin(*given)
 
-    monkeypatch.setattr(loop, "load_or_initialize", spoiled)
+    monkeypatch.setattr(setup, "load_first_weights", spoiled)
     return [int(split.image_ids[row]) for row in rows]
 
 

@@ -12,8 +12,8 @@ from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records
 
 from ssdctl.runs.progress import describe
-from ssdctl.training.early_stopping import EarlyStopping
 from ssdctl.training.ema import EMA
+from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.throughput import ThroughputMeter
 
 Cli = Callable[..., Result]

@@ -16,7 +16,7 @@ from ssdctl.input.loader import Batch
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.nonfinite import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.training.optimizer import build_optimizer
-from ssdctl.training.step import TrainStep
+from ssdctl.training.step import TrainStep, build_step
 
 SINGLE_PROCESS = Ranks(0, 1, 0)
 CPU = open_device("cpu")
@@ -42,8 +42,8 @@ def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, Tr
     torch.manual_seed(0)
     settings = config(**changes)
     model = SSD300("tiny", 4, "none").train()
-    optimizer = build_optimizer(model, settings, CPU)
-    return model, optimizer, TrainStep(model, optimizer, CPU, settings, "fp32")
+    step = build_step(model, settings, CPU, "fp32")
+    return model, step.optimizer, step
 
 
 def freeze_batch_norm(model: nn.Module) -> None:
@@ -175,7 +175,7 @@ def test_frozen_stem_keeps_its_weights_and_moves_its_statistics() -> None:
     model = SSD300("tiny", 4, "none").train()
     model.freeze_stem()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    step = TrainStep(model, build_optimizer(model, settings, CPU), CPU, settings, "fp32")
+    step = build_step(model, settings, CPU, "fp32")
     step([batch(2)], 1e-2)
     same = {n for n, t in model.state_dict().items() if torch.equal(t, before[n])}
     frozen = {"backbone.conv1.weight", "backbone.bn1.weight", "backbone.layer1.0.conv1.weight"}

@@ -28,7 +28,7 @@ from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
 from ssdctl.runs import metrics
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.training import validate
+from ssdctl.training import evaluator
 from ssdctl.training.step import TrainStep
 
 Cli = Callable[..., Result]
@@ -94,7 +94,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
     shapes: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["train", "--data", shapes, *OPTIONS, "--steps", 4, "--eval-every", "2st"]
-    detect = validate.detect_split
+    detect = evaluator.detect_split
 
     def interrupted(*given: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)  # as Slurm and mpirun do
@@ -104,7 +104,7 @@ def test_an_evaluation_that_a_signal_cut_short_is_made_by_the_next_start(
         raise AssertionError("the other images are left out")
 
     with monkeypatch.context() as patch:
-        patch.setattr(validate, "detect_split", interrupted)
+        patch.setattr(evaluator, "detect_split", interrupted)
         patch.setattr(Detector, "forward", looks_on)
         result = cli(*command, "--out", tmp_path / "run")
     assert result.code == 75, result.err

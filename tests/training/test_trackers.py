@@ -100,12 +100,11 @@ def test_a_tracker_gets_everything_in_order(tmp_path: Path) -> None:
     trackers = Trackers({"recording": create}, tracked(tmp_path), uploads=True)
     trackers.record(train_record(1))
     trackers.record({"kind": "event", "step": 1, "event": "started"})
-    trackers.pictures(1, {"7": np.zeros((2, 2, 3), np.uint8)})
-    trackers.checkpoint("best", 1, tmp_path / "best.pt")
-    trackers.checkpoint("last", 1, tmp_path / "absent.pt")
-    trackers.close(is_success=True)
-    trackers.close(is_success=False)  # nothing is left to close
-    expected = [Metrics("train", 1, {"loss": 1.0}), (1, "7"), ("best", 1, "best.pt"), True]
+    for name, file in (("best", "best.pt"), ("last", "absent.pt")):
+        trackers.record({"kind": "checkpoint", "step": 1, "name": name, "path": tmp_path / file})
+    trackers.record({"kind": "end", "step": 1, "is_success": True})
+    trackers.record({"kind": "end", "step": 1, "is_success": False})  # nothing is left to close
+    expected = [Metrics("train", 1, {"loss": 1.0}), ("best", 1, "best.pt"), True]
     assert made[0].received == expected
 
 
@@ -143,7 +142,7 @@ def test_the_end_of_a_run_is_limited_for_all_trackers(tmp_path: Path) -> None:
     trackers = Trackers(hanging, run, uploads=True, longest_wait_s=0.2)
     trackers.record(train_record(1))
     begin = time.monotonic()
-    trackers.close(is_success=True)
+    trackers.record({"kind": "end", "step": 9, "is_success": True})
     assert time.monotonic() - begin < 2
     event.set()
 
@@ -162,7 +161,7 @@ def test_a_tracker_that_fails_warns_once_and_is_called_again(
     trackers = Trackers({"failing": lambda run: failing}, failing.run)
     for step in (1, 2, 3):
         trackers.record(train_record(step))
-    trackers.close(is_success=True)
+    trackers.record({"kind": "end", "step": 9, "is_success": True})
     assert [m.step for m in failing.received[:-1]] == [3]
     assert failing.received[-1] is True
     (record,) = caplog.records
@@ -182,7 +181,7 @@ def test_a_tracker_that_does_not_open(
     for step in range(1, 5000):  # more than the queue holds
         trackers.record(train_record(step))
     begin = time.monotonic()
-    trackers.close(is_success=True)
+    trackers.record({"kind": "end", "step": 9, "is_success": True})
     assert time.monotonic() - begin < 1
     assert [type(error).__name__ in r.message for r in caplog.records] == [True]
 
@@ -231,7 +230,7 @@ def test_a_tracker_of_another_package(plugin: None, tmp_path: Path) -> None:
     classes = find_trackers(named("lines").train)
     trackers = Trackers(classes, tracked(tmp_path))
     trackers.record(train_record(4))
-    trackers.close(is_success=True)
+    trackers.record({"kind": "end", "step": 9, "is_success": True})
     assert (tmp_path / "lines.txt").read_text() == "train 4 {'loss': 0.25}\n"
 
 

@@ -7,11 +7,15 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
+from ssdctl.data.store import Split
+from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.inference.drawing import BoxLabel, draw
+from ssdctl.runs.evaluation import SHOWN_SCORE
 from ssdctl.runs.metrics import Record
 from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.redact import redact_urls
@@ -22,6 +26,7 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1000  # calls in the queue of a tracker
 CLOSE_S = 30.0  # seconds to wait for a tracker at the end
 UPLOAD_S = 300.0  # the same if it uploads checkpoints
+NUM_IMAGES = 4  # that are drawn
 
 Call = Callable[[Tracker], None]
 
@@ -122,21 +127,21 @@ class Trackers:
         self._longest_wait_s = longest_wait_s
 
     def record(self, record: Record) -> None:
-        """Pass a record of metrics.jsonl."""
-        if (metrics := metrics_of(record)) is not None:
+        """Pass a record of the run (ssdctl/training/run_log.py)."""
+        kind, step = record["kind"], record["step"]
+        if kind == "detections":
+            images = _first_images(record["split"], record["detections"])
+            self._call(lambda tracker: tracker.pictures(step, images))
+        elif kind == "checkpoint":
+            name, path = record["name"], record["path"]
+            if self._uploads and path.is_file():
+                self._call(lambda tracker: tracker.checkpoint(name, step, path))
+        elif kind == "end":
+            self._close(is_success=record["is_success"])
+        elif (metrics := metrics_of(record)) is not None:
             self._call(lambda tracker: tracker.metrics(metrics))
 
-    def pictures(self, step: int, pictures: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Pass validation images with their detections."""
-        self._call(lambda tracker: tracker.pictures(step, pictures))
-
-    def checkpoint(self, name: str, step: int, path: Path) -> None:
-        """Pass a checkpoint if they are uploaded."""
-        if self._uploads and path.is_file():
-            self._call(lambda tracker: tracker.checkpoint(name, step, path))
-
-    def close(self, *, is_success: bool) -> None:
-        """Close all of them; a second call does nothing."""
+    def _close(self, *, is_success: bool) -> None:
         trackers, self._trackers = self._trackers, []
         timeout_s = UPLOAD_S if self._uploads and is_success else CLOSE_S
         end = time.monotonic() + min(timeout_s, self._longest_wait_s)
@@ -147,3 +152,27 @@ class Trackers:
     def _call(self, call: Call) -> None:
         for tracker in self._trackers:
             tracker.call(call)
+
+
+def _first_images(split: Split, detections: Detections) -> dict[str, NDArray[np.uint8]]:
+    """Return the first images with their detections, (H, W, 3), by image id."""
+    names = {c.id: c.name for c in split.classes}
+    numbers = {c.id: number for number, c in enumerate(split.classes, 1)}
+    images = {}
+    for row in np.nonzero(split.usable)[0][:NUM_IMAGES].tolist():
+        image = Image.fromarray(split.decode(row))
+        scale = image.width / split.sizes[row][0]  # below 1 in a store of smaller images
+        is_shown = (detections.image_ids == split.image_ids[row]) & (
+            detections.scores >= SHOWN_SCORE
+        )
+        labels = [
+            BoxLabel((left, top, left + width, top + height), names[c], numbers[c], s)
+            for (left, top, width, height), c, s in zip(
+                (scale * detections.boxes[is_shown]).tolist(),
+                detections.category_ids[is_shown].tolist(),
+                detections.scores[is_shown].tolist(),
+                strict=True,
+            )
+        ]
+        images[str(split.image_ids[row])] = np.asarray(draw(image, labels))
+    return images

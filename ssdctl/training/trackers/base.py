@@ -8,6 +8,7 @@ A tracker of another package is a subclass of `Tracker` with an entry point:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,17 +80,20 @@ class Tracker:
 
 
 def metrics_of(record: Record) -> Metrics | None:
-    """Return the figures of a record without undefined ones (COCO's -1); None if it has none."""
+    """Return the figures of a record without undefined ones (COCO's -1); None if it has none.
+
+    A loss that is not finite is -1, as in metrics.jsonl.
+    """
     group, figures = record["kind"], record
-    if group == "event":
-        if record["event"] != "class_ap" or not isinstance(record.get("AP"), dict):
-            return None
+    if group == "event" and record["event"] == "class_ap" and isinstance(record.get("AP"), dict):
         group, figures = "class_AP", record["AP"]
+    if group not in GROUPS:
+        return None
     values = {
-        str(name): float(value)
+        str(name): float(value) if math.isfinite(value) else -1.0
         for name, value in figures.items()
-        if is_number(value)
+        if (is_number(value) or (isinstance(value, float) and not math.isfinite(value)))
         and (group == "class_AP" or name not in POSITION)
         and not (group in ("eval", "class_AP") and value < 0)
     }
-    return Metrics(group, record["step"], values) if values and group in GROUPS else None
+    return Metrics(group, record["step"], values) if values else None

@@ -1,0 +1,163 @@
+"""Evaluate during a run: the ranks detect, and a separate process computes the score.
+
+Training waits only for the detections. The score arrives some steps later and belongs to the step
+of the detections; the next checkpoint is saved only after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.distributed import collectives
+from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.evaluation.detect import DetectOptions, detect_split, merge
+from ssdctl.evaluation.scoring import BackgroundScoring
+from ssdctl.evaluation.validation_loss import ValidationLoss, mean_losses
+from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import Record
+from ssdctl.runtime import signals
+from ssdctl.training.schedule import at_steps, every
+
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
+
+
+class EarlyStopping:
+    """Tracks the best AP of a run. A negative AP is not defined (COCO's -1) and does not count.
+
+    Args:
+        ap: The best AP of earlier starts; None if there was none.
+        target: End the run at this AP.
+        patience: End the run after this many evaluations without a better AP.
+    """
+
+    def __init__(self, ap: float | None, target: float | None, patience: int | None) -> None:
+        self.ap = None if ap is not None and ap < 0 else ap
+        self._target = target
+        self._patience = patience
+        self._without_improvement = 0
+
+    def update(self, ap: float) -> bool:
+        """Record an evaluation; return whether it is the best."""
+        if ap < 0:
+            return False
+        if self.ap is not None and ap <= self.ap:
+            self._without_improvement += 1
+            return False
+        self.ap = ap
+        self._without_improvement = 0
+        return True
+
+    def reason_to_end(self) -> str | None:
+        """Return why the run ends, as a message; None if it continues."""
+        if self._target is not None and self.ap is not None and self.ap >= self._target:
+            return f"AP {self.ap:.3f} reached --target-ap {self._target:g}"
+        if self._patience is not None and self._without_improvement >= self._patience:
+            return f"no better AP in {self._without_improvement} evaluations (--patience)"
+        return None
+
+
+class Evaluator:
+    """Evaluates a run on its validation split.
+
+    Args:
+        setup: The run.
+        past: The recorded evaluations of earlier starts, on the first rank.
+        best_ap: The best AP of the checkpoint, if none is recorded.
+    """
+
+    def __init__(self, setup: Setup, past: Sequence[Record], best_ap: float | None) -> None:
+        config, plan = setup.run.config.train, setup.run.plan
+        self._setup = setup
+        self._every = every(config.eval_every, plan) if config.eval_every else None
+        self._at = set(at_steps(config.eval_at, plan))
+        self._scoring: BackgroundScoring | None = None
+        best_ap = None if past else best_ap
+        self._early_stopping = EarlyStopping(best_ap, config.target_ap, config.patience)
+        for record in past:
+            self._early_stopping.update(float(record["AP"]))
+        self.rewind(past)
+        self.losses: dict[str, float] = {}  # of the last detection, on the first rank
+
+    def rewind(self, past: Sequence[Record]) -> None:
+        """Continue after the last of these evaluations."""
+        last = max((record["step"] for record in past), default=None)
+        self.evaluated_step: int | None = collectives.broadcast(last, self._setup.ranks)
+
+    @property
+    def best_ap(self) -> float | None:
+        """The best AP so far."""
+        return self._early_stopping.ap
+
+    def reason_to_end(self) -> str | None:
+        """Return why the run ends before its last step, on the first rank; None if it continues."""
+        return self._early_stopping.reason_to_end()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether an evaluation is due after this step and was not made yet."""
+        if self._setup.val is None or self.evaluated_step == step:
+            return False
+        is_last = step >= self._setup.run.plan.total_steps
+        return is_last or step in self._at or (self._every is not None and self._every.is_due(step))
+
+    def detect(self) -> Detections | None:
+        """Return the detections on the validation split; None on ranks other than the first.
+
+        Each image is processed by one rank, so none is counted twice. A signal ends the detection
+        early. The validation loss of the same images is kept for `losses`.
+
+        Raises:
+            NonFiniteError: An output is NaN or infinite on any rank.
+            DataError: An image cannot be decoded.
+        """
+        setup = self._setup
+        assert setup.val is not None
+        options = DetectOptions.of(setup.run.config.evaluate, setup.run.precision, setup.threads)
+        rows = np.arange(len(setup.val.image_ids)) if setup.val_rows is None else setup.val_rows
+        rows = rows[setup.ranks.rank :: setup.ranks.world_size]
+        val, losses = setup.val, ValidationLoss(setup.model, setup.device)
+
+        def detect() -> tuple[Detections, list[float]]:
+            detections = detect_split(
+                setup.model, val, rows, setup.device, options, signals.until_stopped, losses=losses
+            )
+            return detections, losses.sums()
+
+        parts = collectives.run_and_gather(detect, setup.ranks)
+        if not setup.ranks.is_main:
+            return None
+        self.losses = mean_losses([sums for _, sums in parts])
+        return merge([detections for detections, _ in parts])
+
+    def start_scoring(self, detections: Detections, step: int) -> None:
+        """Start to score detections in the background; only one score is computed at a time."""
+        assert self._scoring is None
+        setup, run = self._setup, self._setup.run
+        assert setup.val is not None
+        root, store = dataset_folders(run.config.data)
+        image_ids = None if setup.val_rows is None else setup.val.image_ids[setup.val_rows]
+        about = EvaluationInfo(
+            source=str(RunDir(run.out).best),
+            step=step,
+            epoch=round(run.plan.epoch(step), 4),
+            data=str(root),
+            store=str(store),
+            split="val" if setup.val_rows is None else "train",
+            images=len(setup.val.image_ids if image_ids is None else image_ids),
+            detections=len(detections.scores),
+            precision=run.precision,
+        )
+        self._scoring = BackgroundScoring(setup.val.annotations, detections, about, image_ids)
+
+    def scored(self, *, wait: bool) -> tuple[Evaluation, bool] | None:
+        """Return the evaluation finished since the last call and whether it is the best, if any."""
+        if self._scoring is None or not (wait or self._scoring.is_done):
+            return None
+        scoring, self._scoring = self._scoring, None
+        evaluation = scoring.result()
+        return evaluation, self._early_stopping.update(evaluation.figures["AP"])

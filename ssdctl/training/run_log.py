@@ -1,0 +1,257 @@
+"""Record the progress of a run: metrics.jsonl, terminal, trackers, MLPerf's log.
+
+Every rank calls the methods, since some of them gather from all ranks. On the first rank each
+record reaches the observers; a record of these kinds is written to metrics.jsonl and shown:
+
+    train, epoch, eval, event
+
+The others are for some of the observers: `start` (what the run is about to do), `begin` (a step),
+`position` (after a step, and before and after an evaluation), `detections`, `checkpoint` (best or
+last), `rewind` (to a step, after which all is trained again), `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from ssdctl.config.render import snapshot
+from ssdctl.data.dataset import warning_without_validation
+from ssdctl.data.store_folder import dataset_folders
+from ssdctl.distributed import collectives
+from ssdctl.evaluation.coco_ap import Detections
+from ssdctl.files import write_text
+from ssdctl.input.loader import Batch
+from ssdctl.runs.evaluation import Evaluation, write_evaluation
+from ssdctl.runs.layout import RunDir
+from ssdctl.runs.metrics import MetricsFile, Record, environment
+from ssdctl.runs.writer import open_run, tracker_id
+from ssdctl.training.bad_images import BadImages
+from ssdctl.training.description import describe_run, warning_of_cut
+from ssdctl.training.mllog import MLLog
+from ssdctl.training.nonfinite import BadStep
+from ssdctl.training.throughput import EpochClock, ThroughputMeter
+from ssdctl.training.trackers.background import Trackers
+from ssdctl.training.trackers.base import TrackedRun
+from ssdctl.training.trackers.registry import find_trackers
+
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
+
+log = logging.getLogger(__name__)
+Observer = Callable[[Record], None]
+
+WRITTEN = ("train", "epoch", "eval", "event")  # kinds of records in metrics.jsonl
+SHOWN = (*WRITTEN, "start", "position")
+
+
+class RunLog:
+    """Passes the records of a run to its observers.
+
+    Args:
+        setup: The run.
+        start_step: The step from which it continues.
+        emit: Called with every record that is shown (ssdctl/runs/progress.py).
+    """
+
+    def __init__(self, setup: Setup, start_step: int, emit: Observer) -> None:
+        run = setup.run
+        self._setup = setup
+        self._folder = RunDir(run.out)
+        self.throughput = ThroughputMeter(run.plan.global_batch_size)
+        self._epochs = EpochClock(run.plan, start_step, self.throughput)
+        self._bad_images = BadImages(run.plan.images)
+        self._observers: list[Observer] = []
+        self._metrics: MetricsFile | None = None  # on the first rank
+        self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
+        if setup.ranks.is_main:
+            self._observe(start_step, emit)
+            self._start(start_step)
+        self.event(
+            "started",
+            start_step,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            train_images=run.plan.images,
+            val_images=0 if setup.val is None else len(setup.val.image_ids),
+            total_steps=run.plan.total_steps,
+            global_batch_size=run.plan.global_batch_size,
+            world_size=setup.ranks.world_size,
+        )
+
+    def _observe(self, start_step: int, emit: Observer) -> None:
+        setup, config = self._setup, self._setup.run.config
+        facts = environment(setup.device.label, setup.ranks.world_size)
+        metrics = open_run(self._folder, setup.run.resolved, facts, start_step)
+        self._metrics = metrics
+
+        def write(record: Record) -> None:
+            if record["kind"] in WRITTEN:
+                metrics.write(record)
+            elif record["kind"] == "rewind":
+                metrics.rewind(record["step"])
+
+        def show(record: Record) -> None:
+            if record["kind"] in SHOWN:
+                emit(record)
+
+        self._observers += [write, show]
+        if classes := find_trackers(config.train):
+            tracked = TrackedRun(
+                id=tracker_id(self._folder),
+                name=self._folder.path.resolve().name,
+                folder=self._folder.path,
+                start_step=start_step,
+                config=snapshot(config),
+                environment=facts,
+                records=metrics.past_records,
+            )
+            uploads, wait_s = config.train.upload_checkpoints, config.train.rank_timeout / 2
+            trackers = Trackers(classes, tracked, uploads=uploads, longest_wait_s=wait_s)
+            self._observers.append(trackers.record)
+        if config.train.mllog is not None:
+            self._observers.append(MLLog(setup, is_resumed=start_step > 0).record)
+
+    def _start(self, step: int) -> None:
+        """Record what the run is about to do, and warn of what it will lack."""
+        setup, run = self._setup, self._setup.run
+        past = [ap for r in self.past_evaluations() if (ap := float(r["AP"])) >= 0]
+        best = max(self.past_evaluations(), key=lambda r: float(r["AP"]), default=None)
+        if best is not None and float(best["AP"]) >= 0:
+            self._best_step = best["step"]
+        self._record("start", step, **describe_run(setup, step), best_ap=max(past, default=None))
+        if setup.val is None and not run.config.train.fake_data:
+            log.warning("%s", warning_without_validation(dataset_folders(run.config.data)[0]))
+        if warning := warning_of_cut(run.resolved, run.plan):
+            log.warning("%s", warning)
+
+    def past_evaluations(self) -> list[Record]:
+        """Return the recorded evaluations up to the start step, or to the one of `rewind`.
+
+        There are none on ranks other than the first.
+        """
+        return [] if self._metrics is None else self._metrics.past_evaluations()
+
+    def step_begins(self, step: int, batches: Sequence[Batch]) -> None:
+        """Note the images of the step after `step`."""
+        self._bad_images.watch(batches)
+        self._record("begin", step)
+
+    def step_ended(self, step: int) -> None:
+        """Count a step. Costs no time on the device."""
+        self.throughput.step_done()
+        self._record("position", step, is_evaluating=False)
+
+    def losses(self, step: int, values: dict[str, float], lr: float) -> None:
+        """Record the values of a step; warn once if training is input-bound."""
+        lap = self.throughput.lap()
+        data_wait = round(lap.data_wait, 4)
+        self._record(
+            "train",
+            step,
+            loss=values["loss"],
+            loss_box=values["loss_box"],
+            loss_class=values["loss_class"],
+            lr=lr,
+            images_per_second=round(lap.images_per_second, 3),
+            grad_norm=values["grad_norm"],
+            data_wait=data_wait,
+            memory_bytes=self._setup.device.peak_memory_bytes(),
+        )
+        if self.throughput.is_input_bound():
+            self.event("input_starves", step, data_wait=data_wait)
+            log.warning(
+                "the device waits for images %.0f%% of the time: use more --workers, or smaller "
+                "images (ssdctl prepare --shrink 512)",
+                100 * lap.data_wait,
+            )
+
+    def bad_images(self, step: int) -> None:
+        """Record the images that were replaced since the last call, on any rank.
+
+        Raises:
+            DataError: There are too many of them.
+        """
+        for bad in self._bad_images.collect(self._setup.ranks):
+            self.event("bad_image", step, **bad._asdict())
+            log.warning("image %s was replaced: %s: %s", bad.image_id, bad.file, bad.problem)
+        self._bad_images.refuse_too_many()
+
+    def bad_steps(self, step: int, bad: list[BadStep]) -> None:
+        """Record skipped steps, and write their image ids to RUN/nonfinite/."""
+        folder = self._folder.nonfinite
+        shares = collectives.gather_to_first([entry.image_ids for entry in bad], self._setup.ranks)
+        for number, entry in enumerate(bad):
+            ids = [i for share in shares for i in share[number]]
+            self.event("nonfinite", step, bad_step=entry.step)
+            if self._setup.ranks.is_main:
+                content = json.dumps({"step": entry.step, "image_ids": ids})
+                write_text(folder / f"step-{entry.step:08d}.json", content)
+        log.warning(
+            "%d steps up to step %d had a NaN or infinite loss or gradient and were skipped; "
+            "their images are in %s",
+            len(bad),
+            bad[-1].step,
+            folder,
+        )
+
+    def epoch(self, step: int) -> None:
+        """Record the duration and the rate of an epoch if `step` was its last step."""
+        if (figures := self._epochs.ended(step)) is not None:
+            self._record("epoch", step, **figures)
+
+    def event(self, name: str, step: int, **facts: Any) -> None:
+        """Record an event."""
+        self._record("event", step, event=name, **facts)
+
+    def evaluation_began(self, step: int) -> None:
+        """Record that the network detects on the validation split."""
+        self._record("position", step, is_evaluating=True)
+
+    def evaluation_ended(self, step: int, detections: Detections | None) -> None:
+        """Record the detections, which are None on ranks other than the first."""
+        self._record("position", step, is_evaluating=False)
+        self._record("detections", step, split=self._setup.val, detections=detections)
+
+    def evaluation(
+        self, evaluation: Evaluation, losses: dict[str, float], *, is_best: bool
+    ) -> None:
+        """Record an evaluation and the AP of each class; keep its details if it is the best.
+
+        Args:
+            evaluation: The metrics.
+            losses: The means of the loss and its terms over the evaluated images.
+            is_best: Whether its AP is the best so far.
+        """
+        step = evaluation.about.step
+        assert step is not None
+        if is_best and self._setup.ranks.is_main:
+            write_evaluation(self._folder.evaluation, evaluation)  # for the report
+        # The record comes last: an evaluation without one is repeated at the next start.
+        self._record("eval", step, **evaluation.figures, **losses)
+        self.event("class_ap", step, AP={c.name: c.AP for c in evaluation.per_class})
+        if is_best:
+            self._record("checkpoint", step, name="best", path=self._folder.best)
+            self._best_step = None
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: those steps are trained again."""
+        self._record("rewind", step)
+        self._epochs.rewind(step)
+
+    def close(self, step: int, *, is_success: bool) -> None:
+        """Close the observers, which takes a limited time. A second call does nothing."""
+        if is_success:
+            if self._best_step is not None:
+                self._record("checkpoint", self._best_step, name="best", path=self._folder.best)
+            self._record("checkpoint", step, name="last", path=self._folder.last)
+        self._record("end", step, is_success=is_success)
+        self._observers.clear()
+
+    def _record(self, kind: str, step: int, **values: Any) -> None:
+        epoch = round(self._setup.run.plan.epoch(step), 4)
+        record = {"kind": kind, "step": step, "epoch": epoch, **values}
+        for observer in self._observers:
+            observer(record)

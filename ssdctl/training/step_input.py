@@ -1,0 +1,116 @@
+"""The batches of each step, on the device; with several ranks, a step ahead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ssdctl.device.base import Device
+from ssdctl.errors import DataError, DiskError
+from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.input.pipelines import open_input
+from ssdctl.input.samples import LoaderConfig
+
+if TYPE_CHECKING:
+    from ssdctl.training.setup import Setup
+
+
+class StepInput:
+    """The input of a run on this rank.
+
+    A rank whose input fails must not leave the others waiting in the next step, so they all have
+    to know before it. They exchange flags once a step and read them a step later; with several
+    ranks the batches are therefore fetched a step ahead.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._is_ahead = not setup.ranks.is_single_process
+        self._batches: Iterator[Batch] = iter(())
+        self._next: list[Batch] = []
+        self._error: DataError | DiskError | None = None
+
+    def start(self, samples_seen: int, steps: int) -> None:
+        """Open the input at a position of the stream of samples, for that many steps."""
+        setup, config, plan = self._setup, self._setup.run.config.train, self._setup.run.plan
+        loaded = LoaderConfig(
+            seed=config.seed,
+            first_sample=samples_seen,
+            batch_size=plan.batch_size,
+            rank=setup.ranks.rank,
+            world_size=setup.ranks.world_size,
+            accumulate=config.accumulate,
+            augment=config.augment != "none" and config.overfit is None,
+            zoom_out=config.augment == "ssd-zoom" and config.overfit is None,
+            hue_degrees=config.hue_degrees,
+            threads=setup.threads,
+            max_boxes=max(setup.train.most_boxes, 1),
+        )
+        source = open_input(
+            config.pipeline,
+            setup.train,
+            loaded,
+            fake=config.fake_data,
+            decoder=setup.device.decoder,
+            buffer=setup.device.host_buffer,
+        )
+        self._batches = copy_ahead(source.batches(0, steps), setup.device)
+        self._next = self._fetched() if self._is_ahead else []
+
+    def next(self) -> list[Batch]:
+        """Return the next step's micro-batches; none if the input failed before them."""
+        if not self._is_ahead:
+            return self._fetched()
+        batches, self._next = self._next, self._fetched()
+        return batches
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a later step, the next but one at the latest, lacks its images."""
+        return self._error is not None
+
+    def check(self) -> None:
+        """Raise the error of the input, if it failed.
+
+        Raises:
+            DataError: Too many images in a row cannot be decoded.
+            DiskError: The store cannot be read.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def _fetched(self) -> list[Batch]:
+        try:
+            batches = list(itertools.islice(self._batches, self._setup.run.config.train.accumulate))
+        except (DataError, DiskError) as error:
+            self._error = error
+            return []
+        if self._is_ahead and self._setup.device.is_host:
+            # The loader reuses the pixels' memory for the step after.
+            return [batch._replace(images=batch.images.clone()) for batch in batches]
+        return batches
+
+
+def copy_ahead(batches: Iterable[Batch], device: Device) -> Iterator[Batch]:
+    """Copy batches to the device, each while the device works on the previous one."""
+    if device.is_host:
+        yield from map(trim_padding, batches) if device.execution == "eager" else batches
+        return
+    waiting: Batch | None = None
+    for batch in batches:
+        device.wait_for_copies()  # of the waiting batch, not of the next one
+        is_on_device = batch.images.device.type != "cpu"  # decoded there
+        copied = batch._replace(
+            images=batch.images if is_on_device else device.copy(batch.images),
+            boxes=device.copy(batch.boxes),
+            labels=device.copy(batch.labels),
+            jitter=None if batch.jitter is None else device.copy(batch.jitter),
+        )
+        if waiting is not None:
+            yield waiting
+        waiting = copied
+        device.wait_for_reads()  # the next batch may be decoded into the same memory
+    if waiting is not None:
+        device.wait_for_copies()
+        yield waiting
