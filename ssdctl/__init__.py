@@ -1,17 +1,19 @@
-"""Train, evaluate and deploy SSD300 detectors. Importing this package does not import torch.
+"""Train, evaluate and deploy SSD300 object detectors, on your own images or on COCO.
 
-import ssdctl
+    import ssdctl
 
-ssdctl.prepare("photos")
-run = ssdctl.train(data="photos", epochs=20)
-for detection in ssdctl.load(run).predict("street.jpg"):
-    print(detection.name, detection.score, detection.box)
+    ssdctl.prepare("photos")
+    run = ssdctl.train("photos", epochs=20)
+    result = ssdctl.load(run)("street.jpg")
+    result[result.scores > 0.5].plot()
 
-The functions are those of `ssdctl.api`; the commands of the command line use the same code.
+The functions are the commands of the same names. To train with a loop of your own, use `SSD300`,
+`MultiboxLoss` and `Dataset`. Importing this package does not import torch.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -20,26 +22,50 @@ from ssdctl import errors
 from ssdctl._version import __version__
 
 if TYPE_CHECKING:
-    from ssdctl.api import Run, configure, evaluate, export, load, prepare, train
-    from ssdctl.config import Config
+    from ssdctl.api import configure, default_boxes, evaluate, export, load, prepare, report, train
+    from ssdctl.config.schema import Config
     from ssdctl.inference.predict import Predictor
     from ssdctl.inference.results import Detection, Result
+    from ssdctl.model.loss import MultiboxLoss
+    from ssdctl.model.ssd300 import SSD300
+    from ssdctl.run import Run
+    from ssdctl.runs.evaluation import Evaluation
+    from ssdctl.torch_dataset import Dataset
 
 __all__ = [
+    "SSD300",
     "Config",
+    "Dataset",
     "Detection",
+    "Evaluation",
+    "MultiboxLoss",
     "Predictor",
     "Result",
     "Run",
     "__version__",
     "configure",
+    "default_boxes",
     "errors",
     "evaluate",
     "export",
     "load",
     "prepare",
+    "report",
     "train",
 ]
+
+# The module of each name that is imported when it is used; functions are in `ssdctl.api`.
+_MODULES = {
+    "Config": "ssdctl.config.schema",
+    "Dataset": "ssdctl.torch_dataset",
+    "Detection": "ssdctl.inference.results",
+    "Evaluation": "ssdctl.runs.evaluation",
+    "MultiboxLoss": "ssdctl.model.loss",
+    "Predictor": "ssdctl.inference.predict",
+    "Result": "ssdctl.inference.results",
+    "Run": "ssdctl.run",
+    "SSD300": "ssdctl.model.ssd300",
+}
 
 # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.
 os.environ.setdefault("PT_HPU_AUTOLOAD", "0")
@@ -50,22 +76,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is used: the config and the results take time to import."""
     if name not in __all__:
         raise AttributeError(f"module 'ssdctl' has no attribute {name!r}")
-    if name == "Config":
-        from ssdctl.config import Config
-
-        return Config
-    if name == "Predictor":
-        from ssdctl.inference.predict import Predictor
-
-        return Predictor
-    if name in ("Detection", "Result"):
-        from ssdctl.inference import results
-
-        return getattr(results, name)
-    from ssdctl import api
-
-    return getattr(api, name)
+    value = getattr(importlib.import_module(_MODULES.get(name, "ssdctl.api")), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

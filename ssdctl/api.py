@@ -1,59 +1,105 @@
-"""The Python API: what `import ssdctl` offers. Importing this module does not import torch.
+"""The functions of `import ssdctl`. Importing this module does not import torch.
 
 The functions and the commands of the same names share their code, their settings and their errors.
-A keyword is the name of an option without dashes (`batch_size` or `bs`, `lr`, `backbone_weights`).
-A setting of another command is given by its table: `train(..., evaluate={"batch_size": 4})`.
-Defaults come from the same sources as on the command line: preset, `ssdctl.toml` or `config`,
-`SSDCTL_*` variables.
+Keywords are the settings that most calls need; `config` has the others. Nothing else is read: no
+`ssdctl.toml` of the working folder and no `SSDCTL_*` variable, unlike on the command line.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ssdctl.config.render import values
-from ssdctl.config.resolve import Override, Resolved, nearest_key, resolve, sources_of
+from ssdctl.config.resolve import Override, Resolved, resolve, setting_path, sources_of
 from ssdctl.config.schema import Config
-from ssdctl.config.settings import all_settings, select
+from ssdctl.config.settings import all_settings
 from ssdctl.config.sources import Kind, of_call
-from ssdctl.errors import UsageError
+from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir, find_checkpoint
-from ssdctl.runs.metrics import Record, read_metrics
 from ssdctl.runs.progress import TrainingBar
-from ssdctl.runtime.progress import progress_bar, without_progress
+from ssdctl.runtime.progress import Progress, progress_bar, without_progress
+from ssdctl.runtime.public import public
 
 if TYPE_CHECKING:
+    import torch
+
+    from ssdctl.config.devices import DeviceName
+    from ssdctl.config.fields import Precision
     from ssdctl.data.prepare import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
 
 PathLike = str | os.PathLike[str]
+ConfigLike = Config | PathLike  # a config, or a config file
+# Keywords that are not the names of their settings.
+KEYWORDS = {"data": "data.root", "store": "data.store", "backbone_weights": "model.weights"}
 
 
-def configure(config: Config | PathLike | None = None, **tables: Mapping[str, Any]) -> Config:
-    """Return the typed config that a call of another function would use.
+def _instead_of(section: str, *keywords: str, **renamed: str) -> Callable[[str], str | None]:
+    """Return a function that says what replaces a wrong keyword.
 
     Args:
-        config: A config, or a config file; None: `ssdctl.toml` in the working folder if it exists.
-        tables: Settings by table: `train={"lr": 1e-3}, model={"backbone": "resnet18"}`.
+        section: The table whose settings were keywords.
+        keywords: Those of the function that set something.
+        renamed: Old keywords of the function, and the new ones.
+    """
+
+    def instead_of(name: str) -> str | None:
+        if name in renamed:
+            return f"write {renamed[name]}="
+        tables = (section, "data", "model") if section == "train" else (section, "data", "evaluate")
+        for table in dict.fromkeys(tables):
+            if (path := setting_path(f"{table}.{name}")) is None:
+                continue
+            table, _, key = path.partition(".")
+            names = {p: k for k, p in KEYWORDS.items()}
+            if (keyword := names.get(path, key)) in keywords:
+                return f"write {keyword}="
+            return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
+        if any(setting.section == name for setting in all_settings().values()):
+            return f"write config=ssdctl.configure({name}=...)"
+        near = difflib.get_close_matches(name, keywords, n=1)
+        return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
+
+    return instead_of
+
+
+@hints_in_messages()
+def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> Config:
+    """Return a config with all settings, for the `config` of other functions.
+
+    Args:
+        config: A config, or a config file; None: the defaults.
+        tables: Settings by table: `train={"augment": "none"}, model={"extra_norm": "batch"}`.
+            `ssdctl config show` lists them.
 
     Raises:
         ssdctl.errors.UsageError: A setting does not exist, or has a wrong value.
     """
-    return _resolved(config, [], tables).config
+    for table, settings in tables.items():
+        if not isinstance(settings, Mapping):
+            raise UsageError(
+                f"configure: {table!r} is not a table of settings",
+                hint=f'write train={{"{table}": ...}}, or the name of its table for train',
+            )
+    given = {f"{table}.{k}": value for table, t in tables.items() for k, value in t.items()}
+    return _resolved(config, given, keep_none=True).config
 
 
+@public(_instead_of("predict", "score", "nms_iou", "classes", "max_detections", "device"))
 def load(
     checkpoint: PathLike,
     *,
-    device: str = "auto",
+    device: DeviceName = "auto",
     score: float = 0.3,
     nms_iou: float | None = None,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     classes: Sequence[str] = (),
     max_detections: int | None = None,
     tile: int | None = None,
@@ -64,18 +110,19 @@ def load(
     Args:
         checkpoint: A checkpoint of ssdctl or a third-party one (MLPerf, Habana, NVIDIA,
             torchvision); a `.safetensors` or `.onnx` file of `ssdctl export`; a run or its folder:
-            its best checkpoint, else its last; a detector's name, as `ssd300-vgg16-coco`; or a
-            model on the Hugging Face Hub, as `hf://org/name@v1`.
-        device: `auto` is the accelerator of this machine, else the CPU.
+            its best checkpoint, else its last; a detector's name, such as `ssd300-vgg16-coco`; or a
+            model on the Hugging Face Hub, such as `hf://org/name@v1`.
+        device: `auto` is the accelerator of this machine, else the CPU; under torchrun, that of
+            this rank.
         score: Return only detections with a score above this, 0 to 1.
         nms_iou: Drop a box if its IoU with a better one of its class is above this, 0 to 1.
             None: the network's own (0.5; VGG16 0.45).
         precision: `fp32` or `bf16`.
         classes: The names of the classes to return; empty: all.
-        max_detections: How many detections of a picture are returned, the best; None: all.
-        tile: Detect on tiles of so many pixels and on the whole picture, and merge; for pictures
-            of which the objects are small. None: only the whole picture.
-        tile_overlap: Overlap of neighbouring tiles, as a fraction of a tile, 0 to 0.9.
+        max_detections: Keep at most this many detections per image, best first; None: all.
+        tile: Tile size in pixels; merges tiles with the full image. For small objects. None: only
+            the full image.
+        tile_overlap: Overlap of neighboring tiles, as a fraction of a tile, 0 to 0.9.
 
     Raises:
         ssdctl.errors.UsageError: The file, device, precision or a class does not exist, or a value
@@ -92,9 +139,9 @@ def load(
         "tile": tile,
         "tile_overlap": tile_overlap,
     }
-    overrides = [_override(f"predict.{name}", value) for name, value in given.items()]
     # Only to check the values: the defaults are those of this function.
-    settings = resolve(overrides=overrides, environment={}, default_file=False).config.predict
+    checked = {f"predict.{name}": value for name, value in given.items()}
+    settings = _resolved(None, checked, keep_none=True).config.predict
     from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
     from ssdctl.inference.predict import Options, Predictor, load_detector
 
@@ -109,22 +156,33 @@ def load(
     return Predictor(detector, name)
 
 
+@public(_instead_of("prepare", "store", "split", "classes", "pack", "shrink", "jobs", "force"))
 def prepare(
     data: PathLike | None = None,
     *,
-    config: Config | PathLike | None = None,
+    store: PathLike | None = None,
+    split: float | None = None,
+    classes: Sequence[str] | None = None,
+    pack: bool | None = None,
+    shrink: int | None = None,
+    jobs: int | None = None,
+    config: ConfigLike | None = None,
     force: bool = False,
     progress: bool = True,
-    **settings: Any,
 ) -> Outcome:
     """Check every annotation and every image's header, and write the store that training reads.
 
     Args:
-        data: The dataset folder or file; the layout is detected.
-        config: A config, or a config file.
+        data: The dataset folder or file; the format is detected.
+        store: The folder of the store; None: `prepared/` in the dataset folder.
+        split: Fraction of the images for training, 0 to 1; the others are for validation.
+        classes: Keep only these classes.
+        pack: Pack images for fast training (the default), else only index them.
+        shrink: Downscale images whose shorter side exceeds this, in pixels.
+        jobs: Threads that check images; None: one per core.
+        config: A config, or a config file, with other settings.
         force: Write the store again even if nothing changed.
         progress: Show a progress bar, on a terminal and in a notebook.
-        settings: Settings of `ssdctl prepare`: `pack`, `shrink`, `split`, `classes`, `store`, ...
 
     Returns:
         The folders, and for each split its numbers and what was dropped or repaired.
@@ -136,28 +194,74 @@ def prepare(
     """
     from ssdctl.data.open_dataset import prepare_dataset
 
-    resolved = _resolved(config, ["data.*", "prepare.*"], {"data": data, **settings})
-    show = progress_bar if progress else without_progress
-    return prepare_dataset(resolved.config, force=force, progress=show)
+    given = {
+        "data.root": data,
+        "data.store": store,
+        "prepare.split": split,
+        "prepare.classes": classes,
+        "prepare.pack": pack,
+        "prepare.shrink": shrink,
+        "prepare.jobs": jobs,
+    }
+    resolved = _resolved(config, given)
+    return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
 
 
+_TRAIN = (
+    *("data", "out", "init", "preset", "backbone", "backbone_weights", "epochs", "steps"),
+    *("batch_size", "lr", "warmup", "optimizer", "precision", "device", "workers", "seed"),
+)
+
+
+@public(_instead_of("train", *_TRAIN))
 def train(
     data: PathLike | None = None,
     *,
-    config: Config | PathLike | None = None,
+    out: PathLike | None = None,
+    init: PathLike | None = None,
+    preset: str | None = None,
+    backbone: str | None = None,
+    backbone_weights: PathLike | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
+    lr: float | None = None,
+    warmup: str | float | None = None,
+    optimizer: Literal["sgd", "adamw"] | None = None,
+    precision: Precision | None = None,
+    device: DeviceName | None = None,
+    workers: int | None = None,
+    seed: int | None = None,
+    config: ConfigLike | None = None,
     progress: bool = True,
-    **settings: Any,
 ) -> Run:
     """Train SSD300, or continue the run in the folder `out` that was stopped.
 
+    The same settings as of `ssdctl train` give the same weights, bit by bit. Under torchrun every
+    rank calls it. None leaves a setting to `config`, else to the preset.
+
     Args:
         data: The dataset folder or file.
-        config: A config, or a config file.
+        out: The run folder; None: `runs/DATASET-BACKBONE`.
+        init: Start from the weights of this checkpoint; other classes get new class heads.
+        preset: The recipe, such as `stable-r34` or `nvidia-r50`.
+        backbone: Such as `resnet18`, `resnet34`, `resnet50` or `vgg16`.
+        backbone_weights: A name of `ssdctl fetch-weights --list`, a file, or `none`.
+        epochs: Length of the schedule.
+        steps: Stop after this many optimizer steps.
+        batch_size: Images per device and step; `auto`: the largest that fits in memory.
+        lr: Learning rate at a global batch of 32; it is scaled linearly with the global batch.
+        warmup: Length of the warm-up: `"300st"` in steps, `3` or `"3ep"` in epochs.
+        optimizer: `sgd` or `adamw`.
+        precision: Of the network: `fp32`, `bf16`, `fp16`, or `auto`, the device's fastest.
+        device: `auto` is the accelerator of this machine, else the CPU.
+        workers: Threads that decode images.
+        seed: Of the weights, the order of the images and their augmentation.
+        config: A config, or a config file, with other settings.
         progress: Show a progress bar, on a terminal and in a notebook.
-        settings: Settings of `ssdctl train`: `out`, `epochs`, `steps`, `bs`, `lr`, `backbone`, ...
 
     Returns:
-        The run; its folder is `out`, else `runs/DATASET-BACKBONE`.
+        The run.
 
     Raises:
         ssdctl.errors.UsageError: A setting, the device or the run folder cannot be used.
@@ -169,43 +273,80 @@ def train(
     from ssdctl.data.store_folder import with_absolute_data
     from ssdctl.runtime import signals
 
-    resolved = _resolved(config, ["data.*", "model.*", "train.*"], {"data": data, **settings})
+    given = {
+        "data.root": data,
+        "train.out": out,
+        "train.init": init,
+        "train.preset": preset,
+        "model.backbone": backbone,
+        "model.weights": backbone_weights,
+        "train.epochs": epochs,
+        "train.steps": steps,
+        "train.batch_size": batch_size,
+        "train.lr": lr,
+        "train.warmup": warmup,
+        "train.optimizer": optimizer,
+        "train.precision": precision,
+        "train.device": device,
+        "train.workers": workers,
+        "train.seed": seed,
+    }
+    resolved = _resolved(config, given)
     with signals.handled():
         from ssdctl.training.setup import run_training
 
         with closing(TrainingBar(is_shown=progress)) as bar:
             summary = run_training(
-                with_absolute_data(resolved),
-                emit=bar.show,
-                progress=progress_bar if progress else without_progress,
+                with_absolute_data(resolved), emit=bar.show, progress=_progress(progress)
             )
     return Run(summary.out)
 
 
+_EVALUATE = (
+    *("data", "split", "batch_size", "device", "precision", "workers", "limit"),
+    *("score_threshold", "nms_iou"),
+)
+
+
+@public(_instead_of("evaluate", *_EVALUATE, what="checkpoint"))
 def evaluate(
-    what: PathLike,
+    checkpoint: PathLike,
     data: PathLike | None = None,
     *,
-    config: Config | PathLike | None = None,
+    split: Literal["train", "val", "test"] | None = None,
+    batch_size: int | None = None,
+    device: DeviceName | None = None,
+    precision: Precision | None = None,
+    workers: int | None = None,
+    limit: int | None = None,
+    score_threshold: float | None = None,
+    nms_iou: float | None = None,
+    config: ConfigLike | None = None,
     detections: PathLike | None = None,
     report: PathLike | None = None,
     progress: bool = True,
-    **settings: Any,
 ) -> Evaluation:
-    """Score a checkpoint or a file of detections by COCO AP.
+    """Score a checkpoint or a file of detections by COCO AP. Under torchrun every rank calls it.
 
     Args:
-        what: A checkpoint as `load` takes it, or a file in COCO's results format, which is scored
-            without torch.
+        checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
+            torch.
         data: The dataset; None: the one that the checkpoint was trained on.
-        config: A config, or a config file.
+        split: `val` (the default), `train` or `test`.
+        batch_size: Images per pass through the network.
+        device: `auto` is the accelerator of this machine, else the CPU.
+        precision: Of the network; None: that of the run, else fp32.
+        workers: Threads that decode images.
+        limit: Score only the first images.
+        score_threshold: Count detections with a score above this, 0 to 1; None: the network's own.
+        nms_iou: See `load`.
+        config: A config, or a config file, with other settings.
         detections: Write the detections in COCO's results format to this file.
         report: Write report.html and evaluation.json to this folder.
         progress: Show a progress bar, on a terminal and in a notebook.
-        settings: Settings of `ssdctl evaluate`: `split`, `limit`, `bs`, `device`, ...
 
     Returns:
-        `figures` (AP, AP50, ...), `per_class`, `errors` and more.
+        `figures` (AP, AP50, ... 0 to 1, -1 if undefined), `per_class`, `errors` and more.
 
     Raises:
         ssdctl.errors.UsageError: A setting, the checkpoint or the device does not exist.
@@ -215,12 +356,23 @@ def evaluate(
     from ssdctl.distributed.ranks import find_ranks
     from ssdctl.evaluation.sources import evaluate_files, locate_source
 
-    resolved = _resolved(config, ["data.*", "evaluate.*"], {"data": data, **settings})
-    path = locate_source(what, mirror=resolved.config.download.mirror)
+    given = {
+        "data.root": data,
+        "evaluate.split": split,
+        "evaluate.batch_size": batch_size,
+        "evaluate.device": device,
+        "evaluate.precision": precision,
+        "evaluate.workers": workers,
+        "evaluate.limit": limit,
+        "evaluate.score_threshold": score_threshold,
+        "evaluate.nms_iou": nms_iou,
+    }
+    resolved = _resolved(config, given)
+    path = locate_source(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(
         [find_checkpoint(path)],
         resolved,
-        progress=progress_bar if progress else without_progress,
+        progress=_progress(progress),
         detections_file=None if detections is None else Path(detections),
     )
     if report is not None and find_ranks().is_main:
@@ -230,21 +382,25 @@ def evaluate(
     return evaluation
 
 
+@public(_instead_of("evaluate", "data", "score_threshold", "nms_iou", "limit"))
 def export(
     checkpoint: PathLike,
     out: PathLike,
     *,
-    format: str = "onnx",
-    nms: str | None = None,
+    format: Literal["onnx", "openvino", "pt2", "safetensors", "mlperf", "nvidia"] = "onnx",
+    nms: Literal["onnx", "efficientnms", "none"] | None = None,
     raw: bool = False,
     batch: int | None = None,
     fp16: bool = False,
     int8: bool = False,
     calibrate: int | None = None,
     max_ap_loss: float | None = None,
-    config: Config | PathLike | None = None,
+    score_threshold: float | None = None,
+    nms_iou: float | None = None,
+    data: PathLike | None = None,
+    limit: int | None = None,
+    config: ConfigLike | None = None,
     progress: bool = True,
-    **settings: Any,
 ) -> dict[str, Any]:
     """Write a checkpoint for another runtime or program.
 
@@ -253,17 +409,20 @@ def export(
     Args:
         checkpoint: As `load` takes it.
         out: The file to write.
-        format: `onnx`, `openvino`, `pt2`, `safetensors`, `mlperf` or `nvidia`.
+        format: The file's format.
         nms: `onnx`: detections; `efficientnms`: TensorRT's plugin; `none`: all boxes and scores.
         raw: The raw heads, without decoding and NMS.
-        batch: Pictures of a call; None: any number.
-        fp16: Weights in half precision; the arithmetic is fp32.
+        batch: Batch size of the file; None: any.
+        fp16: Weights in half precision; the network computes in fp32.
         int8: ONNX: quantize, and score the result.
-        calibrate: Pictures for the ranges of int8.
+        calibrate: Images for the ranges of int8.
         max_ap_loss: Write no int8 file that loses more AP.
-        config: A config, or a config file.
+        score_threshold: Of the NMS in the file, 0 to 1; None: the network's own.
+        nms_iou: Of the NMS in the file, 0 to 1; None: the network's own.
+        data: The dataset of int8; None: the one that the checkpoint was trained on.
+        limit: Score int8 on the first images only.
+        config: A config, or a config file, with other settings.
         progress: Show a progress bar, on a terminal and in a notebook.
-        settings: Settings of `ssdctl export`: `data`, `score_threshold`, `nms_iou`, `limit`.
 
     Returns:
         What `ssdctl export --json` prints: the file, and what was compared or measured.
@@ -275,75 +434,72 @@ def export(
     """
     from ssdctl.exporting.request import ExportRequest, export_checkpoint
 
-    names = ["score_threshold", "nms_iou", "limit"]
+    given = {
+        "evaluate.score_threshold": score_threshold,
+        "evaluate.nms_iou": nms_iou,
+        "evaluate.limit": limit,
+        "data.root": data,
+    }
     return export_checkpoint(
         os.fspath(checkpoint),
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
-        _resolved(config, ["data.root", *(f"evaluate.{name}" for name in names)], settings),
-        progress=progress_bar if progress else without_progress,
+        _resolved(config, given),
+        progress=_progress(progress),
     )
 
 
-class Run:
-    """A run folder of `train` or `ssdctl train`. Functions that take a checkpoint take a run too.
+@public(_instead_of("train"))
+def report(*runs: PathLike, out: PathLike | None = None) -> Path:
+    """Write one self-contained HTML page about runs, side by side; return its path.
 
     Args:
-        path: The run folder.
+        runs: Runs or run folders, or folders that `evaluate(report=...)` wrote.
+        out: The file to write; None: report.html in the folder of the first run.
+
+    Raises:
+        ssdctl.errors.UsageError: None is named, or one is not a run folder.
+        ssdctl.errors.DataError: A file of a run is broken.
+        ssdctl.errors.DiskError: The page cannot be written.
     """
+    from ssdctl.reporting.page import write_report
+    from ssdctl.runs.reader import read_runs
 
-    def __init__(self, path: PathLike) -> None:
-        self.path = Path(path)
+    if not runs:
+        raise UsageError("report: no run named", hint='write ssdctl.report("runs/first")')
+    target = RunDir(Path(runs[0])).report if out is None else Path(out)
+    write_report(read_runs([Path(run) for run in runs]), target)
+    return target
 
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
 
-    def __fspath__(self) -> str:
-        return str(self.path)
+def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the default boxes of SSD300, (8732, 4): center x, center y, width, height.
 
-    @property
-    def metrics(self) -> list[Record]:
-        """The records of metrics.jsonl, one dictionary each; `pandas.DataFrame(run.metrics)`."""
-        return read_metrics(RunDir(self.path).metrics)[0]
+    They are fractions of the image, 0 to 1, in the order of the network's outputs: feature map,
+    shape, row, column.
 
-    @property
-    def best(self) -> Path:
-        """The checkpoint with the best AP, else the last one."""
-        return find_checkpoint(self.path)
+    Args:
+        dtype: Of the tensor; None: float32.
+    """
+    import torch
 
-    @property
-    def figures(self) -> dict[str, Any] | None:
-        """The figures of the best evaluation: AP, AP50, ...; None if there was none."""
-        from ssdctl.runs.reader import read_run
+    from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 
-        return read_run(self.path).best
+    return default_boxes_cxcywh(torch.float32 if dtype is None else dtype)
 
-    @property
-    def config(self) -> Config:
-        """The settings of the run."""
-        return resolve(file=str(RunDir(self.path).config), environment={}).config
 
-    def report(self, out: PathLike | None = None) -> Path:
-        """Write the report, a self-contained HTML page, and return its path.
-
-        Args:
-            out: The file; None: report.html in the run folder.
-        """
-        from ssdctl.reporting.page import write_report
-        from ssdctl.runs.reader import read_run
-
-        target = RunDir(self.path).report if out is None else Path(out)
-        write_report([read_run(self.path)], target)
-        return target
+def _progress(is_shown: bool) -> Progress:
+    return progress_bar if is_shown else without_progress
 
 
 def _resolved(
-    config: Config | PathLike | None, patterns: Sequence[str], settings: Mapping[str, Any]
+    config: ConfigLike | None, given: Mapping[str, Any], *, keep_none: bool = False
 ) -> Resolved:
-    """Resolve the config of a call.
+    """Resolve the config of a call from its `config` and its keywords; nothing else is read.
 
     Args:
-        patterns: The settings that keywords may name without their table (`train.*`).
-        settings: Values by the name of a setting, or tables of them; None for a dataset is unset.
+        config: A config, whose values keep their sources, or a config file.
+        given: Values by the path of a setting.
+        keep_none: Whether None is a value; else it leaves a setting unset.
     """
     overrides = []
     if isinstance(config, Config):
@@ -354,22 +510,11 @@ def _resolved(
             if sources[path].kind >= Kind.FILE  # the call may name another preset
         ]
         config = None
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            overrides += [_override(f"{name}.{key}", v) for key, v in value.items()]
-        elif value is not None or name != "data":
-            overrides.append(_override(_path_of(name, patterns), value))
+    overrides += [
+        _override(path, value) for path, value in given.items() if keep_none or value is not None
+    ]
     file = None if config is None else os.fspath(config)
-    return resolve(file=file, overrides=overrides)
-
-
-def _path_of(name: str, patterns: Sequence[str]) -> str:
-    """Return the path of a setting that a keyword names, by its own name or its option's."""
-    for setting in select(*patterns) if patterns else []:
-        if name in (setting.name, *setting.key_aliases):
-            return setting.path
-    section = patterns[-1].partition(".")[0] if patterns else ""
-    raise UsageError(f"{name}: no such setting", hint=nearest_key(f"{section}.{name}"))
+    return resolve(file=file, overrides=overrides, environment={}, default_file=False)
 
 
 def _override(path: str, value: Any) -> Override:
@@ -378,6 +523,8 @@ def _override(path: str, value: Any) -> Override:
         value = os.fspath(value)
     if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
         value = value.tolist()
+    if isinstance(value, tuple):
+        value = list(value)
     setting = all_settings().get(path)
     flag = f"--{path}" if setting is None else setting.flags[0]
     return Override(path, value, of_call(flag))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import pydoc
 import signal
 import subprocess
 import sys
@@ -23,18 +24,19 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.runtime.progress import progress_bar
 
 Cli = Callable[..., Result]
-TINY = {
-    "backbone": "tiny", "backbone_weights": "none", "bs": 2, "warmup": "1st", "log_every": 1,
-    "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34",
+TINY: dict[str, Any] = {
+    "backbone": "tiny", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
+    "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34", "progress": False,
 }  # fmt: skip
+OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
 
 
 def test_the_package_is_light_and_its_names_are_listed() -> None:
     code = (
         "import sys, ssdctl; before = set(sys.modules); assert callable(ssdctl.train);"
         "assert not {'torch', 'numpy', 'msgspec', 'PIL'} & before, 'heavy import';"
-        "[getattr(ssdctl, name) for name in ssdctl.__all__ if name != 'Predictor'];"
-        "assert set(ssdctl.__all__) <= set(dir(ssdctl));"
+        "assert dir(ssdctl) == sorted(ssdctl.__all__);"
+        "[getattr(ssdctl, name) for name in ('Config', 'Result', 'Run', 'Evaluation', 'train')];"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -42,45 +44,72 @@ def test_the_package_is_light_and_its_names_are_listed() -> None:
         ssdctl.nothing  # type: ignore[attr-defined] # noqa: B018
 
 
-def test_public_names_are_plain_functions() -> None:
-    for name in ("train", "evaluate", "export", "prepare", "load", "configure"):
+def test_public_names_are_plain_functions_with_help() -> None:
+    for name in ("train", "evaluate", "export", "prepare", "load", "configure", "report"):
         assert inspect.isfunction(getattr(ssdctl, name)), name
-    assert next(iter(inspect.signature(ssdctl.train).parameters)) == "data"
+    parameters = inspect.signature(ssdctl.train).parameters
+    assert next(iter(parameters)) == "data"
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    listed = pydoc.render_doc(ssdctl, renderer=pydoc.plaintext)
+    functions = listed[listed.index("\nFUNCTIONS") :]
+    for name in ssdctl.__all__:
+        if inspect.isfunction(getattr(ssdctl, name)):
+            assert f"\n    {name}(" in functions, name
+    assert "run folder" in pydoc.render_doc(ssdctl.train, renderer=pydoc.plaintext)
 
 
-def test_the_config_is_resolved_as_on_the_command_line(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_read_unasked(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    """Neither the folder's config file nor variables: only the file that is named."""
     Path("ssdctl.toml").write_text("[train]\nepochs = 7\n[predict]\nscore = 0.5\n")
     monkeypatch.setenv("SSDCTL_TRAIN__SEED", "3")
-    config = ssdctl.configure(train={"lr": 2e-3, "batch-size": 4}, model={"backbone": "tiny"})
+    plain = ssdctl.configure()
+    assert (plain.train.epochs, plain.train.seed, plain.predict.score) == (65, 0, 0.3)
+    config = ssdctl.configure("ssdctl.toml", train={"lr": 2e-3, "batch-size": 4, "seed": 3})
     assert isinstance(config, ssdctl.Config)
-    shown = json.loads(
-        cli("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4",
-            "--set", "model.backbone=tiny").out
-    )  # fmt: skip
-    values = {path: entry["value"] for path, entry in shown.items()}
+    command = ("config", "show", "--json", "--set", "train.lr=2e-3", "--set", "train.bs=4")
+    shown = {path: entry["value"] for path, entry in json.loads(cli(*command).out).items()}
     tables = json.loads(msgspec.json.encode(config))
-    assert {f"{s}.{k}": v for s, table in tables.items() for k, v in table.items()} == values
-    assert (config.train.epochs, config.train.seed, config.predict.score) == (7, 3, 0.5)
+    assert {f"{s}.{k}": v for s, table in tables.items() for k, v in table.items()} == shown
     assert ssdctl.configure(config) == config
     changed = ssdctl.configure(config, train={"epochs": 2})
     assert (changed.train.epochs, changed.train.lr) == (2, 2e-3)
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("function", "keywords", "replacement"),
     [
-        ({"batchsize": 4}, "batchsize"),
-        ({"lr": "fast"}, "fast"),
-        ({"bs": 0}, "0"),
-        ({"train": {"epoch": 1}}, "train.epoch"),
-        ({"score": 0.5}, "score"),  # a setting of predict
+        (ssdctl.train, {"bs": 4}, "write batch_size="),
+        (ssdctl.train, {"learning_rate": 4}, "write lr="),
+        (ssdctl.train, {"weights": "none"}, "write backbone_weights="),
+        (ssdctl.train, {"log_every": 1}, 'configure(train={"log_every": ...})'),
+        (ssdctl.train, {"extra_norm": "batch"}, 'configure(model={"extra_norm": ...})'),
+        (ssdctl.train, {"evaluate": {"batch_size": 4}}, "configure(evaluate=...)"),
+        (ssdctl.train, {"batchsize": 4}, "did you mean batch_size?"),
+        (ssdctl.prepare, {"verify_images": True}, 'configure(prepare={"verify_images": ...})'),
+        (ssdctl.evaluate, {"what": "x"}, "write checkpoint="),
+        (ssdctl.evaluate, {"bs": 4}, "write batch_size="),
+        (ssdctl.load, {"threshold": 0.5}, "write score="),
+        (ssdctl.configure, {"lr": 1e-3}, 'train={"lr": ...}'),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, object], named: str) -> None:
+def test_old_and_wrong_keywords_name_the_new_ones(
+    function: Callable[..., Any], keywords: dict[str, Any], replacement: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        function(**keywords)
+    assert repr(next(iter(keywords))) in str(error.value)
+    assert replacement in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [({"lr": "fast"}, "fast"), ({"batch_size": 0}, "0"), ({"config": "none.toml"}, "none.toml")],
+)
+def test_wrong_values_are_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
         ssdctl.train("data", **settings)
+    with pytest.raises(UsageError, match=r"train\.epoch\b"):
+        ssdctl.configure(train={"epoch": 1})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
@@ -109,22 +138,18 @@ def test_values_of_load_are_checked_before_the_file_is_read(
         ssdctl.load("none.pt", **settings)
 
 
-def test_mistyped_settings_have_a_hint() -> None:
-    with pytest.raises(UsageError) as error:
-        ssdctl.train("data", batchsize=4)
-    assert "batch_size" in str(error.value.hint)
-
-
-def test_data_errors_are_those_of_the_commands(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nowhere"):
-        ssdctl.prepare(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="nowhere"):
-        ssdctl.train(tmp_path / "nowhere", **TINY)
+def test_data_errors_are_those_of_the_commands_with_their_hints(tmp_path: Path) -> None:
+    for call in (ssdctl.prepare, ssdctl.train):
+        with pytest.raises(DataError, match="nowhere") as error:
+            call(tmp_path / "nowhere")
+        assert error.value.hint
+        assert str(error.value).count(error.value.hint) == 1
 
 
 def test_prepare_writes_the_store(shapes: Path, tmp_path: Path, cli: Cli) -> None:
     outcome = ssdctl.prepare(shapes, store=tmp_path / "store", pack=False, jobs=1)
     assert [(s.split, s.images) for s in outcome.splits] == [("train", 24), ("val", 9)]
+    assert "<td>24</td>" in outcome._repr_html_()
     again = cli("prepare", "--data", shapes, "--store", tmp_path / "store", "--no-pack", "--json")
     assert json.loads(again.out)["unchanged"] is True
 
@@ -151,7 +176,6 @@ def test_export_writes_what_load_reads(tiny_run: Path, shapes: Path, cli: Cli) -
         ({"batch": 0}, "--batch 0"),
         ({"format": "pt2", "int8": True}, "--int8"),
         ({"calibrate": 10}, "--calibrate"),
-        ({"overlap": 0.5}, "overlap"),
     ],
 )
 def test_wrong_exports_are_named_before_anything_is_read(
@@ -168,7 +192,8 @@ def test_train_and_evaluate(
 ) -> None:
     caplog.set_level(logging.INFO, "ssdctl")
     handlers = signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers
-    run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, **TINY)
+    config = ssdctl.configure(**OFTEN)
+    run = ssdctl.train(shapes, out=tmp_path / "run", steps=1, config=config, **TINY)
     assert (signal.getsignal(signal.SIGTERM), logging.getLogger("ssdctl").handlers) == handlers
     (step,) = (record for record in run.metrics if record["kind"] == "train")
     reference = ssdctl.Run(tiny_run)  # of the command line, with the same settings
@@ -178,11 +203,21 @@ def test_train_and_evaluate(
         reference.config.train, out=str(tmp_path / "run"), steps=1
     )
     assert run.best == tmp_path / "run/checkpoints/best.pt"
+    assert repr(run).startswith(f"Run({run.path}: 1 steps, AP 0.")
+    shown = run._repr_html_()
+    assert "data:image/png" in shown
+    assert "AP50" in shown
+    assert run.plot().size[0] > run.plot().size[1]
+    assert (repr(ssdctl.Run("none")), "none" in ssdctl.Run("none")._repr_html_()) == (
+        "Run(none)",
+        True,
+    )
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, detections="rows.json")
     assert run.figures is not None
     assert evaluation.figures["AP"] == pytest.approx(run.figures["AP"], abs=1e-4)
     assert f"AP={evaluation.figures['AP']:.3f}" in repr(evaluation)
     assert len(repr(evaluation)) < 500
+    assert evaluation.per_class[0].name in evaluation._repr_html_()
     rescored = ssdctl.evaluate("rows.json", shapes)
     assert rescored.figures == evaluation.figures
 
@@ -190,7 +225,8 @@ def test_train_and_evaluate(
 @pytest.mark.slow
 def test_reports_and_a_finished_run(shapes: Path, tmp_path: Path, cli: Cli, tiny_run: Path) -> None:
     run = ssdctl.Run(tiny_run)
-    assert "<html" in run.report(tmp_path / "run.html").read_text(encoding="utf-8")
+    for page in (run.report(tmp_path / "run.html"), ssdctl.report(run, out="page.html")):
+        assert "<html" in page.read_text(encoding="utf-8")
     evaluation = ssdctl.evaluate(run, device="cpu", workers=1, report="page")
     assert Path("page/report.html").is_file()
     scored = json.loads(cli("evaluate", run.best, "--device", "cpu", "--workers", 1, "--json").out)
@@ -241,7 +277,7 @@ def test_a_config_keeps_who_set_its_values(shapes: Path) -> None:
 
 
 @pytest.mark.process
-def test_training_with_a_config_is_training_with_its_settings(shapes: Path) -> None:
+def test_training_with_a_config_keeps_presets_and_rules(shapes: Path) -> None:
     tiny = {"steps": 1, "workers": 1, "device": "cpu", "log_every": 1}
     small = {"backbone": "tiny", "weights": "none", "extra_norm": "none"}
     config = ssdctl.configure(train={**tiny, "preset": "nvidia-r50"}, model=small)
@@ -276,7 +312,7 @@ def state():
     return patched, flags, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 before = state()
 for is_on in (False, True):  # deterministic algorithms import torch._dynamo
-    ssdctl.train({str(shapes)!r}, out=f"run-{{is_on}}", progress=False, steps=1, deterministic=is_on, **{TINY!r})
+    ssdctl.train({str(shapes)!r}, out=f"run-{{is_on}}", steps=1, config=ssdctl.configure(train={{"deterministic": is_on}}), **{TINY!r})
     assert state() == before, (before, state())
 """
     subprocess.run([sys.executable, "-c", code], check=True)

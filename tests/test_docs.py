@@ -176,6 +176,12 @@ def test_python(tmp_path: Path, cli: Callable[..., Result]) -> None:
     assert (tmp_path / "drawn.png").is_file()
 
 
+@pytest.mark.process
+def test_pytorch(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    pytest.importorskip("accelerate")
+    run_page(ROOT / "docs" / "pytorch.md", tmp_path, cli)
+
+
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient")

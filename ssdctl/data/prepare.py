@@ -55,6 +55,7 @@ from ssdctl.files import (
     write_bytes,
 )
 from ssdctl.runtime.cores import usable_cores
+from ssdctl.runtime.html_table import html_table
 from ssdctl.runtime.printable import listed
 from ssdctl.runtime.progress import Progress
 
@@ -90,6 +91,15 @@ class Outcome(msgspec.Struct, frozen=True):
     packed: bool
     unchanged: bool
     splits: list[SplitReport]
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: each split, and what was dropped or repaired."""
+        rows = [
+            (s.split, s.images, s.boxes, s.classes, ", ".join(found) or "none")
+            for s in self.splits
+            for found in [[f"{count} x {kind}" for kind, count in s.counts().items()]]
+        ]
+        return html_table(("split", "images", "boxes", "classes", "findings"), rows, self.store)
 
 
 class _RunOptions(NamedTuple):

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
-from ssdctl.checkpoint.reader import Checkpoint, read_model
+from ssdctl.checkpoint import reader
+from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint, read_model
 from ssdctl.data.classes import UNUSED, ClassName
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.device import open_device
@@ -415,6 +416,14 @@ def load_detector(
         backend.model.class_names = [c.name for c in classes]
     detector = ImageDetector(backend, classes, options)
     return detector, f"ssd300-{read.architecture.backbone}"
+
+
+def load_network(checkpoint: str | os.PathLike[str]) -> SSD300:
+    """Do the work of `SSD300.from_checkpoint`."""
+    read = read_checkpoint(locate_checkpoint(checkpoint))
+    model = reader.load_network(read).eval()
+    model.class_names = [c.name for c in class_names(read)]
+    return model
 
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:

@@ -5,6 +5,8 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,22 +14,31 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.errors import hints_in_messages
 from ssdctl.model.backbone import without_weights
 from ssdctl.model.backbones import find_backbone
+from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.torchvision_format import Images, Target, normalized_batch, padded_targets
 
 
 class SSD300(nn.Module):
-    """The network.
+    """The network, with random weights.
 
     Args:
         backbone: A name of `ssdctl/model/backbones/`, or of an installed plugin.
         num_classes: Classes with background; 81 on COCO.
         extra_norm: `none` (biased convolutions, as MLPerf) or `batch` (batch norm, as NVIDIA).
+
+    Attributes:
+        num_classes: Classes with background.
+        class_names: Of a checkpoint, without background; that of label 1 is first. Else empty.
     """
 
     def __init__(self, backbone: str, num_classes: int, extra_norm: str = "none") -> None:
         super().__init__()
         self.num_classes = num_classes
+        self.class_names: list[str] = []
+        self._loss: MultiboxLoss | None = None  # of `loss`; made when it is needed
         self.class_names: list[str] = []  # without background; empty if unknown
         self._frozen_stages = 0
         self._is_norm_frozen = False
@@ -64,6 +75,47 @@ class SSD300(nn.Module):
     def predict(self, level: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         """Return the maps of offsets and of logits of one feature map."""
         return self.box_heads[level](feature), self.class_heads[level](feature)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> SSD300:
+        """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
+
+        Args:
+            checkpoint: A file, run folder, detector's name or `hf://org/name`, as `ssdctl.load`
+                takes it, except for ONNX files.
+
+        Raises:
+            ssdctl.errors.UsageError: There is no such file, folder or name.
+            ssdctl.errors.NetworkError: The detector cannot be fetched.
+            ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
+        """
+        from ssdctl.inference.predict import load_network  # late: it needs this module
+
+        with hints_in_messages():
+            return load_network(checkpoint)
+
+    def loss(self, images: Images, targets: Sequence[Target]) -> Tensor:
+        """Return the multibox loss of a batch, a scalar to be minimized.
+
+        Args:
+            images: (3, H, W) tensors of any sizes, or (B, 3, H, W): RGB, float in 0 to 1 or uint8.
+                They are resized to 300 x 300 and normalized here.
+            targets: As torchvision's detectors take them: for each image `boxes`, (G, 4) left, top,
+                right, bottom in pixels, and `labels`, (G,), 1 to `num_classes - 1`.
+
+        Raises:
+            ssdctl.errors.UsageError: A shape, type or label is wrong.
+        """
+        with hints_in_messages():
+            device = self.box_heads[0].weight.device
+            assert isinstance(device, torch.device)
+            constants = self.constants
+            batch = normalized_batch(images, constants.mean, constants.std, device)
+            boxes, labels = padded_targets(images, targets, self.num_classes, device)
+        if self._loss is None or self._loss.targets.defaults_ltrb.device != device:
+            self._loss = MultiboxLoss(constants=constants).to(device)
+        losses: Losses = self._loss(*self(batch), boxes, labels)
+        return losses.total
 
     def freeze_stem(self) -> None:
         """Stop training the first layers; batch norm's statistics are still updated."""

@@ -13,6 +13,7 @@ import msgspec
 
 from ssdctl.errors import DataError
 from ssdctl.files import DECODE_ERRORS, read_limited, reason_of, write_bytes
+from ssdctl.runtime.html_table import html_table
 
 MAX_BYTES = 1 << 28
 SHOWN_SCORE = 0.3  # lowest score of detections in pictures and confusions, unless chosen
@@ -121,6 +122,13 @@ class Evaluation(msgspec.Struct, frozen=True):
         """Return the figures in one line: the curves and samples would fill pages."""
         figures = ", ".join(f"{name}={value:.3f}" for name, value in self.figures.items())
         return f"Evaluation({self.about.source}: {figures}, images={self.about.images})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (c.name, c.objects, *(f"{v:.3f}" for v in (c.AP, c.AP50, c.best_f1)))
+            for c in self.per_class
+        ]
+        return html_table(("class", "objects", "AP", "AP50", "best F1"), rows, repr(self))
 
     def as_json(self) -> dict[str, Any]:
         """Return what `evaluate --json` prints: the documented keys first, then the details."""

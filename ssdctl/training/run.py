@@ -83,7 +83,7 @@ def finalize(
 
     Raises:
         UsageError: The device does not compute in the chosen precision; `--bs auto` without an open
-            device; the warm-up is longer than the run.
+            device, or one image for batch norm; the warm-up is longer than the run.
     """
     out = run_dir(resolved.config).path
     notices = []
@@ -102,7 +102,18 @@ def finalize(
         ranks.world_size,
         may_shorten_warmup=not resolved.is_chosen("train.warmup"),
     )
+    _check_batch_norm(resolved.config, plan.batch_size, ranks)
     return SettledRun(resolved, plan, out, rule, tuple(notices))
+
+
+def _check_batch_norm(config: Config, batch_size: int, ranks: Ranks) -> None:
+    """Check that batch norm of the last map, which is 1 x 1, has several values to average."""
+    is_shared = config.train.sync_bn and not ranks.is_single_process
+    if config.model.extra_norm == "batch" and batch_size == 1 and not is_shared:
+        raise UsageError(
+            "--bs 1: batch norm in the extra blocks (--extra-norm batch) needs several images",
+            hint="--bs 2, or --extra-norm none",
+        )
 
 
 def check_without_data(resolved: Resolved, device: DeviceFacts) -> tuple[str, ...]:

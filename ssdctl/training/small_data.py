@@ -78,7 +78,8 @@ def _values(resolved: Resolved, rule: Rule, images: int, world_size: int) -> dic
     assert isinstance(config.batch_size, int)
     per_batch_size, batch_size = world_size * config.accumulate, config.batch_size
     if is_open("batch_size"):
-        values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, 1)
+        fewest = 2 if resolved.config.model.extra_norm == "batch" else 1
+        values["batch_size"] = batch_size = max(REFERENCE_BATCH // per_batch_size, fewest)
     global_batch = batch_size * per_batch_size
 
     epochs = config.epochs

@@ -19,7 +19,10 @@ import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
 from processes import Ended, run_ranks, run_script, wait_for
+from run_processes import last
 
+from ssdctl.distributed.collectives import average_buffers
+from ssdctl.distributed.ranks import Ranks
 from ssdctl.launch.run import free_port
 from ssdctl.model.backbones import find_backbone
 
@@ -193,6 +196,55 @@ def test_a_rank_that_cannot_evaluate_ends_all_with_its_code(
     texts = [*logs, *(rank.err for rank in ranks)]
     assert any(image.name in text for text in texts), texts
     assert not any("lost rank" in text or "Traceback" in text for text in texts)
+
+
+LOSES_ITS_STORE = """
+import os, sys
+from ssdctl.errors import DiskError
+from ssdctl.training import step_input
+
+open_input = step_input.open_input
+
+def opened(*given, **named):
+    source = open_input(*given, **named)
+    whole = source.batches
+
+    def batches(*steps):
+        for number, batch in enumerate(whole(*steps)):
+            if number == 3 and os.environ["RANK"] == "1":
+                raise DiskError("the store is gone")
+            yield batch
+
+    source.batches = batches
+    return source
+
+step_input.open_input = opened
+from ssdctl.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_cannot_read_its_images_lets_all_save_and_end_alike(
+    shapes: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    options = ["--steps", 9, *TINY_RUN.split(), "--rank-timeout", 30]
+    ranks = run_ranks(2, LOSES_ITS_STORE, "train", "--data", shapes, "--out", run, *options)
+    assert [rank.code for rank in ranks] == [6, 6], ranks
+    assert last(run).step == 3
+    assert last(run).rank_statistics is not None
+    texts = [*(path.read_text() for path in (run / "logs").iterdir()), *(r.err for r in ranks)]
+    assert any("the store is gone" in text for text in texts), texts
+    assert not any("lost rank" in text or "Traceback" in text for text in texts)
+
+
+def test_buffers_are_averaged_by_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: sent.append(t.mul_(3)))
+    buffers = [torch.ones(2, 3), torch.tensor(5), torch.full((4,), 2.0)]  # the second is a counter
+    average_buffers(buffers, Ranks(0, 2, 0))
+    assert [tensor.numel() for tensor in sent] == [10]
+    assert [buffer.unique().tolist() for buffer in buffers] == [[1.5], [5], [3.0]]
 
 
 EVALUATE = """

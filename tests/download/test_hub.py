@@ -103,8 +103,8 @@ def test_a_revision(hub: HubServer, files: dict[str, bytes]) -> None:
     old["classes"][0]["name"] = "circle"
     tag = {**files, "config.json": json.dumps(old).encode()}
     hub.repositories["acme/shapes-ssd"] = Repository(files, tags={"v1": tag})
-    assert ssdctl.load(f"{NAME}@v1", device="cpu").class_names == ["circle", "box"]
-    assert ssdctl.load(NAME, device="cpu").class_names == ["disc", "box"]
+    assert ssdctl.load(f"{NAME}@v1", device="cpu").model.class_names == ["circle", "box"]
+    assert ssdctl.load(NAME, device="cpu").model.class_names == ["disc", "box"]
 
 
 @pytest.mark.process

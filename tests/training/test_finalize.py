@@ -70,6 +70,21 @@ def test_a_chosen_precision_is_refused_and_a_presets_replaced(kind: Kind) -> Non
         finalize(preset.with_value("train.precision", "fp16", source), cpu, SINGLE_PROCESS, MANY)
 
 
+def test_batch_norm_of_a_single_image_is_refused() -> None:
+    norm = {"model__extra_norm": "batch"}
+    with pytest.raises(UsageError, match="--bs 1"):
+        finalize(settings(train__batch_size=1, **norm), None, SINGLE_PROCESS, MANY)
+    for ranks, values in (
+        (SINGLE_PROCESS, {"train__batch_size": 2, **norm}),
+        (SINGLE_PROCESS, {"train__batch_size": 1}),
+        (Ranks(0, 2, 0), {"train__batch_size": 1, "train__sync_bn": True, **norm}),
+    ):
+        batch_size = finalize(settings(**values), None, ranks, MANY).plan.batch_size
+        assert batch_size == values["train__batch_size"]
+    rule = finalize(settings(**norm), None, Ranks(0, 16, 0), FEW)
+    assert rule.plan.batch_size == 2
+
+
 def test_limits_and_ranks_are_part_of_the_plan() -> None:
     run = finalize(settings(train__overfit=3, train__limit_train=5), None, Ranks(0, 2, 0), FEW)
     assert run.plan.images == 3

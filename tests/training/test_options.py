@@ -11,7 +11,9 @@ import torch
 from conftest import TINY_RUN, Result
 from run_processes import assert_same_state, last, records
 
+from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
 from ssdctl.runs.progress import describe
+from ssdctl.training import setup
 from ssdctl.training.ema import EMA
 from ssdctl.training.evaluator import EarlyStopping
 from ssdctl.training.throughput import ThroughputMeter
@@ -101,6 +103,32 @@ def test_average_keeps_the_share_of_its_decay() -> None:
         ema.update()
     # 0.75 x 0.25 of the first step, 0.25 x 2 of the second
     assert torch.allclose(ema.state()["weight"], start + 0.6875)
+
+
+def test_an_update_of_the_average_does_not_list_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A list of all weights takes the host as long as a step of a small network."""
+    model = torch.nn.Linear(2, 1)
+    ema = EMA(model, 0.75)
+    monkeypatch.setattr(model, "state_dict", None)
+    ema.update()
+
+
+def test_the_checkpoint_of_init_is_read_once(
+    shapes: Path, tmp_path: Path, cli: Cli, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counted(path: Path) -> Checkpoint:
+        read.append(path)
+        return read_checkpoint(path)
+
+    monkeypatch.setattr(setup, "read_checkpoint", counted)
+    command = ["train", "--data", shapes, "--out", tmp_path / "run", "--init", checkpoint]
+    result = cli(*command, "--steps", 1, "--workers", 1, "--device", "cpu", "--warmup", "1st")
+    assert result.code == 0, result.err
+    assert read == [checkpoint]
 
 
 def test_writes_tensorboard_and_mlperfs_log(shapes: Path, tmp_path: Path, cli: Cli) -> None:

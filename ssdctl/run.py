@@ -1,0 +1,132 @@
+"""A run folder as an object of the Python API."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ssdctl.config.resolve import resolve
+from ssdctl.config.schema import Config
+from ssdctl.errors import SsdctlError, hints_in_messages
+from ssdctl.runs.layout import RunDir, find_checkpoint
+from ssdctl.runs.metrics import Record, read_metrics
+from ssdctl.runtime.html_table import html_table
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+SHOWN = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+
+
+class Run:
+    """A run folder of `train` or `ssdctl train`. Functions that take a checkpoint take a run too.
+
+    Args:
+        path: The run folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    @hints_in_messages()
+    def metrics(self) -> list[Record]:
+        """The records of metrics.jsonl, one dictionary each; `pandas.DataFrame(run.metrics)`.
+
+        Raises:
+            ssdctl.errors.UsageError: It is not a run folder.
+        """
+        return read_metrics(RunDir(self.path).metrics)[0]
+
+    @property
+    @hints_in_messages()
+    def best(self) -> Path:
+        """The checkpoint with the best AP, else the last one.
+
+        Raises:
+            ssdctl.errors.UsageError: There is none.
+        """
+        return find_checkpoint(self.path)
+
+    @property
+    @hints_in_messages()
+    def figures(self) -> dict[str, Any] | None:
+        """The metrics of the best evaluation: AP, AP50, ... 0 to 1; None if there was none."""
+        from ssdctl.runs.reader import read_run
+
+        return read_run(self.path).best
+
+    @property
+    @hints_in_messages()
+    def config(self) -> Config:
+        """The settings of the run."""
+        file = str(RunDir(self.path).config)
+        return resolve(file=file, environment={}, default_file=False).config
+
+    @hints_in_messages()
+    def report(self, out: str | os.PathLike[str] | None = None) -> Path:
+        """Write the report, a self-contained HTML page, and return its path.
+
+        Args:
+            out: The file; None: report.html in the run folder.
+
+        Raises:
+            ssdctl.errors.DiskError: It cannot be written.
+        """
+        from ssdctl.reporting.page import write_report
+        from ssdctl.runs.reader import read_run
+
+        target = RunDir(self.path).report if out is None else Path(out)
+        write_report([read_run(self.path)], target)
+        return target
+
+    @hints_in_messages()
+    def plot(self) -> Image.Image:
+        """Return the curves of the loss and, if it was evaluated, of AP over the steps."""
+        from matplotlib.figure import Figure  # late: it takes half a second
+        from PIL import Image
+
+        records = self.metrics
+        loss = [(r["step"], r["loss"]) for r in records if r["kind"] == "train"]
+        evals = [r for r in records if r["kind"] == "eval"]
+        lines = {"AP": evals, "AP50": evals, "AP75": evals} if evals else {}
+        figure = Figure(figsize=(5 * (1 + bool(evals)), 3.5), layout="constrained")
+        axes = figure.subplots(1, 1 + bool(evals), squeeze=False)[0]
+        axes[0].plot(*zip(*loss, strict=True) if loss else ([], []))
+        axes[0].set(xlabel="step", ylabel="training loss")
+        for name, rows in lines.items():
+            axes[1].plot([r["step"] for r in rows], [r[name] for r in rows], ".-", label=name)
+        if evals:
+            axes[1].set(xlabel="step", ylabel="AP", ylim=(0, 1))
+            axes[1].legend()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=100)
+        return Image.open(buffer)
+
+    def __repr__(self) -> str:
+        try:
+            steps = max((int(r["step"]) for r in self.metrics), default=0)
+            best = self.figures
+        except SsdctlError:  # not trained yet, or broken
+            return f"Run({self.path})"
+        ap = "" if best is None else f", AP {best['AP']:.3f}"
+        return f"Run({self.path}: {steps} steps{ap})"
+
+    def _repr_html_(self) -> str:
+        try:
+            figures = self.figures or {}
+            buffer = io.BytesIO()
+            self.plot().save(buffer, "PNG")
+        except SsdctlError:
+            return html_table((), [], repr(self))
+        rows = [[f"{figures[name]:.3f}" for name in SHOWN if name in figures]]
+        heads = [name for name in SHOWN if name in figures]
+        image = base64.b64encode(buffer.getvalue()).decode()
+        table = html_table(heads, rows if heads else [], repr(self))
+        return f'{table}<img src="data:image/png;base64,{image}"/>'

@@ -1,0 +1,167 @@
+"""A dataset for `torch.utils.data.DataLoader`, in the form that torchvision's detectors take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssdctl.boxes.default_boxes import IMAGE_SIZE
+from ssdctl.config.resolve import Override, resolve
+from ssdctl.config.sources import of_call
+from ssdctl.data.classes import ClassName
+from ssdctl.data.image_decode import ImageError
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.store_folder import dataset_folders, require_dataset
+from ssdctl.errors import DataError, UsageError, hints_in_messages
+from ssdctl.input.loader import as_batch, decode_sample
+from ssdctl.input.sample_stream import Sample, SampleStream
+from ssdctl.input.samples import LoaderConfig, draw_samples
+from ssdctl.model.augment import Normalise
+from ssdctl.model.constants import RESNET
+
+Item = tuple[Tensor, dict[str, Tensor]]
+MAX_EPOCH = 2**31  # of the numbers that an augmentation is drawn from
+HUE_DEGREES = 18.0  # of the recipes but NVIDIA's
+COLORS = Normalise(constants=RESNET._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)))
+
+
+class Dataset(torch.utils.data.Dataset[Item]):
+    """The images and boxes of a dataset that `ssdctl prepare` reads; items are (image, target).
+
+    An image is a (3, H, W) tensor, RGB, float32 in 0 to 1. A target has `boxes`, (G, 4) float32:
+    left, top, right, bottom in pixels of the image; `labels`, (G,) int64, 1 and up; `image_id`, a
+    scalar. Augmentations are drawn with torch's random numbers: `torch.manual_seed` repeats them.
+    A dataset that was never prepared is indexed first.
+
+    Args:
+        data: The dataset folder or file; any format that `ssdctl.prepare` reads.
+        split: `train`, `val` or `test`. In `train`, images without boxes are left out.
+        augment: `ssd` (crops, flips and colors of the SSD paper; the image is 300 x 300 then),
+            `ssd-zoom` (smaller objects too), or `none` (the whole image in its size).
+        store: The folder of the store; None: `prepared/` in the dataset folder.
+
+    Attributes:
+        class_names: Of the labels 1 and up; a network has one class more, the background.
+
+    Raises:
+        ssdctl.errors.UsageError: There is no such split or augmentation.
+        ssdctl.errors.DataError: The dataset cannot be used.
+    """
+
+    @hints_in_messages()
+    def __init__(
+        self,
+        data: str | os.PathLike[str],
+        split: Literal["train", "val", "test"] = "train",
+        *,
+        augment: Literal["none", "ssd", "ssd-zoom"] = "none",
+        store: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._arguments = (os.fspath(data), split, augment, store and os.fspath(store))
+        given = {"data.root": data, "data.store": store, "train.augment": augment}
+        overrides = [
+            Override(key, os.fspath(value), of_call(key.partition(".")[2]))
+            for key, value in given.items()
+            if value is not None
+        ]
+        config = resolve(overrides=overrides, environment={}, default_file=False).config
+        require_dataset(config.data)
+        splits = open_dataset(*dataset_folders(config.data))
+        if split not in splits:
+            raise UsageError(
+                f"{os.fspath(data)}: it has no split {split!r}",
+                hint=f"it has {', '.join(splits)}",
+            )
+        self._split = splits[split]
+        usable = np.flatnonzero(self._split.usable)
+        self._rows = self._split.trainable if split == "train" else usable
+        self._augment = augment
+        self.class_names = [c.name for c in self._split.classes]
+
+    @property
+    def classes(self) -> list[ClassName]:
+        """The classes with the category ids of the dataset."""
+        return list(self._split.classes)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @hints_in_messages()
+    def __getitem__(self, index: int) -> Item:
+        """Return an image and its target.
+
+        Raises:
+            IndexError: There are fewer images.
+            ssdctl.errors.DataError: The image cannot be read.
+        """
+        row = int(self._rows[range(len(self))[index]])
+        pixels, boxes, labels = self._whole(row) if self._augment == "none" else self._drawn(row)
+        image_id = torch.tensor(int(self._split.image_ids[row]))
+        return pixels, {"boxes": boxes, "labels": labels, "image_id": image_id}
+
+    @staticmethod
+    def collate(items: Sequence[Item]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Return a list of images and a list of targets: the `collate_fn` of a DataLoader."""
+        return [image for image, _ in items], [target for _, target in items]
+
+    def _whole(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        split = self._split
+        try:
+            pixels = torch.from_numpy(split.decode(row).copy())
+        except ImageError as error:
+            raise DataError(f"{split.place(row)}: {error}") from None
+        height, width = pixels.shape[:2]
+        span = slice(split.starts[row], split.starts[row + 1])
+        boxes = torch.tensor(split.boxes[span]) * torch.tensor([width, height] * 2)
+        labels = torch.tensor(split.labels[span], dtype=torch.int64)
+        return pixels.permute(2, 0, 1) / 255, boxes, labels
+
+    def _drawn(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return an image with the augmentation of a random epoch."""
+        split = self._split
+        seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
+        config = LoaderConfig(
+            seed=seed,
+            first_sample=0,
+            batch_size=1,
+            rank=0,
+            world_size=1,
+            accumulate=1,
+            augment=True,
+            zoom_out=self._augment == "ssd-zoom",
+            hue_degrees=HUE_DEGREES,
+            threads=1,
+            max_boxes=max(split.most_boxes, 1),
+        )
+        samples = draw_samples(split, _OneSample(row, epoch), config, 0, 1)
+        pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
+        if problem := decode_sample(split, samples, 0, pixels[0]):
+            raise DataError(f"{split.place(row)}: {problem}")
+        batch = as_batch(samples, torch.from_numpy(pixels))
+        image = COLORS(batch.images, batch.jitter)[0].clamp(0, 1)
+        is_real = batch.labels[0] > 0
+        return image, batch.boxes[0][is_real] * IMAGE_SIZE, batch.labels[0][is_real]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Open the store again in another process: its files are mapped into memory."""
+        return _reopened, self._arguments
+
+
+def _reopened(data: str, split: Any, augment: Any, store: str | None) -> Dataset:
+    return Dataset(data, split, augment=augment, store=store)
+
+
+class _OneSample(SampleStream):
+    """A stream that repeats one image of one epoch."""
+
+    def __init__(self, row: int, epoch: int) -> None:
+        super().__init__(np.array([row]), seed=0)
+        self._sample = Sample(np.array([row]), np.array([epoch]))
+
+    def samples(self, start: int, count: int) -> Sample:
+        return self._sample

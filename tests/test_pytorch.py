@@ -1,0 +1,159 @@
+"""The network, loss and dataset in loops of other libraries."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import Result
+from torch.utils.data import DataLoader
+
+import ssdctl
+from ssdctl.data.image_decode import read_rgb
+from ssdctl.errors import DataError, UsageError
+from ssdctl.model.augment import normalise
+
+ROOT = Path(__file__).parents[1]
+Cli = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def model() -> ssdctl.SSD300:
+    torch.manual_seed(0)
+    return ssdctl.SSD300("resnet18", num_classes=6)
+
+
+def target(*boxes: tuple[float, ...]) -> dict[str, torch.Tensor]:
+    labels = torch.arange(1, len(boxes) + 1)
+    return {"boxes": torch.tensor(boxes).reshape(-1, 4), "labels": labels}
+
+
+def test_items_are_the_annotated_images(shapes: Path) -> None:
+    dataset = ssdctl.Dataset(shapes, "val")
+    truth = json.loads((shapes / "annotations/instances_val2017.json").read_text())
+    assert len(dataset) == len(truth["images"])
+    assert dataset.class_names == [c["name"] for c in truth["categories"]]
+    image, found = dataset[1]
+    listed = truth["images"][1]
+    assert found["image_id"] == listed["id"]
+    expected = read_rgb(shapes / "val2017" / listed["file_name"])
+    assert (image.dtype, image.shape) == (torch.float32, (3, *expected.shape[:2]))
+    assert np.array_equal((image * 255).round().byte().permute(1, 2, 0), expected)
+    boxes = [a["bbox"] for a in truth["annotations"] if a["image_id"] == listed["id"]]
+    ltrb = [(x, y, x + w, y + h) for x, y, w, h in boxes]
+    np.testing.assert_allclose(found["boxes"], np.reshape(ltrb, (-1, 4)), atol=0.01)
+    assert found["labels"].dtype == torch.int64
+    assert len(found["labels"]) == len(boxes)
+    assert dataset[-1][1]["image_id"] == truth["images"][-1]["id"]
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+@pytest.mark.parametrize("augment", ["ssd", "ssd-zoom"])
+def test_augmented_items_follow_torchs_random_numbers(shapes: Path, augment: Any) -> None:
+    dataset = ssdctl.Dataset(shapes, "train", augment=augment)
+
+    def draw(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return torch.stack([dataset[n][0] for n in range(4)])
+
+    first = draw(1)
+    assert first.shape == (4, 3, 300, 300)
+    assert 0 <= first.min() < first.max() <= 1
+    assert torch.equal(first, draw(1))
+    assert not torch.equal(first, draw(2))
+    for n in range(len(dataset)):
+        boxes = dataset[n][1]["boxes"]
+        assert len(boxes) > 0
+        assert boxes.min() >= 0
+        assert boxes.max() <= 300
+        assert (boxes[:, 2:] > boxes[:, :2]).all()
+
+
+def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
+    dataset = pickle.loads(pickle.dumps(ssdctl.Dataset(shapes, "val")))
+    images, targets = next(iter(DataLoader(dataset, batch_size=3, collate_fn=dataset.collate)))
+    assert [len(images), len(targets)] == [3, 3]
+    assert torch.equal(images[2], dataset[2][0])
+
+
+def test_wrong_datasets_are_named(shapes: Path) -> None:
+    with pytest.raises(UsageError, match="test"):
+        ssdctl.Dataset(shapes, "test")
+    with pytest.raises(UsageError, match="flip"):
+        ssdctl.Dataset(shapes, augment="flip")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="nowhere"):
+        ssdctl.Dataset("nowhere")
+
+
+def test_the_loss_of_the_network_is_the_multibox_loss(model: ssdctl.SSD300) -> None:
+    torch.manual_seed(1)
+    pixels = torch.randint(0, 256, (2, 300, 300, 3), dtype=torch.uint8)
+    fractions = torch.tensor(
+        [[[0.1, 0.2, 0.6, 0.8], [0, 0, 0, 0]], [[0.5, 0.5, 1, 1], [0, 0, 0.3, 0.4]]]
+    )
+    labels = torch.tensor([[1, 0], [1, 2]])
+    expected = ssdctl.MultiboxLoss()(*model(normalise(pixels)), fractions, labels).total
+    images = pixels.permute(0, 3, 1, 2)
+    targets = [target((30, 60, 180, 240)), target((150, 150, 300, 300), (0, 0, 90, 120))]
+    for given in (images, list(images), images / 255):
+        torch.testing.assert_close(model.loss(given, targets), expected)
+    stretched = images.repeat_interleave(2, dim=3)  # boxes are in pixels of each image
+    wide = [{**t, "boxes": t["boxes"] * torch.tensor([2.0, 1.0, 2.0, 1.0])} for t in targets]
+    torch.testing.assert_close(model.loss(list(stretched), wide), expected, rtol=0.2, atol=0.5)
+    assert "targets" not in str(list(model.state_dict()))
+
+
+def test_images_without_boxes_count_as_zero(model: ssdctl.SSD300) -> None:
+    image = torch.rand(3, 200, 100)
+    assert model.loss([image], [target()]).item() == 0
+    assert model.loss([image], [{}]).item() == 0  # as torchvision's wrapped datasets
+
+
+@pytest.mark.parametrize(
+    ("images", "targets", "named"),
+    [
+        ([torch.zeros(3, 9, 9)], [], "0 targets"),
+        ([], [], "empty"),
+        ([torch.zeros(9, 9, 3)], [target()], r"\(9, 9, 3\)"),
+        ([torch.zeros(3, 9, 9, dtype=torch.int64)], [target()], "int64"),
+        ([torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(1, 4), "labels": torch.tensor([6])}], "6"),
+        ([torch.zeros(3, 9, 9)], [{"boxes": torch.zeros(1, 4), "labels": torch.tensor([0])}], "0"),
+        (
+            [torch.zeros(3, 9, 9)],
+            [{"boxes": torch.zeros(2, 4), "labels": torch.tensor([1])}],
+            "boxes",
+        ),
+    ],
+)
+def test_wrong_batches_are_named(
+    model: ssdctl.SSD300, images: Any, targets: Any, named: str
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        model.loss(images, targets)
+
+
+def test_default_boxes() -> None:
+    boxes = ssdctl.default_boxes(torch.float64)
+    assert (boxes.shape, boxes.dtype) == ((8732, 4), torch.float64)
+    assert boxes[0].tolist() == pytest.approx([4 / 300, 4 / 300, 0.07, 0.07])
+
+
+def test_networks_of_checkpoints(checkpoint: Path, tiny_run: Path) -> None:
+    saved = torch.load(checkpoint, weights_only=True)["model"]
+    hub = torch.hub.load(str(ROOT), "ssd300", source="local", checkpoint=str(checkpoint))
+    for model in (ssdctl.SSD300.from_checkpoint(checkpoint), hub):
+        assert isinstance(model, ssdctl.SSD300)
+        assert not model.training
+        assert len(model.class_names) == model.num_classes - 1
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, saved[name]), name
+    assert ssdctl.SSD300.from_checkpoint(tiny_run).num_classes == hub.num_classes
+    with pytest.raises(UsageError, match="no-such-detector"):
+        ssdctl.SSD300.from_checkpoint("no-such-detector")
