@@ -22,12 +22,12 @@ from ssdctl.input.loader import as_batch, decode_sample
 from ssdctl.input.sample_stream import Sample, SampleStream
 from ssdctl.input.samples import LoaderConfig, draw_samples
 from ssdctl.model.augment import Normalise
-from ssdctl.model.constants import IMAGENET
+from ssdctl.model.constants import RESNET
 
 Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # of the numbers that an augmentation is drawn from
 HUE_DEGREES = 18.0  # of the recipes but NVIDIA's
-COLORS = Normalise(constants=IMAGENET._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)))
+COLORS = Normalise(constants=RESNET._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)))
 
 
 class Dataset(torch.utils.data.Dataset[Item]):

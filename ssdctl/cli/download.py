@@ -110,7 +110,7 @@ def _download(call: Call, files: list[PinnedFile], dest: Path) -> None:
             connections=config.connections,
             keep_archives=config.keep_archives,
             retry_policy=retry_policy(config.timeout),
-            report=progress,
+            progress=progress,
         )
     lines = [
         f"{row['name']}: {row['state']}" + (f", {row['files']:,} files" if "files" in row else "")
@@ -144,7 +144,7 @@ def _verify(call: Call, files: list[PinnedFile], dest: Path, *, is_selection: bo
     from ssdctl.download.dataset import verify
 
     with fetching(call.console) as progress:
-        rows = verify(files, dest, report=progress)
+        rows = verify(files, dest, progress=progress)
     lines = [f"{row['name']}: {row['state']}" for row in rows]
     call.console.result({"dest": str(dest), "files": rows}, "\n".join(lines))
     all_missing = all(row["state"] == "missing" for row in rows)

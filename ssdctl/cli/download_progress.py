@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from ssdctl.cli.console import Console
-    from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.http import RetryPolicy
 
 READING = ("checking ", "verifying ", "unpacking ")  # how labels of work on local files begin
 LINE_INTERVAL_S = 30.0  # between two lines of progress if there is no terminal
@@ -153,7 +153,7 @@ def fetching(console: Console, expected: Mapping[str, int] | None = None) -> Ite
 
 def retry_policy(timeout_s: float) -> RetryPolicy:
     """Return timeouts for a limit of `timeout_s` that allows an idle connection one retry."""
-    from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.http import RetryPolicy
 
     default = RetryPolicy()
     return default._replace(

@@ -87,7 +87,7 @@ def fetch_weights(
             dest,
             mirror=config.mirror,
             retry_policy=retry_policy(config.timeout),
-            report=progress,
+            progress=progress,
         )
     data: dict[str, Any] = {"name": name, "alias": None, "path": str(path)}
     data["bytes"] = path.stat().st_size

@@ -113,7 +113,7 @@ def launch(
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
 
-    request = make_request(call, *devices[0], rest or [])
+    request = make_request(call, *devices[0], rest or [], is_dry_run=dry_run)
     if write is not None:  # the script may run on other machines
         request = dataclasses.replace(request, local_address=None)
     request = dataclasses.replace(request, is_planned=dry_run or write is not None)

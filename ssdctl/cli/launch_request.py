@@ -19,7 +19,8 @@ from ssdctl.config.sources import Kind
 from ssdctl.distributed.addresses import address_for_peers, own_names
 from ssdctl.errors import UsageError
 from ssdctl.launch.mpirun import read_hosts, read_version
-from ssdctl.launch.preflight import check_train, check_volumes
+from ssdctl.launch.pod_spec import read_patch
+from ssdctl.launch.preflight import check_train, missing_volumes, read_only_data
 from ssdctl.launch.request import LaunchRequest
 from ssdctl.launch.run import free_port
 from ssdctl.launch.torchrun import PLACEHOLDER, rendezvous_endpoint
@@ -29,7 +30,9 @@ from ssdctl.runtime.torch_compat import installed_version
 LAUNCH_TABLES = ("launch", "slurm", "kubernetes")  # tables of the config that ranks do not read
 
 
-def make_request(call: Call, device: str, count: int, rest: list[str]) -> LaunchRequest:
+def make_request(
+    call: Call, device: str, count: int, rest: list[str], *, is_dry_run: bool = False
+) -> LaunchRequest:
     """Return the request for a launch plan.
 
     Args:
@@ -37,6 +40,7 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         device: The device type of the count.
         count: The number of devices.
         rest: The command after `--`; empty: `train`.
+        is_dry_run: The plan is only shown: what pods lack is a warning.
 
     Raises:
         UsageError: The options contradict each other, or the host file cannot be read.
@@ -65,12 +69,20 @@ def make_request(call: Call, device: str, count: int, rest: list[str]) -> Launch
         kubernetes=call.config.kubernetes,
         job_name=f"ssdctl-{uuid.uuid4().hex[:6]}",
         run_folder=None if rest else str(run_dir(call.config)),
+        is_dry_run=is_dry_run,
     )
     if not rest:
         for notice in check_train(request, call.resolved):
             call.console.warning(notice)
     if in_pods:
-        check_volumes(request, call.config)
+        for missing in missing_volumes(request, call.config):
+            if not is_dry_run:
+                raise missing
+            call.console.warning(f"{missing}; {missing.hint}")
+        if text := read_only_data(request, call.config):
+            call.console.warning(text)
+        if (patch := call.config.kubernetes.patch) is not None:
+            request = dataclasses.replace(request, patch=read_patch(Path(patch)))
     if request.launcher == "mpirun":
         return dataclasses.replace(request, open_mpi=read_version())
     if request.launcher == "torchrun":

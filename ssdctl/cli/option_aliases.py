@@ -25,7 +25,7 @@ IMPLIED = {"--save-summary-steps": "--tensorboard"}
 POSITIONAL = "="
 PRECISIONS = ("bf16", "fp16", "fp32")
 CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
-CHECKPOINT_ALIASES = ("--checkpoint", "--weights")
+CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 
 COUNT = "ssdctl launch with the number of devices: " + ", ".join(
     f"{device.count_option} N" for device in DEVICE_TYPES.values()
@@ -41,7 +41,8 @@ USE_INSTEAD = {
     "--benchmark-iterations": "another command: ssdctl benchmark train --seconds S",
     "--use-horovod": "another command: ssdctl launch --hpus N",
     "--hvd-workers": "another command: ssdctl launch --hpus N",
-    "--num-cores": "another command: ssdctl launch --tpus N",
+    "--num-cores": "ssdctl launch --tpus N, of chips: --num_cores 8 on a v3-8 is --tpus 4. "
+    "On TPU v2 and v3 --bs is the batch of all chips",
     "-n": COUNT,
     "-np": COUNT,
     "--np": COUNT,
@@ -82,6 +83,13 @@ NOT_NEEDED = {
     "--tag-output": "ssdctl launch passes it to mpirun",
     "--merge-stderr-to-stdout": "each rank writes its own log, RUN/logs",
     "--prefix": "ssdctl launch passes it to mpirun if MPI_ROOT is set",
+}
+
+
+LAUNCH_DOES = {
+    "--use-horovod": "ssdctl launch starts one rank per device, without Horovod",
+    "--hvd-workers": "ssdctl launch starts one rank per device, without Horovod",
+    "--map-by": BINDING,
 }
 
 
@@ -237,6 +245,8 @@ def _refuse_removed(flag: str, typed: str, settings: Sequence[Setting]) -> None:
             raise UsageError(
                 f"{typed} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
             )
+    if flag in LAUNCH_DOES and any(setting.section == "launch" for setting in settings):
+        raise UsageError(f"{typed} is not needed: {LAUNCH_DOES[flag]}", hint="leave it out")
     if flag in USE_INSTEAD:
         raise UsageError(f"{typed} is not an option of ssdctl: use {USE_INSTEAD[flag]}")
     if flag in NOT_NEEDED:

@@ -157,6 +157,8 @@ def _show_plan(call: Call) -> None:
         call.console.warning(warning_without_validation(root))
     if warning := description.warning_of_cut(resolved, plan):
         call.console.warning(warning)
+    for warning in description.warnings_of_unreached(resolved, plan):
+        call.console.warning(warning)
     workers, quota = config.train.workers or usable_cores(ranks.world_size), quota_cores()
     data = {
         **plan.as_json(),

@@ -390,5 +390,9 @@ def nearest_key(path: str) -> str:
         for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
             paths.setdefault(word, setting.path)
         paths.setdefault(setting.section, setting.section)
-    near = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), paths, n=1, cutoff=0.65)
+    word = name.lstrip("-").replace("-", "_")
+    near = difflib.get_close_matches(word, paths, n=5, cutoff=0.65)
+    near.sort(
+        key=lambda found: not paths[found].startswith(f"{section}.")
+    )  # the best one stays first
     return f"did you mean {paths[near[0]]!r}?" if near else "`ssdctl config show` lists all keys"

@@ -15,9 +15,8 @@ from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
-from ssdctl.download.fetch import open_session, torch_cache_dir
-from ssdctl.download.http_response import NotFound
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.fetch import torch_cache_dir
+from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.sources import COCO2017, PinnedFile
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
@@ -27,7 +26,7 @@ from ssdctl.runtime.background import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
 SPARE_BYTES = 5_000_000_000  # for checkpoints and reports, if the dataset is complete
-RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, first_retries=0)
+RETRY_POLICY = RetryPolicy(connect_s=8, read_s=8, stall_s=15, retries=0, connect_retries=0)
 PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY")
 CERTIFICATES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 REMEDY = "set HTTPS_PROXY and HTTP_PROXY, or fetch from elsewhere with --mirror URL"
@@ -178,8 +177,7 @@ def _check_file(part: str, file: PinnedFile, mirror: str | None) -> Check:
 def _length(file: PinnedFile, mirror: str | None) -> tuple[str, int]:
     """Return the first URL that has the file, and its size there in bytes."""
     urls = file.urls(mirror)
-    with open_session(1) as session:
-        for url in urls[:-1]:
-            with contextlib.suppress(NotFound):
-                return url, length_of(session, url, RETRY_POLICY)
-        return urls[-1], length_of(session, urls[-1], RETRY_POLICY)
+    for url in urls[:-1]:
+        with contextlib.suppress(NotFound):
+            return url, length_of(url, RETRY_POLICY)
+    return urls[-1], length_of(urls[-1], RETRY_POLICY)

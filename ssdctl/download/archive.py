@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ssdctl.download.transfer import Report
+from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError
 from ssdctl.files import atomic_write, disk_errors, safe_join
 
@@ -44,7 +44,7 @@ def unpack(
     dest: Path,
     *,
     num_files: int | None = None,
-    report: Report,
+    progress: Progress,
 ) -> list[Entry]:
     """Unpack `archive` into `dest`, replacing files of the same names.
 
@@ -55,7 +55,7 @@ def unpack(
         archive: A zip, stored or deflated.
         dest: Created if it does not exist.
         num_files: How many files it must contain; None if unknown.
-        report: Gets the progress in bytes.
+        progress: Gets the progress in bytes.
 
     Raises:
         IntegrityError: It is cut, broken, unsafe, too large for its size, or not as expected;
@@ -74,7 +74,7 @@ def unpack(
                 )
             with disk_errors(temporary, "creating"):
                 temporary.mkdir(parents=True)
-            _extract(opened, infos, temporary, f"unpacking {archive.name}", report)
+            _extract(opened, infos, temporary, f"unpacking {archive.name}", progress)
         _publish(temporary, dest)
     finally:
         _remove(temporary)
@@ -187,7 +187,7 @@ def _extract(
     infos: list[zipfile.ZipInfo],
     folder: Path,
     label: str,
-    report: Report,
+    progress: Progress,
 ) -> None:
     """Write the entries below `folder`; no entry gets more bytes than it declared."""
     total = sum(info.file_size for info in infos)
@@ -211,7 +211,7 @@ def _extract(
                         break
                     file.write(data)
                     done += len(data)
-                    report(label, done, total)
+                    progress(label, done, total)
         if left:
             raise IntegrityError(
                 f"{opened.filename}: {info.filename!r} has another size than it declares"

@@ -24,12 +24,12 @@ from ssdctl.download.fetch import (
     fetch,
     is_whole,
     missing_bytes,
-    no_report,
+    no_progress,
 )
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.partial_file import remove_part
-from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Report
+from ssdctl.download.transfer import Progress
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.redact import redact_url
 
@@ -53,7 +53,7 @@ def download(
     connections: int = 8,
     keep_archives: bool = False,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
-    report: Report = no_report,
+    progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Fetch `files` into `dest`, unpack the archives there, remove them.
 
@@ -71,7 +71,7 @@ def download(
         file.urls(mirror)  # a mirror that is no URL is seen before anything is made
     check_space(dest, needed_bytes(files, dest, keep_archives), "the download")
     make_dir(dest)
-    how = _How(mirror, connections, retry_policy, report)
+    how = _How(mirror, connections, retry_policy, progress)
     results = []
     for file in files:
         if file.unpack:
@@ -89,7 +89,7 @@ class _How(NamedTuple):
     mirror: str | None
     connections: int
     retry_policy: RetryPolicy
-    report: Report
+    progress: Progress
 
 
 def _get_file(file: PinnedFile, dest: Path, how: _How) -> str:
@@ -120,7 +120,7 @@ def _get_archive(file: PinnedFile, dest: Path, keep_archives: bool, how: _How) -
             fetch(file, dest, **how._asdict())
             content = content_bytes(archive)
             check_space(dest, content, f"unpacking {file.name}")
-            entries = unpack(archive, dest, num_files=file.num_files, report=how.report)
+            entries = unpack(archive, dest, num_files=file.num_files, progress=how.progress)
             os.sync()  # 118,287 files: one call, before the record that lists them
             record = Record(file.name, file.sha256, entries)
             write_bytes(record_path, msgspec.json.encode(record))
@@ -173,7 +173,7 @@ def plan(files: Sequence[PinnedFile], dest: Path, mirror: str | None) -> list[di
 
 
 def verify(
-    files: Sequence[PinnedFile], dest: Path, report: Report = no_report
+    files: Sequence[PinnedFile], dest: Path, progress: Progress = no_progress
 ) -> list[dict[str, Any]]:
     """Check the files in `dest` byte by byte, without network.
 
@@ -189,7 +189,7 @@ def verify(
         target = safe_join(dest, file.name)
         record = _read_record(dest, file) if file.unpack else None
         if record is not None:
-            problems = _differing(dest, record, report)
+            problems = _differing(dest, record, progress)
             if problems:
                 with contextlib.suppress(OSError):  # a read-only folder
                     _record_path(dest, file).unlink()
@@ -197,7 +197,7 @@ def verify(
         elif not target.is_file():
             state, problems = "missing", [file.name]
         else:
-            intact = is_whole(target, file, report)
+            intact = is_whole(target, file, progress)
             state, problems = ("intact", []) if intact else ("broken", [file.name])
         results.append({"name": file.name, "state": state, "problems": problems})
     return results
@@ -230,7 +230,7 @@ def _whole_record(dest: Path, file: PinnedFile) -> Record | None:
     return record
 
 
-def _differing(dest: Path, record: Record, report: Report) -> list[str]:
+def _differing(dest: Path, record: Record, progress: Progress) -> list[str]:
     """Return the paths of files whose size or CRC is not the recorded one."""
     total = sum(entry.size for entry in record.entries)
     done = 0
@@ -247,5 +247,5 @@ def _differing(dest: Path, record: Record, report: Report) -> list[str]:
         if (size, crc) != (entry.size, entry.crc):
             differing.append(entry.path)
         done += entry.size
-        report(f"checking what {record.name} held", done, total)
+        progress(f"checking what {record.name} held", done, total)
     return differing

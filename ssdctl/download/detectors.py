@@ -16,13 +16,13 @@ from ssdctl.download.fetch import (
     DEFAULT_POLICY,
     fetch_one,
     is_whole,
-    no_report,
+    no_progress,
     sha256_of,
     torch_cache_dir,
 )
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
-from ssdctl.download.transfer import Report
+from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import write_text
 
@@ -118,7 +118,7 @@ def fetch_detector(
     *,
     mirror: str | None = None,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
-    report: Report = no_report,
+    progress: Progress = no_progress,
 ) -> Path:
     """Return the detector's file, fetched if it is not in `dest` (default: torch.hub's cache).
 
@@ -141,7 +141,7 @@ def fetch_detector(
     if (path := cached_path(detector, folder)) is not None:
         return path
     return fetch_one(
-        name, detector.file, folder, mirror=mirror, retry_policy=retry_policy, report=report
+        name, detector.file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
     )
 
 

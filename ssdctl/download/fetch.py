@@ -3,8 +3,7 @@
     fetch(PinnedFile("a.zip", "https://...", sha256, num_bytes), Path("data")) -> Path("data/a.zip")
 
 During the download, `a.zip.part`, `a.zip.part.state` and `a.zip.lock` are next to the target; a
-file with the wrong hash is kept as `a.zip.corrupt` for inspection. Proxies and CA bundles are those
-of the environment (HTTPS_PROXY, NO_PROXY, REQUESTS_CA_BUNDLE).
+file with the wrong hash is kept as `a.zip.corrupt` for inspection.
 """
 
 from __future__ import annotations
@@ -13,28 +12,22 @@ import contextlib
 import hashlib
 import os
 from pathlib import Path
-from urllib.parse import urljoin, urlsplit
 
-import requests
-from requests.adapters import HTTPAdapter
-
-from ssdctl.download.http_response import NotFound
+from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.partial_file import Part, part_paths, remove_part
-from ssdctl.download.retry import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Order, Report, length_of, transfer
+from ssdctl.download.transfer import Progress, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
 from ssdctl.runtime.redact import redact_url
 
-MAX_REDIRECTS = 10
 WEIGHTS_CONNECTIONS = 4
 HASH_BYTES = 1024 * 1024
 SPARE_BYTES = 16 * 1024 * 1024  # never fill a disk to its last byte
 DEFAULT_POLICY = RetryPolicy()
 
 
-def no_report(label: str, done: int, total: int) -> None:
+def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
@@ -53,7 +46,7 @@ def fetch(
     mirror: str | None = None,
     connections: int = 8,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
-    report: Report = no_report,
+    progress: Progress = no_progress,
 ) -> Path:
     """Make sure that `file` is in `folder`, complete and verified; return its path.
 
@@ -63,7 +56,7 @@ def fetch(
         mirror: Base URL to fetch from instead.
         connections: How many at once, if the server supports ranges.
         retry_policy: Timeouts and retries.
-        report: Called with (label, bytes done, bytes in total) a few times a second.
+        progress: Called with (label, bytes done, bytes in total) a few times a second.
 
     Raises:
         NetworkError: No answer, a refusal, a stall. The received bytes are kept for the next call.
@@ -72,23 +65,21 @@ def fetch(
     """
     target = safe_join(folder, file.name)
     urls = file.urls(mirror)
-    if not _has_leftovers(target) and is_whole(target, file, report):
+    if not _has_leftovers(target) and is_whole(target, file, progress):
         return target  # without a lock: the folder may be read-only
     with claim(target):
-        if is_whole(target, file, report):
+        if is_whole(target, file, progress):
             remove_part(target)
             return target
-        with open_session(connections) as session:
-            for url in urls:
-                try:
-                    order = Order(session, url, file.name, connections, retry_policy, report)
-                    _fetch_from(order, file, target)
-                    break
-                except NotFound as error:
-                    if url == urls[-1]:
-                        others = ", ".join(map(redact_url, urls[:-1]))
-                        also = f"; also tried: {others}" if others else ""
-                        raise NotFound(f"{error}{also}", hint=error.hint) from None
+        for url in urls:
+            try:
+                _fetch_from(url, file, target, connections, retry_policy, progress)
+                break
+            except NotFound as error:
+                if url == urls[-1]:
+                    others = ", ".join(map(redact_url, urls[:-1]))
+                    also = f"; also tried: {others}" if others else ""
+                    raise NotFound(f"{error}{also}", hint=error.hint) from None
     return target
 
 
@@ -99,7 +90,7 @@ def fetch_one(
     *,
     mirror: str | None,
     retry_policy: RetryPolicy,
-    report: Report,
+    progress: Progress,
 ) -> Path:
     """Do what `fetch` does for weights called `name`.
 
@@ -114,7 +105,7 @@ def fetch_one(
             mirror=mirror,
             connections=WEIGHTS_CONNECTIONS,
             retry_policy=retry_policy,
-            report=report,
+            progress=progress,
         )
     except NetworkError as error:
         raise NetworkError(
@@ -139,7 +130,7 @@ def _has_leftovers(target: Path) -> bool:
     return any(path.exists() for path in leftovers) and os.access(target.parent, os.W_OK)
 
 
-def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
+def is_whole(path: Path, file: PinnedFile, progress: Progress = no_progress) -> bool:
     """Return whether `path` is `file`, by size and hash."""
     try:
         size = path.stat().st_size
@@ -147,10 +138,10 @@ def is_whole(path: Path, file: PinnedFile, report: Report = no_report) -> bool:
         return False
     if file.bytes is not None and size != file.bytes:
         return False
-    return sha256_of(path, f"checking {file.name}", report).startswith(file.sha256)
+    return sha256_of(path, f"checking {file.name}", progress).startswith(file.sha256)
 
 
-def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
+def sha256_of(path: Path, label: str, progress: Progress = no_progress) -> str:
     """Return the SHA-256 of a file, in hex."""
     digest = hashlib.sha256()
     total = path.stat().st_size
@@ -159,7 +150,7 @@ def sha256_of(path: Path, label: str, report: Report = no_report) -> str:
         while data := stream.read(HASH_BYTES):
             digest.update(data)
             done += len(data)
-            report(label, done, total)
+            progress(label, done, total)
     return digest.hexdigest()
 
 
@@ -186,46 +177,23 @@ def check_space(folder: Path, needed: int, what: str) -> None:
         )
 
 
-class InsecureRedirect(requests.exceptions.InvalidSchema):
-    """An HTTPS server redirects to plain HTTP."""
-
-
-class _Session(requests.Session):
-    """Refuses redirects from HTTPS to HTTP."""
-
-    def get_redirect_target(self, resp: requests.Response) -> str | None:
-        try:
-            target = super().get_redirect_target(resp)
-            destination = urljoin(resp.url, target or "")
-            scheme = urlsplit(destination).scheme
-        except ValueError as error:  # not UTF-8, or not an address
-            resp.close()
-            raise requests.exceptions.InvalidURL(f"invalid redirect: {error}") from error
-        if scheme == "http" and urlsplit(resp.url).scheme == "https":
-            resp.close()
-            raise InsecureRedirect(f"refused a redirect from HTTPS to HTTP ({destination})")
-        return target
-
-
-def open_session(connections: int) -> requests.Session:
-    """Open a session that follows redirects to http(s) only, through the environment's proxies."""
-    session = _Session()
-    session.max_redirects = MAX_REDIRECTS
-    for scheme in ("http://", "https://"):  # without other adapters, no redirect leads elsewhere
-        session.mount(scheme, HTTPAdapter(pool_maxsize=max(connections, 1), max_retries=0))
-    return session
-
-
-def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
+def _fetch_from(
+    url: str,
+    file: PinnedFile,
+    target: Path,
+    connections: int,
+    policy: RetryPolicy,
+    progress: Progress,
+) -> None:
     """Fetch from one URL into the part, check the hash, publish."""
-    num_bytes = file.bytes or length_of(order.session, order.url, order.retry_policy)
+    num_bytes = file.bytes or length_of(url, policy)
     check_space(target.parent, missing_bytes(target, num_bytes), file.name)
-    part = Part(target, num_bytes, order.connections, order.url)
+    part = Part(target, num_bytes, connections, url)
     try:
         while True:
             old = bool(part.inherited)
-            transfer(order, part)
-            digest = sha256_of(part.path, f"verifying {file.name}", order.report)
+            transfer(url, part, file.name, connections, policy, progress)
+            digest = sha256_of(part.path, f"verifying {file.name}", progress)
             if digest.startswith(file.sha256):
                 part.publish(target)
                 return
@@ -238,7 +206,7 @@ def _fetch_from(order: Order, file: PinnedFile, target: Path) -> None:
         part.close()
         if unused:
             remove_part(target)
-    raise _quarantined(target, file, digest, order.url)
+    raise _quarantined(target, file, digest, url)
 
 
 def _quarantined(target: Path, file: PinnedFile, digest: str, url: str) -> IntegrityError:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from ssdctl.download.fetch import sha256_of
-from ssdctl.download.http_response import describe_error
+from ssdctl.download.http import describe_error
 from ssdctl.errors import (
     DiskError,
     IntegrityError,
@@ -186,7 +186,7 @@ def _status(error: Exception) -> int | None:
 
 def _reason(hub: ModuleType, error: Exception, url: str) -> str:
     """Return the first line of an error, or the server's own words, without tokens."""
-    text = getattr(error, "server_message", None) or describe_error(error, url)
+    text = getattr(error, "server_message", None) or describe_error(error)
     status = _status(error)
     line = redact_urls(text.splitlines()[0][:300])
     token = hub.get_token()

@@ -1,10 +1,9 @@
 """A file that is received in pieces, over several connections; it survives kill -9.
 
-`NAME.part` has the final length from the start (sparse). `NAME.part.state` records how much of each
-piece has arrived: a header of 1 KiB (JSON), then one record of 16 bytes a piece, (arrived, synced).
-A record is written after its bytes, is inside one page and is never moved, so the state never
-claims bytes that were not written, whenever the process dies. A machine that dies may keep the
-record and lose the bytes: after a reboot only `synced` counts, which follows an fsync.
+`NAME.part` has the final length from the start (sparse). `NAME.part.state`, one line of JSON, lists
+the ranges that are missing. It is written after their bytes, so it never claims bytes that were not
+written, whenever the process dies. A machine that dies may keep the state and lose the bytes: after
+a reboot the ranges count that were missing at the last fsync.
 """
 
 from __future__ import annotations
@@ -13,27 +12,29 @@ import contextlib
 import hashlib
 import json
 import os
-import struct
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from ssdctl.errors import DiskError
-from ssdctl.files import disk_errors, no_follow, read_limited, sync_dir, write_bytes
+from ssdctl.files import (
+    DECODE_ERRORS,
+    disk_errors,
+    no_follow,
+    read_limited,
+    sync_dir,
+    write_bytes,
+)
 
-HEADER_BYTES = 1024
-RECORD = struct.Struct("<QQ")
-VERSION = 1
+VERSION = 2
 MIN_PIECE_BYTES = 256 * 1024
-MAX_STATE_BYTES = 64 << 20
 MAX_PIECE_BYTES = 16 * 1024 * 1024
+MAX_STATE_BYTES = 1 << 20
+RECORD_S = 0.02  # between two records of the state: what a kill loses
 LONGEST_VALIDATOR = 300  # as JSON; what is longer is not remembered
-
-
-def piece_size(num_bytes: int, connections: int) -> int:
-    """Return the bytes per piece: about four pieces per connection, to end at the same time."""
-    size = -(-num_bytes // (4 * connections))
-    return min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
 
 
 def boot_id() -> str:
@@ -44,13 +45,37 @@ def boot_id() -> str:
         return ""
 
 
+class Piece:
+    """A range of missing bytes for one connection; `start` moves with the bytes that arrive."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.is_taken = False
+
+    @property
+    def missing(self) -> range:
+        return range(self.start, self.stop)
+
+
+class _State(msgspec.Struct):
+    """The content of the state file; `missing` and `unsynced` are pairs of start and stop."""
+
+    version: int
+    bytes: int
+    boot: str
+    validator: str
+    source: str
+    missing: list[tuple[int, int]]
+    unsynced: list[tuple[int, int]]
+
+
 class Part:
     """The part file of `target` and its state. Not thread-safe: the caller holds a lock.
 
     Args:
         target: The file's final path; the part is in the same folder.
         num_bytes: The file's whole length.
-        connections: How many will fetch at once; decides the piece size of a new part.
+        connections: How many will fetch at once; about four pieces for each end at the same time.
         source: The URL. A part of another URL keeps its bytes (the hash decides at the end) but
             not its validator.
 
@@ -61,79 +86,86 @@ class Part:
     def __init__(self, target: Path, num_bytes: int, connections: int, source: str) -> None:
         self.path, self.state_path = part_paths(target)
         self.num_bytes = num_bytes
-        self.source = source
+        self.source = hashlib.sha256(source.encode()).hexdigest()[:16]
         self.validator = ""
-        self.piece_bytes = piece_size(num_bytes, connections)
-        arrived = self._read_state()
-        if arrived is None and _size(self.path) == num_bytes:
-            # A whole part whose state is lost: the hash decides.
-            arrived = [len(self.span(i)) for i in range(self._count())]
-        self.inherited = sum(arrived or [])
+        size = -(-num_bytes // (4 * connections))
+        self.piece_bytes = min(max(size, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+        missing = self._read_state()
+        self._data = self._state = -1
         with _all_disk_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._data = no_follow(self.path, os.O_RDWR | os.O_CREAT)
-            self._state = -1
             try:
                 # The state first: a part of full length without one would pass for whole.
-                self._write_state(arrived or [0] * self._count())
+                self._restart(missing)
                 os.ftruncate(self._data, num_bytes)
             except BaseException:
                 self.close()
                 raise
+        self.inherited = self.arrived_bytes
 
     def reset(self, validator: str) -> None:
         """Discard the received bytes: the server has another file now, called `validator`."""
         self.inherited = 0
         self.validator = _short(validator)
-        self._write_state([0] * self._count())
+        self._restart([(0, self.num_bytes)])
 
     def adopt(self, validator: str) -> None:
         """Store the server's name of the file version, to detect a later change."""
         self.validator = _short(validator)
-        os.pwrite(self._state, self._header(), 0)
+        self._record()
 
-    def span(self, piece: int) -> range:
-        """Return the bytes of a piece, received or not."""
-        start = piece * self.piece_bytes
-        return range(start, min(start + self.piece_bytes, self.num_bytes))
+    def take(self) -> Piece | None:
+        """Return the first missing bytes that no connection fetches, or None."""
+        index = next((i for i, piece in enumerate(self.pieces) if not piece.is_taken), None)
+        if index is None:
+            return None
+        piece = self.pieces[index]
+        if len(piece.missing) > self.piece_bytes:
+            self.pieces.insert(index + 1, Piece(piece.start + self.piece_bytes, piece.stop))
+            piece.stop = piece.start + self.piece_bytes
+        piece.is_taken = True
+        return piece
 
-    def missing(self, piece: int) -> range:
-        """Return the missing bytes of a piece."""
-        return self.span(piece)[self.arrived[piece] :]
+    def widen(self, piece: Piece, validator: str) -> None:
+        """Make the piece the whole file: the server sends all of it."""
+        piece.start, piece.stop = 0, self.num_bytes
+        self.pieces = [piece]
+        self.adopt(validator)
 
-    def pending(self) -> list[int]:
-        """Return the pieces with missing bytes."""
-        return [i for i in range(self._count()) if self.missing(i)]
+    def num_open(self) -> int:
+        """Return how many pieces no connection fetches."""
+        sizes = [len(piece.missing) for piece in self.pieces if not piece.is_taken]
+        return sum(-(-size // self.piece_bytes) for size in sizes)
 
     @property
     def arrived_bytes(self) -> int:
-        return sum(self.arrived)
+        return self.num_bytes - sum(len(piece.missing) for piece in self.pieces)
 
-    def write(self, offset: int, data: bytes) -> None:
-        """Store bytes that follow what their piece has; they may run on into the next pieces."""
+    def write(self, piece: Piece, data: bytes) -> None:
+        """Store the next bytes of a piece."""
         view = memoryview(data)
         with _all_disk_errors(self.path):
             while view:
-                piece = offset // self.piece_bytes
-                assert offset == self.missing(piece).start, "pieces fill from their start"
-                count = os.pwrite(self._data, view[: self.span(piece).stop - offset], offset)
-                self.arrived[piece] += count
-                self._record(piece)
-                offset += count
+                count = os.pwrite(self._data, view, piece.start)
+                piece.start += count
                 view = view[count:]
+            if not piece.missing:
+                self.pieces.remove(piece)
+            if time.monotonic() - self._recorded_s > RECORD_S:
+                self._record()
 
-    def sync(self) -> None:
+    def sync(self, lock: threading.Lock) -> None:
         """Make the received bytes survive a power cut.
 
-        May run concurrently with `write`, without its lock: only bytes received before the fsync
-        are recorded as synced, and a record that lags behind only makes bytes arrive again.
+        Writes go on during the fsync: only bytes received before it are recorded as synced.
         """
-        before = list(self.arrived)
+        with lock:
+            before = self._missing()
         os.fsync(self._data)
-        for piece, count in enumerate(before):
-            if self._synced[piece] != count:
-                self._synced[piece] = count
-                self._record(piece)
+        with lock:
+            self._unsynced = before
+            self._record()
         os.fsync(self._state)
 
     def publish(self, target: Path) -> None:
@@ -145,65 +177,73 @@ class Part:
             self.state_path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        if self._state >= 0:
+            with contextlib.suppress(OSError):  # the last record remains
+                self._record()
         for descriptor in (self._data, self._state):
             if descriptor >= 0:
                 os.close(descriptor)
         self._data = self._state = -1
 
-    def _count(self) -> int:
-        return -(-self.num_bytes // self.piece_bytes)
-
-    def _header(self) -> bytes:
-        header = {
-            "version": VERSION,
-            "bytes": self.num_bytes,
-            "piece_bytes": self.piece_bytes,
-            "boot": boot_id(),
-            "validator": self.validator,
-            "source": _digest(self.source),
-        }
-        content = json.dumps(header).encode().ljust(HEADER_BYTES)
-        assert len(content) == HEADER_BYTES
-        return content
-
-    def _write_state(self, arrived: list[int]) -> None:
-        self.arrived = arrived
-        self._synced = [0] * len(arrived)
-        if any(arrived):
+    def _restart(self, missing: Iterable[tuple[int, int]]) -> None:
+        """Begin a state in which these ranges are missing."""
+        self.pieces = [Piece(*span) for span in missing]
+        self._unsynced = self._missing()
+        if self.arrived_bytes:
             os.fsync(self._data)
-            self._synced = list(arrived)
-        records = b"".join(RECORD.pack(*pair) for pair in zip(arrived, self._synced, strict=True))
-        write_bytes(self.state_path, self._header() + records)
+        write_bytes(self.state_path, self._line())
         if self._state >= 0:
             os.close(self._state)
         self._state = no_follow(self.state_path, os.O_RDWR)
+        self._recorded_s = 0.0
 
-    def _record(self, piece: int) -> None:
-        record = RECORD.pack(self.arrived[piece], self._synced[piece])
-        os.pwrite(self._state, record, HEADER_BYTES + piece * RECORD.size)
+    def _missing(self) -> list[tuple[int, int]]:
+        """Return the missing ranges, adjacent ones joined."""
+        spans: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            if spans and spans[-1][1] == piece.start:
+                spans[-1] = (spans[-1][0], piece.stop)
+            elif piece.missing:
+                spans.append((piece.start, piece.stop))
+        return spans
 
-    def _read_state(self) -> list[int] | None:
-        """Return how much of each piece is in the part; None if it is unknown."""
-        if _size(self.path) != self.num_bytes:
-            return None
-        header: dict[str, Any]
+    def _line(self) -> bytes:
+        state = _State(
+            VERSION,
+            self.num_bytes,
+            boot_id(),
+            self.validator,
+            self.source,
+            self._missing(),
+            self._unsynced,
+        )
+        return msgspec.json.encode(state) + b"\n"
+
+    def _record(self) -> None:
+        os.pwrite(self._state, self._line(), 0)  # a longer earlier line may stay behind it
+        self._recorded_s = time.monotonic()
+
+    def _read_state(self) -> list[tuple[int, int]]:
+        """Return the missing ranges of the part; a whole part without a state may be complete."""
+        everything = [(0, self.num_bytes)]
         try:
-            content = read_limited(self.state_path, MAX_STATE_BYTES)
-            header = json.loads(content[:HEADER_BYTES])
-            if header["version"] != VERSION or header["bytes"] != self.num_bytes:
-                return None
-            self.piece_bytes = max(int(header["piece_bytes"]), 1)
-            pairs = list(RECORD.iter_unpack(content[HEADER_BYTES:]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
-            return None
-        if header["source"] == _digest(self.source):
-            self.validator = str(header["validator"])
-        same_boot = bool(boot_id()) and header["boot"] == boot_id()
-        arrived = [pair[0] if same_boot else pair[1] for pair in pairs]
-        is_complete = len(arrived) == self._count()
-        if is_complete and all(n <= len(self.span(i)) for i, n in enumerate(arrived)):
-            return arrived
-        return [0] * self._count()
+            if self.path.stat().st_size != self.num_bytes:
+                return everything
+        except OSError:
+            return everything
+        try:
+            line = read_limited(self.state_path, MAX_STATE_BYTES).partition(b"\n")[0]
+            state = msgspec.json.decode(line, type=_State)
+        except (OSError, *DECODE_ERRORS):
+            return []  # the hash decides
+        if (state.version, state.bytes) != (VERSION, self.num_bytes):
+            return []
+        if state.source == self.source:
+            self.validator = state.validator
+        same_boot = bool(state.boot) and state.boot == boot_id()
+        spans = state.missing if same_boot else state.unsynced
+        edges = [0, *(edge for span in spans for edge in span), self.num_bytes]
+        return spans if edges == sorted(edges) else everything
 
 
 @contextlib.contextmanager
@@ -231,14 +271,3 @@ def remove_part(target: Path) -> None:
 
 def _short(validator: str) -> str:
     return validator if len(json.dumps(validator)) <= LONGEST_VALIDATOR else ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1

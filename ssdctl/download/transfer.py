@@ -1,8 +1,8 @@
-"""Transfer one file over HTTP into its `Part`, with several connections and retries.
+"""Transfer one file over HTTP: Range requests of several connections, written in place.
 
-A single worker starts. Once the server has answered with the requested range, the others start; a
-server that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread
-watches them, so that even a name look-up that never returns ends at the deadline.
+One worker starts. Once the server has answered with the requested range, the others start; a server
+that ignores ranges keeps the one worker. Workers are daemon threads: the caller's thread watches
+them, so that even a name look-up that never returns ends at the deadline.
 """
 
 from __future__ import annotations
@@ -11,15 +11,21 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
-from typing import NamedTuple
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import requests
 import urllib3
 
-from ssdctl.download import http_response
-from ssdctl.download.partial_file import Part
-from ssdctl.download.retry import RetryableError, RetryPolicy
+from ssdctl.download.http import (
+    RetryPolicy,
+    content_length,
+    content_range,
+    describe_error,
+    get,
+    open_session,
+    validator_of,
+)
+from ssdctl.download.partial_file import Part, Piece
 from ssdctl.errors import IntegrityError, NetworkError
 from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.redact import redact_url
@@ -29,38 +35,33 @@ TICK_S = 0.1
 SYNC_S = 10.0
 
 # Label, bytes done, bytes in total. Called a few times a second, by one thread.
-Report = Callable[[str, int, int], None]
-
-
-HTTP_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)
+Progress = Callable[[str, int, int], None]
 
 
 class _Halted(Exception):  # noqa: N818 - not an error for the user
-    """Raised to stop a worker after the transfer was cancelled."""
+    """Raised in a worker after the transfer has ended."""
 
 
-class Order(NamedTuple):
-    """One file to transfer.
+class _Restart(Exception):  # noqa: N818 - not an error for the user
+    """The received bytes belong to another file, or ranges do not work on this server."""
 
-    Attributes:
-        session: Shared by the connections.
-        url: The file's address.
-        label: Its name in progress reports.
-        connections: How many at once, if the server supports ranges.
-        retry_policy: Timeouts and retries.
-        report: Called with the progress.
-    """
-
-    session: requests.Session
-    url: str
-    label: str
-    connections: int
-    retry_policy: RetryPolicy
-    report: Report
+    def __init__(self, validator: str, *, ranges: bool = True) -> None:
+        super().__init__(validator)
+        self.validator, self.ranges = validator, ranges
 
 
-def transfer(order: Order, part: Part) -> None:
+def transfer(
+    url: str, part: Part, label: str, connections: int, policy: RetryPolicy, progress: Progress
+) -> None:
     """Fetch the missing bytes of `part`.
+
+    Args:
+        url: The file's address.
+        part: What has arrived.
+        label: The file's name in progress reports.
+        connections: How many at once, if the server supports ranges.
+        policy: Timeouts and retries.
+        progress: Called a few times a second.
 
     Raises:
         NetworkError: The server refuses, stalls or fails repeatedly. Received bytes are kept.
@@ -68,279 +69,226 @@ def transfer(order: Order, part: Part) -> None:
         DiskError: The part cannot be written.
     """
     ranges = True
-    restarts = order.retry_policy.restarts
-    for restart in range(restarts + 1):
+    for left in range(policy.restarts, -1, -1):
         # Servers behind one name may give the same file different validators. So the last attempt
         # ignores them: the hash decides.
-        attempt = _Attempt(order, part, ranges, watch_version=restart < restarts)
+        attempt = _Attempt(url, part, connections if ranges else 1, policy)
+        attempt.ranges, attempt.watch_version = ranges, left > 0
         try:
-            attempt.run()
+            attempt.run(lambda done: progress(label, done, part.num_bytes))
             return
-        except http_response.RestartDownload as change:
+        except _Restart as change:
             ranges = ranges and change.ranges
             part.reset(change.validator)
     raise NetworkError(
-        f"{redact_url(order.url)}: started from zero {restarts} times: the file keeps changing, or "
-        "the server ignores ranges and its connections keep breaking",
+        f"{redact_url(url)}: started from zero {policy.restarts} times: the file keeps changing, "
+        "or the server ignores ranges and its connections keep breaking",
         hint="try --mirror, or fetch the file by other means",
     )
 
 
 class _Attempt:
-    """One attempt at a file, with one set of workers, until it is complete or must restart."""
+    """One set of workers for a file, until it is complete or must restart."""
 
-    def __init__(self, order: Order, part: Part, ranges: bool, watch_version: bool) -> None:
-        self.order, self.part = order, part
-        self.url, self.retry_policy = order.url, order.retry_policy
-        self.ranges, self.watch_version = ranges, watch_version
-        self.lock = threading.Condition()  # guards all below, and the part
-        self.taken: set[int] = set()
-        self.threads: list[threading.Thread] = []
+    ranges = True
+    watch_version = True
+
+    def __init__(self, url: str, part: Part, connections: int, policy: RetryPolicy) -> None:
+        self.url, self.part, self.policy = url, part, policy
+        self.connections = connections
+        self.session = open_session(connections, policy, self._pause)
+        self.over = threading.Event()
+        self.lock = threading.Lock()  # guards all below, and the part
+        self.workers: list[Future[None]] = []
         self.open_replies: set[requests.Response] = set()
         self.received_bytes = 0
-        self.active = 0
         self.waiting = 0
-        self.contacted = False
-        self.may_spread = False
-        self.over = False
-        self.failure: BaseException | None = None
-        # Used only by the caller's thread
-        self.mark_bytes = 0
-        self.mark = self.synced = time.monotonic()
 
-    # The caller's thread
-
-    def run(self) -> None:
-        # Before the first byte of this attempt: what an earlier run downloaded.
-        self.order.report(self.order.label, self.part.arrived_bytes, self.part.num_bytes)
+    def run(self, progress: Callable[[int], None]) -> None:
+        progress(self.part.arrived_bytes)  # before the first byte: what an earlier run received
+        mark_bytes, mark_s = 0, time.monotonic()
+        synced_s = mark_s
+        self._add_worker()
         try:
-            self._add_worker()
             while True:
-                with self.lock:
-                    if self.active and self.failure is None and not self._should_spread():
-                        self.lock.wait(TICK_S)
-                    failure, active, spread = self.failure, self.active, self._should_spread()
-                if failure is not None:
-                    raise failure
-                if not active:
+                done, running = wait(list(self.workers), TICK_S, FIRST_EXCEPTION)
+                for worker in done:
+                    worker.result()
+                if not running and len(done) == len(self.workers):
                     break
-                if spread:
-                    for _ in range(min(self.order.connections, len(self.part.pending())) - 1):
-                        self._add_worker()
-                    self.may_spread = False
-                self._watch()
+                with self.lock:
+                    received, waiting = self.received_bytes, self.waiting
+                    arrived = self.part.arrived_bytes
+                progress(arrived)
+                now = time.monotonic()
+                if now - synced_s > SYNC_S:
+                    self.part.sync(self.lock)
+                    synced_s = now = time.monotonic()
+                if waiting or received - mark_bytes >= self.policy.min_rate * self.policy.stall_s:
+                    mark_bytes, mark_s = received, now
+                elif now - mark_s > self.policy.stall_s:
+                    raise NetworkError(
+                        f"{redact_url(self.url)}: {received - mark_bytes} bytes in the last "
+                        f"{self.policy.stall_s:g} s: stalled",
+                        hint="received bytes are kept: run it again to continue, or try --mirror",
+                    )
         finally:
             self._end()
-        self.order.report(self.order.label, self.part.num_bytes, self.part.num_bytes)
-
-    def _should_spread(self) -> bool:
-        return self.may_spread and len(self.threads) == 1 and self.order.connections > 1
+        progress(self.part.num_bytes)
 
     def _add_worker(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"fetch {self.order.label}", daemon=True)
-        with self.lock:
-            self.active += 1
-            self.threads.append(thread)
-        thread.start()
-
-    def _watch(self) -> None:
-        """Report the progress, sync the received bytes, and check the deadline."""
-        now = time.monotonic()
-        with self.lock:
-            received, waiting = self.received_bytes, self.waiting
-            arrived = self.part.arrived_bytes
-        self.order.report(self.order.label, arrived, self.part.num_bytes)
-        if now - self.synced > SYNC_S:
-            self.part.sync()
-            self.synced = now = time.monotonic()
-        enough = self.retry_policy.min_rate * self.retry_policy.stall_s
-        if waiting or received - self.mark_bytes >= enough:
-            self.mark, self.mark_bytes = now, received
-        elif now - self.mark > self.retry_policy.stall_s:
-            raise NetworkError(
-                f"{redact_url(self.url)}: {received - self.mark_bytes} bytes in the last "
-                f"{self.retry_policy.stall_s:g} s: stalled",
-                hint="received bytes are kept: run it again to continue, or try --mirror",
-            )
+        self.workers.append(run_in_daemon_thread(self._work))
 
     def _end(self) -> None:
         with self.lock:
-            self.over = True
-            self.lock.notify_all()
+            self.over.set()
             for reply in self.open_replies:
                 # Stops a worker that waits for bytes. One that waits for a response's headers, or
                 # for a name look-up, ends by its timeout and changes nothing any more.
                 with contextlib.suppress(Exception):
                     reply.raw.shutdown()
-        deadline = time.monotonic() + 1
-        for thread in self.threads:
-            thread.join(max(deadline - time.monotonic(), 0))
+        wait(self.workers, 1)
+        self.session.close()
 
     # The workers
 
     def _work(self) -> None:
-        failure: BaseException | None = None
-        try:
+        with contextlib.suppress(_Halted):
             while (piece := self._take()) is not None:
                 self._fetch(piece)
-        except _Halted:
-            pass
-        except BaseException as error:
-            failure = error
-        with self.lock:
-            self.active -= 1
-            self.failure = self.failure or failure
-            self.lock.notify_all()
 
-    def _take(self) -> int | None:
+    def _take(self) -> Piece | None:
         with self.lock:
-            if self.over:
-                return None
-            piece = next((p for p in self.part.pending() if p not in self.taken), None)
-            if piece is not None:
-                self.taken.add(piece)
-            return piece
+            return None if self.over.is_set() else self.part.take()
 
-    def _fetch(self, piece: int) -> None:
+    def _fetch(self, piece: Piece) -> None:
         """Request a piece until it is complete."""
         failures = 0
-        while wanted := self._missing(piece):
-            problem, requested_s = "the server closed the connection without a byte", None
+        while piece.missing:
+            before = piece.start
+            problem = "the server closed the connection without a byte"
             try:
-                self._request(wanted)
-            except RetryableError as error:
-                problem, requested_s = str(error), error.wait_s
-            except HTTP_ERRORS as error:
-                problem = http_response.describe_error(error, self.url)
-            left = self._missing(piece)
-            if len(left) < len(wanted):
+                self._request(piece)
+            except urllib3.exceptions.HTTPError as error:  # in the body
+                problem = describe_error(error)
+            if piece.start > before:
                 failures = 0
                 continue
             failures += 1
-            limit = self.retry_policy.retries if self.contacted else self.retry_policy.first_retries
-            if failures > limit:
+            if failures > self.policy.retries:
                 raise NetworkError(
                     f"{redact_url(self.url)}: {problem} (tried {failures} times)",
-                    hint="received bytes are kept: run it again to continue. Proxies are those of "
-                    "HTTPS_PROXY and HTTP_PROXY; --mirror fetches from elsewhere",
+                    hint="received bytes are kept: run it again to continue, or try --mirror",
                 )
-            self._pause(self.retry_policy.wait_s(failures, requested_s))
+            self._pause(
+                min(self.policy.backoff_s * 2 ** (failures - 1), self.policy.longest_wait_s)
+            )
 
-    def _missing(self, piece: int) -> range:
+    def _pause(self, seconds: float, is_asked: bool = False) -> None:
+        """Wait, or until the transfer ends; a wait that the server asked for is not a stall."""
         with self.lock:
-            if self.over:
-                raise _Halted
-            return self.part.missing(piece)
-
-    def _pause(self, seconds: float) -> None:
+            self.waiting += is_asked
+        is_over = self.over.wait(seconds)
         with self.lock:
-            self.waiting += 1
-            self.lock.wait_for(lambda: self.over, seconds)
-            self.waiting -= 1
+            self.waiting -= is_asked
+        if is_over:
+            raise _Halted
 
-    def _request(self, wanted: range) -> None:
-        """Send one request for `wanted` and write what is received."""
+    def _request(self, piece: Piece) -> None:
+        """Send one request for what the piece lacks, and write what is received."""
+        wanted = piece.missing
         known = self.part.validator if self.watch_version else ""
-        headers = http_response.request_headers(wanted if self.ranges else None, known)
-        with _get(self.order.session, self.url, headers, self.retry_policy) as reply:
+        reply = get(self.session, self.url, wanted if self.ranges else None, known, self.policy)
+        with reply:
             with self.lock:
-                self.contacted = True
                 self.open_replies.add(reply)
             try:
-                span = self._accepted(reply, wanted)
-                self._store(reply, span)
+                self._store(reply, piece, self._accepted(reply, piece, wanted))
             finally:
                 with self.lock:
                     self.open_replies.discard(reply)
 
-    def _accepted(self, reply: requests.Response, wanted: range) -> range:
+    def _accepted(self, reply: requests.Response, piece: Piece, wanted: range) -> range:
         """Return the bytes that this response contains, by its headers."""
-        validator = http_response.validator(reply)
-        span = http_response.validate_response(reply, wanted, self.part.num_bytes, self.url)
+        version, (span, total) = validator_of(reply), content_range(reply)
+        if reply.status_code == 200:
+            total = content_length(reply)
+        if total is not None and total != self.part.num_bytes:
+            raise IntegrityError(
+                f"{redact_url(self.url)}: the server's file has {total:,} bytes, the pinned one "
+                f"{self.part.num_bytes:,}",
+                hint="the server has another file: try --mirror, or correct the manifest",
+            )
         with self.lock:
-            if self.over:
+            if self.over.is_set():
                 raise _Halted
+            if reply.status_code == 416:
+                raise _Restart(version, ranges=False)
+            if reply.status_code == 200:  # the whole file, regardless of the requested range
+                if self.part.arrived_bytes or len(self.workers) > 1:
+                    raise _Restart(version, ranges=self.ranges)
+                self.part.widen(piece, version)
+                return piece.missing
+            if span is None or span.start != wanted.start or not span or span.stop > wanted.stop:
+                raise IntegrityError(
+                    f"{redact_url(self.url)}: asked for bytes {wanted.start}-{wanted.stop - 1}, "
+                    f"the server answers with Content-Range "
+                    f"{reply.headers.get('Content-Range')!r}",
+                    hint="the server is unreliable: try --mirror",
+                )
             known = self.part.validator
-            if span is None:  # the whole file, regardless of the requested range
-                if self.part.arrived_bytes or len(self.threads) > 1:
-                    raise http_response.RestartDownload(validator, ranges=self.ranges)
-                self.part.adopt(validator)
-                return range(self.part.num_bytes)
-            if known and validator and validator != known and self.watch_version:
-                raise http_response.RestartDownload(validator)
-            if validator and not known:
-                self.part.adopt(validator)
-            self.may_spread = True
-            self.lock.notify_all()
+            if known and version and version != known and self.watch_version:
+                raise _Restart(version)
+            if version and not known:
+                self.part.adopt(version)
+            while len(self.workers) < min(self.connections, self.part.num_open() + 1):
+                self._add_worker()
             return span
 
-    def _store(self, reply: requests.Response, span: range) -> None:
-        offset = span.start
+    def _store(self, reply: requests.Response, piece: Piece, span: range) -> None:
+        left = len(span)
         while data := reply.raw.read1(CHUNK_BYTES, decode_content=False):
-            if offset + len(data) > span.stop:
+            left -= len(data)
+            if left < 0:
                 raise IntegrityError(
                     f"{redact_url(self.url)}: the server sends more than the {len(span)} bytes it "
                     "was expected to",
                     hint="the server has another file: try --mirror",
                 )
             with self.lock:
-                if self.over:
+                if self.over.is_set():
                     raise _Halted
-                self.part.write(offset, data)
+                self.part.write(piece, data)
                 self.received_bytes += len(data)
-            offset += len(data)
 
 
-def _get(
-    session: requests.Session, url: str, headers: dict[str, str], retry_policy: RetryPolicy
-) -> requests.Response:
-    """Send one GET request; the response's body is not read yet."""
-    timeout = (retry_policy.connect_s, retry_policy.read_s)
-    try:
-        return session.get(url, headers=headers, stream=True, timeout=timeout)
-    except HTTP_ERRORS:
-        raise
-    except OSError as error:  # requests looks for the file of certificates first
-        raise NetworkError(
-            f"{redact_url(url)}: {error}", hint="correct or unset REQUESTS_CA_BUNDLE"
-        ) from error
-
-
-def length_of(session: requests.Session, url: str, retry_policy: RetryPolicy) -> int:
+def length_of(url: str, policy: RetryPolicy) -> int:
     """Request the size of the file in bytes.
 
     Raises:
         NetworkError: It does not answer in time, refuses, or does not state the size.
         IntegrityError: It answers with a web page.
     """
-    failures = 0
-    contacted = False
+    waited_s = 0.0
 
-    def request() -> int:
-        nonlocal contacted
-        with _get(session, url, http_response.request_headers(range(1), ""), retry_policy) as reply:
-            contacted = True
-            return http_response.total_bytes(reply, url)
+    def pause(seconds: float, is_asked: bool) -> None:
+        nonlocal waited_s
+        waited_s += seconds * is_asked
+        time.sleep(seconds)
 
-    while True:
-        try:
-            return _in_time(request, retry_policy.stall_s, url)
-        except RetryableError as error:
-            problem, requested_s = str(error), error.wait_s
-        except HTTP_ERRORS as error:
-            problem, requested_s = http_response.describe_error(error, url), None
-        failures += 1
-        if failures > (retry_policy.retries if contacted else retry_policy.first_retries):
-            tried = f" (tried {failures} times)" if failures > 1 else ""
-            raise NetworkError(f"{redact_url(url)}: {problem}{tried}")
-        time.sleep(retry_policy.wait_s(failures, requested_s))
+    def request() -> int | None:
+        with (
+            open_session(1, policy, pause) as session,
+            get(session, url, range(1), "", policy) as reply,
+        ):
+            return content_length(reply) if reply.status_code == 200 else content_range(reply)[1]
 
-
-def _in_time(work: Callable[[], int], seconds: float, url: str) -> int:
-    """Return or raise the result of `work`, if it ends in time."""
-    result = run_in_daemon_thread(work)
-    if not wait([result], seconds).done:
-        raise NetworkError(
-            f"{redact_url(url)}: no answer within {seconds:g} s", hint="try --mirror"
-        )
-    return result.result()
+    result, start = run_in_daemon_thread(request), time.monotonic()
+    while not wait([result], TICK_S).done:
+        if time.monotonic() - start > policy.stall_s + waited_s:
+            raise NetworkError(
+                f"{redact_url(url)}: no answer within {policy.stall_s:g} s", hint="try --mirror"
+            )
+    if not (total := result.result()):
+        raise NetworkError(f"{redact_url(url)}: the server does not state the length of the file")
+    return total

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ssdctl._version import __version__
 from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
-from ssdctl.runtime.redact import redact_url, redact_urls
+from ssdctl.runtime.redact import redact_url
 
 STDIN = "-"
 MAX_URL_BYTES = 256 << 20
@@ -255,13 +254,11 @@ def fetch_image(url: str, cancelled: threading.Event | None = None) -> bytes:
     import requests
     import urllib3
 
-    from ssdctl.download.http_response import describe_error
+    from ssdctl.download.http import describe_error, open_session, request_headers
 
     if not hasattr(_sessions, "session"):  # each thread reuses its connections
-        _sessions.session = requests.Session()
-        _sessions.session.headers.update(
-            {"Accept-Encoding": "identity", "User-Agent": f"ssdctl/{__version__}"}
-        )
+        _sessions.session = open_session(connections=1)
+        _sessions.session.headers.update(request_headers(None))
     name, deadline, content = redact_url(url), time.monotonic() + TOTAL_S, bytearray()
     try:
         with _sessions.session.get(url, stream=True, timeout=(CONNECT_S, READ_S)) as reply:
@@ -278,6 +275,6 @@ def fetch_image(url: str, cancelled: threading.Event | None = None) -> bytes:
                     problem = f"{len(content):,} bytes after {TOTAL_S:g} s: too slow"
                     raise NetworkError(f"{name}: {problem}", hint=GIVE_PATH)
     except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-        reason = redact_urls(describe_error(error, url))
+        reason = describe_error(error)
         raise NetworkError(f"{name}: {reason}", hint="check the URL") from error
     return bytes(content)

@@ -1,13 +1,14 @@
 """Install ssdctl in addition to an image's own packages, without replacing any of them.
 
-    python3 pod_install.py FOLDER SOURCE
+    python3 pod_install.py FOLDER SOURCE [COMMAND ...]
 
 creates a virtual environment in FOLDER that includes the packages of this interpreter, and installs
-SOURCE into it. torch and related packages are pinned to the image's versions:
-if SOURCE needs others, pip fails instead of replacing the vendor's. Runs in a pod's init
-container before ssdctl is installed: it uses only the standard library.
+SOURCE into it; then it becomes COMMAND, if there is one. torch and related packages are pinned to
+the image's versions: if SOURCE needs others, pip fails instead of replacing the vendor's. Runs in a
+pod before ssdctl is installed: it uses only the standard library.
 """
 
+import os
 import re
 import signal
 import site
@@ -19,7 +20,7 @@ from pathlib import Path
 KEPT = re.compile(r"(torch|numpy|triton|habana|nvidia|libtpu|jax)", re.IGNORECASE)
 
 
-def main(folder: str, source: str) -> None:
+def main(folder: str, source: str, *command: str) -> None:
     options = ["--system-site-packages", "--without-pip"]
     subprocess.run([sys.executable, "-m", "venv", *options, folder], check=True)
     # If this interpreter belongs to a virtual environment itself, its packages are included too.
@@ -36,6 +37,8 @@ def main(folder: str, source: str) -> None:
     constraints.write_text("".join(f"{name}=={kept[name]}\n" for name in sorted(kept)))
     pip = [f"{folder}/bin/python", "-m", "pip", "install", "--no-cache-dir"]
     subprocess.run([*pip, "--constraint", str(constraints), "--", source], check=True)
+    if command:
+        os.execv(command[0], command)
 
 
 if __name__ == "__main__":

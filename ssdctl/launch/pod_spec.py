@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.sections.launch import KubernetesConfig
 from ssdctl.errors import UsageError
+from ssdctl.files import read_limited, unreadable
 from ssdctl.launch.request import LaunchRequest
 
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -19,12 +21,18 @@ FORMS = {
     "image": r"[A-Za-z0-9][A-Za-z0-9._:/@-]*",
     "service_account": rf"{LABEL}(\.{LABEL})*",
     "pull_secret": rf"{LABEL}(\.{LABEL})*",
+    "priority_class": rf"{LABEL}(\.{LABEL})*",
+    "runtime": rf"{LABEL}(\.{LABEL})*",
+    "labels": rf"({QUALIFIED})=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?",
+    "annotations": rf"({QUALIFIED})=.*",
     "claim": rf"{LABEL}(\.{LABEL})*",
     "resources": rf"({QUALIFIED})=(\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i)?)",
     "launcher_resources": rf"({QUALIFIED})=(\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i)?)",
     "node_selector": rf"({QUALIFIED})=([A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?)?",
     "env": r"[A-Za-z_][A-Za-z0-9_]*=.*",
 }
+PATCHED = ("metadata", "spec", "job")
+MAX_PATCH_BYTES = 1 << 20
 # Text that every YAML reader parses as text.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9./-]*[A-Za-z0-9]")
 
@@ -142,6 +150,47 @@ def to_yaml(document: dict[str, Any]) -> str:
         document, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=False
     )
     return "# Written by ssdctl launch.\n" + written
+
+
+def read_patch(path: Path) -> dict[str, Any]:
+    """Return the content of `kubernetes.patch`: `metadata` and `spec` of the pods, `job`.
+
+    Raises:
+        UsageError: It cannot be read, or has other keys.
+    """
+    import yaml
+
+    try:
+        patch = yaml.safe_load(read_limited(path, MAX_PATCH_BYTES))
+    except OSError as error:
+        raise unreadable(f"kubernetes.patch {path}", error, UsageError) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"kubernetes.patch {path}: is not YAML: {error}") from None
+    parts = patch.values() if isinstance(patch, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts) or not set(patch) <= set(PATCHED):
+        raise UsageError(
+            f"kubernetes.patch {path}: has other keys than {', '.join(PATCHED)}",
+            hint="spec and metadata are those of the pods, job is the spec of the job: "
+            "spec: {hostNetwork: true}",
+        )
+    return dict(patch)
+
+
+def merge(base: Any, patch: Any) -> Any:
+    """Return a document with a patch: mappings are merged, lists extended (by `name`, if any)."""
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return {**base, **{k: merge(base.get(k), value) for k, value in patch.items()}}
+    if not (isinstance(base, list) and isinstance(patch, list)):
+        return patch
+    merged = list(base)
+    for entry in patch:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        names = [e.get("name") if isinstance(e, dict) else None for e in merged]
+        if name is not None and name in names:
+            merged[names.index(name)] = merge(merged[names.index(name)], entry)
+        else:
+            merged.append(entry)
+    return merged
 
 
 def _fits_a_block(value: str) -> bool:

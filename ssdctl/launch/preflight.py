@@ -62,41 +62,53 @@ def _count_images(config: Config) -> int | None:
     return images
 
 
-def check_volumes(request: LaunchRequest, config: Config) -> None:
-    """Check that the files that training reads and writes are on volumes of the pods.
-
-    Raises:
-        UsageError: A path is not on any volume, or a file to write is on a read-only one.
-    """
+def missing_volumes(request: LaunchRequest, config: Config) -> list[UsageError]:
+    """Return an error for each file of a training that is not on any volume of the pods."""
     if request.command[0] != "train":
-        return
+        return []
     mounts, _ = pod_spec.volumes(request.kubernetes)
     places = [str(mount["mountPath"]) for mount in mounts]
     writable = [str(mount["mountPath"]) for mount in mounts if not mount.get("readOnly")]
-    _require_volume("--mllog", config.train.mllog, writable)
-    if request.kubernetes.install == "image":
-        return  # an image that has ssdctl may have the data too
-    if not config.train.fake_data:
-        _require_volume("--data", config.data.root or str(DEFAULT_ROOTS[-1]), places)
-        _require_volume("--store", config.data.store, places)
-    if config.train.resume not in ("auto", "never"):
-        _require_volume("--resume", config.train.resume, places)
-    files = {
-        "--init": config.train.init,
-        "--backbone-weights": config.model.weights,
-        "kubernetes.install": request.kubernetes.install,
-    }
-    for option, path in files.items():  # or a name, or a requirement of pip
-        if path is not None and "://" not in path and FILE.search(path):
-            _require_volume(option, path, places)
+    errors = [_check_volume("--mllog", config.train.mllog, writable)]
+    if request.kubernetes.install != "image":  # an image that has ssdctl may have the data too
+        files = {
+            "--init": config.train.init,
+            "--backbone-weights": config.model.weights,
+            "kubernetes.install": request.kubernetes.install,
+        }
+        paths = {"--store": config.data.store}
+        if not config.train.fake_data:
+            paths["--data"] = config.data.root or str(DEFAULT_ROOTS[-1])
+        if config.train.resume not in ("auto", "never"):
+            paths["--resume"] = config.train.resume
+        for option, path in files.items():  # or a name, or a requirement of pip
+            if path is not None and "://" not in path and FILE.search(path):
+                paths[option] = path
+        errors += [_check_volume(option, path, places) for option, path in paths.items()]
+    return [error for error in errors if error is not None]
 
 
-def _require_volume(option: str, path: str | None, places: Sequence[str]) -> None:
+def read_only_data(request: LaunchRequest, config: Config) -> str | None:
+    """Return a warning if the dataset is on a read-only volume and no store is named."""
+    if request.command[0] != "train" or config.data.store is not None or config.train.fake_data:
+        return None
+    mounts, _ = pod_spec.volumes(request.kubernetes)
+    root = posixpath.normpath(config.data.root or str(DEFAULT_ROOTS[-1]))
+    read_only = [str(mount["mountPath"]) for mount in mounts if mount.get("readOnly")]
+    if not any(root == place or root.startswith(f"{place}/") for place in read_only):
+        return None
+    return (
+        f"{root} is on a read-only volume, and every job would index it again: prepare it once on "
+        "another volume (--store DIR)"
+    )
+
+
+def _check_volume(option: str, path: str | None, places: Sequence[str]) -> UsageError | None:
     if path is None:
-        return
+        return None
     clean = posixpath.normpath(path)
     if any(clean == place or clean.startswith(f"{place}/") for place in places):
-        return
+        return None
     is_file = option not in ("--data", "--store")
     mount = (posixpath.dirname(clean) if is_file else clean) if clean.startswith("/") else ""
     equals = "=" if option.startswith("kubernetes.") else " "
@@ -104,7 +116,7 @@ def _require_volume(option: str, path: str | None, places: Sequence[str]) -> Non
     if places:
         hints.append(f"give its path in the pods: {option}{equals}{places[0]}/...")
     kind = "writable volume" if option == "--mllog" else "volume"
-    raise UsageError(
+    return UsageError(
         f"{option}{equals}{path}: the pods have no {kind} there",
         hint=", or ".join(hints) or "mount a volume: kubernetes.volumes=SOURCE:/work",
     )

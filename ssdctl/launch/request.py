@@ -41,6 +41,8 @@ class LaunchRequest:
         kubernetes: The settings of the table `kubernetes`.
         job_name: A unique name, for Kubernetes.
         run_folder: The run folder of `train`.
+        patch: The content of `kubernetes.patch`.
+        is_dry_run: The plan is only shown: what is missing is a warning, not an error.
         is_planned: The plan is shown or written, not run: it may be for another machine.
     """
 
@@ -61,6 +63,8 @@ class LaunchRequest:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     job_name: str = "ssdctl"
     run_folder: str | None = None
+    patch: Mapping[str, Any] = field(default_factory=dict)
+    is_dry_run: bool = False
     is_planned: bool = False
 
     @property

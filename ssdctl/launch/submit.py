@@ -31,7 +31,8 @@ REMEDIES = {
     "slurm": "run this on a login node of the cluster; --write FILE writes the script for there",
     "kubernetes": "install kubectl and log in to the cluster; --write FILE writes the manifest",
 }
-LIST = {"slurm": "squeue --me", "kubernetes": "kubectl get mpijobs,jobs"}
+LIST = {"slurm": "squeue --me", "kubernetes": "kubectl get jobs"}
+POD_0 = "batch.kubernetes.io/job-completion-index=0"
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 ENDED = re.compile(
     r"BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|LAUNCH_FAILED|NODE_FAIL|OUT_OF_MEMORY|"
@@ -59,7 +60,8 @@ def submit(plan: LaunchPlan) -> str:
     process = _run(plan.argv, plan.text)
     if process.returncode:
         raise UsageError(f"{plan.argv[0]} refused the job: {process.stderr.strip()}")
-    job = process.stdout.strip().partition(";")[0]  # sbatch: ID;CLUSTER
+    # sbatch: ID;CLUSTER. kubectl: one line per object, the job last.
+    job = process.stdout.strip().rpartition("\n")[2].partition(";")[0]
     if not JOB_ID.fullmatch(job):
         raise DistributedError(
             f"{plan.argv[0]} printed {job[:200]!r} instead of the id of the job",
@@ -75,7 +77,10 @@ def _run(argv: Sequence[str], text: str | None = None) -> subprocess.CompletedPr
 
 def end_command(job: str, plan: LaunchPlan) -> str:
     """Return the command that ends a job."""
-    return f"scancel {job}" if plan.launcher == "slurm" else f"kubectl delete {job}{_space(plan)}"
+    if plan.launcher == "slurm":
+        return f"scancel {job}"
+    service = f"service/{job.rpartition('/')[2]} " if _is_indexed(plan) else ""
+    return f"kubectl delete {service}{job}{_space(plan)}"
 
 
 def follow(job: str, plan: LaunchPlan, write: Write) -> int:
@@ -139,10 +144,18 @@ class _Pods:
         self.write, self.end = write, end_command(job, plan)
         self.space = ["-n", n] if (n := _namespace(plan)) else []
         name = job.rpartition("/")[2]
-        is_mpi = job.startswith("mpijob")
-        self.first = f"job-name={name}-launcher" if is_mpi else f"job-name={name}"
-        role = "training.kubeflow.org/job-role=worker"
-        self.workers = f"training.kubeflow.org/job-name={name},{role}" if is_mpi else None
+        # The labels of the pod whose output is followed, and of those that it waits for.
+        self.first = f"job-name={name}"
+        self.workers: str | None = None
+        if job.startswith("mpijob"):
+            self.first = f"job-name={name}-launcher"
+            role = "training.kubeflow.org/job-role=worker"
+            self.workers = f"training.kubeflow.org/job-name={name},{role}"
+        elif job.startswith("trainjob"):
+            self.workers = f"jobset.sigs.k8s.io/jobset-name={name}"
+            self.first = f"{self.workers},{POD_0}"
+        elif _is_indexed(plan):
+            self.first, self.workers = f"{self.first},{POD_0}", self.first
         self.followed: set[str] = set()
         self.reported: dict[str, str | None] = {}
 
@@ -217,8 +230,16 @@ def _copy_log(argv: list[str], write: Write) -> None:
             write(line)
 
 
+def _is_indexed(plan: LaunchPlan) -> bool:
+    """Return whether the manifest is a list of a Service and an Indexed Job."""
+    return plan.manifest is not None and "items" in plan.manifest
+
+
 def _namespace(plan: LaunchPlan) -> str | None:
-    return plan.manifest["metadata"].get("namespace") if plan.manifest else None
+    if plan.manifest is None:
+        return None
+    job = plan.manifest["items"][-1] if _is_indexed(plan) else plan.manifest
+    return job["metadata"].get("namespace")
 
 
 def _space(plan: LaunchPlan) -> str:

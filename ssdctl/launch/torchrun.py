@@ -15,6 +15,9 @@ SHUTDOWN_TIMEOUT_S = 120
 RENDEZVOUS_PORT = 29400
 # How libtpu names a part of a host's chips, by their number.
 TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
+# Variables of a pod with its number: of Kubeflow's torchrun runtime, and of an Indexed Job.
+NODE_RANKS = ("PET_NODE_RANK", "JOB_COMPLETION_INDEX")
+POD_START_S = 1800
 PLACEHOLDER = "HOST"  # printed if a host's name is still missing; never run
 
 
@@ -32,12 +35,17 @@ def build(request: LaunchRequest, node: Node) -> tuple[tuple[str, ...], dict[str
         endpoint = rendezvous_endpoint(request)
         if endpoint.startswith(f"{PLACEHOLDER}:"):
             missing = "torchrun on several nodes needs --rdzv-endpoint HOST:PORT (the first node)"
-        rendezvous = [
-            f"--nnodes={config.nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint}",
-            "--rdzv-id=ssdctl",
-        ]
+        rendezvous = [f"--nnodes={config.nodes}", "--rdzv-id=ssdctl"]
+        node_rank = next((n for v in NODE_RANKS if (n := request.environment.get(v))), None)
+        if node_rank is not None:
+            # In the order of the pods, so that rank 0 is in pod 0, whose output is followed. Pods
+            # start at different times: images are pulled, ssdctl is installed.
+            rendezvous += ["--rdzv-backend=static", f"--node-rank={node_rank}"]
+            host, _, port = endpoint.rpartition(":")
+            rendezvous += [f"--master-addr={host}", f"--master-port={port}"]
+            rendezvous += [f"--rdzv-conf=timeout={POD_START_S}"]
+        else:
+            rendezvous += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         if request.local_address is not None:
             # torchrun would publish the address of the machine's own name, on many 127.0.1.1.
             rendezvous.append(f"--local-addr={request.local_address}")
@@ -126,8 +134,10 @@ def rendezvous_endpoint(request: LaunchRequest) -> str:
     elif request.hosts:
         endpoint = f"{_bracketed(request.hosts[0])}:{RENDEZVOUS_PORT}"
     else:
-        host = request.environment.get("MASTER_ADDR", PLACEHOLDER)
-        endpoint = f"{_bracketed(host)}:{request.environment.get('MASTER_PORT', RENDEZVOUS_PORT)}"
+        given = request.environment
+        host = given.get("PET_MASTER_ADDR") or given.get("MASTER_ADDR", PLACEHOLDER)
+        port = given.get("PET_MASTER_PORT") or given.get("MASTER_PORT", str(RENDEZVOUS_PORT))
+        endpoint = f"{_bracketed(host)}:{port}"
     if not re.fullmatch(r"(?!-)([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}", endpoint):
         raise UsageError(f"rendezvous endpoint {endpoint!r} is not of the form HOST:PORT")
     return endpoint

@@ -30,7 +30,7 @@ class ModelConstants(NamedTuple):
 
 
 # The ResNets of MLPerf, Habana, NVIDIA and DALI.
-IMAGENET = ModelConstants(
+RESNET = ModelConstants(
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
     matches_at_threshold=False,
@@ -44,5 +44,5 @@ IMAGENET = ModelConstants(
 
 def constants_of_model(model: Any) -> ModelConstants:
     """Return the constants of a network; those of the ResNets for one that names none."""
-    constants: ModelConstants = getattr(model, "constants", IMAGENET)
+    constants: ModelConstants = getattr(model, "constants", RESNET)
     return constants

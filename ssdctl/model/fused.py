@@ -24,8 +24,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import pairwise_iou
-from ssdctl.model.augment import Normalise
 from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
 
 ALIGNMENT = 64  # tensor cores need a multiple of 8 channels, cuDNN's fastest kernels of 64
@@ -92,7 +92,7 @@ class JoinedHeads(SSD300):
         return offsets, logits
 
 
-class ColorsAsSums(Normalise):
+class ColorsAsSums(Normalize):
     """Each plane as a sum of three: a matrix product is not fused with its input."""
 
     def jittered(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class ChannelsLastColors(ColorsAsSums):
     def jittered(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
         mean_rgb_B3 = self._mean_rgb(images_BHW3)
         red, green, blue = self._planes(images_BHW3)
-        matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+        matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
         weights_B33 = torch.matmul(self.inverse_std, matrix_B33) / 255
         offset_B3 = torch.matmul(offset_B3 - self.mean, self.inverse_std)
         red_w, green_w, blue_w = weights_B33[:, None, None].unbind(dim=-1)  # B x 1 x 1 x 3
@@ -189,11 +189,11 @@ class LossByComparison(MultiboxLoss):
 FORMS: dict[str, dict[type[nn.Module], type[nn.Module]]] = {
     "gpu": {
         SSD300: JoinedHeads,
-        Normalise: ChannelsLastColors,
+        Normalize: ChannelsLastColors,
         Matcher: MatcherWithoutTables,
         MultiboxLoss: LossByComparison,
     },
-    "compiled": {Normalise: ColorsAsSums, MultiboxLoss: LossByComparison},
+    "compiled": {Normalize: ColorsAsSums, MultiboxLoss: LossByComparison},
     "no_scatter": {Matcher: MatcherWithoutScatter},
     "no_gather": {Matcher: MatcherWithoutGather, MultiboxLoss: LossByComparison},
 }

@@ -20,7 +20,7 @@ from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major
-from ssdctl.model.constants import IMAGENET, ModelConstants
+from ssdctl.model.constants import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
 
@@ -45,7 +45,7 @@ class Targets(nn.Module):
     defaults_ltrb: Tensor
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = IMAGENET
+        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
         self.matcher = Matcher(at_threshold=constants.matches_at_threshold)
@@ -77,7 +77,7 @@ class MultiboxLoss(nn.Module):
     """
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = IMAGENET
+        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
         self.targets = Targets(dtype, constants=constants)

@@ -13,12 +13,12 @@ from ssdctl.download.fetch import (
     DEFAULT_POLICY,
     fetch_one,
     is_whole,
-    no_report,
+    no_progress,
     torch_cache_dir,
 )
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.sources import PinnedFile
-from ssdctl.download.transfer import Report
+from ssdctl.download.transfer import Progress
 from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime.redact import redact_url
@@ -94,7 +94,7 @@ def fetch_weights(
     *,
     mirror: str | None = None,
     retry_policy: RetryPolicy = DEFAULT_POLICY,
-    report: Report = no_report,
+    progress: Progress = no_progress,
 ) -> Path:
     """Make sure that the weights called `name` are in `dest` (default: the cache); return the path.
 
@@ -110,4 +110,6 @@ def fetch_weights(
     folder = dest or torch_cache_dir()
     if not (folder / file.name).is_file():
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
-    return fetch_one(name, file, folder, mirror=mirror, retry_policy=retry_policy, report=report)
+    return fetch_one(
+        name, file, folder, mirror=mirror, retry_policy=retry_policy, progress=progress
+    )

@@ -39,7 +39,6 @@ class SSD300(nn.Module):
         self.num_classes = num_classes
         self.class_names: list[str] = []
         self._loss: MultiboxLoss | None = None  # of `loss`; made when it is needed
-        self.class_names: list[str] = []  # without background; empty if unknown
         self._frozen_stages = 0
         self._is_norm_frozen = False
         file = find_backbone(backbone)

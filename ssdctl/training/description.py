@@ -154,6 +154,26 @@ def warning_of_cut(resolved: Resolved, plan: TrainSchedule) -> str | None:
     )
 
 
+def warnings_of_unreached(resolved: Resolved, plan: TrainSchedule) -> list[str]:
+    """Return warnings about steps that the run does not reach: --steps, --profile, decays."""
+    config, total = resolved.config.train, plan.total_steps
+    warnings = []
+    if config.steps is not None and config.steps > total:
+        warnings.append(
+            f"the run ends at step {total:,}, not at --steps {config.steps:,}: --epochs "
+            f"{config.epochs:g} of {plan.images:,} images in batches of {plan.global_batch_size} "
+            "end first"
+        )
+    if config.profile is not None and (last := int(config.profile.split(",")[-1])) > total:
+        warnings.append(
+            f"--profile {config.profile}: the run ends at step {total:,}, before {last:,}"
+        )
+    missed = [f"{step:,}" for step in plan.decay_steps if step > total]
+    if missed and (config.steps is None or config.steps > total) and not plan.is_cosine:
+        warnings.append(f"the run ends at step {total:,}, before its decays at {', '.join(missed)}")
+    return warnings
+
+
 def evaluations_after(resolved: Resolved, plan: TrainSchedule, step: int) -> list[int]:
     """Return the steps after `step` with which an evaluation follows; the last one included."""
     config, steps = resolved.config.train, list[int]()

@@ -19,18 +19,15 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from ssdctl.config.render import snapshot
-from ssdctl.data.dataset import warning_without_validation
-from ssdctl.data.store_folder import dataset_folders
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment
 from ssdctl.runs.writer import open_run, tracker_id
 from ssdctl.training.bad_images import BadImages
-from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.mllog import MLLog
 from ssdctl.training.nonfinite import BadStep
 from ssdctl.training.throughput import EpochClock, ThroughputMeter
@@ -69,17 +66,6 @@ class RunLog:
         self._best_step: int | None = None  # of an earlier start, which may not have uploaded it
         if setup.ranks.is_main:
             self._observe(start_step, emit)
-            self._start(start_step)
-        self.event(
-            "started",
-            start_step,
-            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            train_images=run.plan.images,
-            val_images=0 if setup.val is None else len(setup.val.image_ids),
-            total_steps=run.plan.total_steps,
-            global_batch_size=run.plan.global_batch_size,
-            world_size=setup.ranks.world_size,
-        )
 
     def _observe(self, start_step: int, emit: Observer) -> None:
         setup, config = self._setup, self._setup.run.config
@@ -114,18 +100,23 @@ class RunLog:
         if config.train.mllog is not None:
             self._observers.append(MLLog(setup, is_resumed=start_step > 0).record)
 
-    def _start(self, step: int) -> None:
-        """Record what the run is about to do, and warn of what it will lack."""
-        setup, run = self._setup, self._setup.run
-        past = [ap for r in self.past_evaluations() if (ap := float(r["AP"])) >= 0]
-        best = max(self.past_evaluations(), key=lambda r: float(r["AP"]), default=None)
-        if best is not None and float(best["AP"]) >= 0:
-            self._best_step = best["step"]
-        self._record("start", step, **describe_run(setup, step), best_ap=max(past, default=None))
-        if setup.val is None and not run.config.train.fake_data:
-            log.warning("%s", warning_without_validation(dataset_folders(run.config.data)[0]))
-        if warning := warning_of_cut(run.resolved, run.plan):
-            log.warning("%s", warning)
+    def start(self, step: int, description: dict[str, Any]) -> None:
+        """Record what the run is about to do, as `describe_run` describes it."""
+        setup, plan = self._setup, self._setup.run.plan
+        past = [r for r in self.past_evaluations() if float(r["AP"]) >= 0]
+        best = max(past, key=lambda r: float(r["AP"]), default=None)
+        self._best_step = None if best is None else best["step"]
+        self._record("start", step, **description, best_ap=best and float(best["AP"]))
+        self.event(
+            "started",
+            step,
+            time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            train_images=plan.images,
+            val_images=0 if setup.val is None else len(setup.val.image_ids),
+            total_steps=plan.total_steps,
+            global_batch_size=plan.global_batch_size,
+            world_size=setup.ranks.world_size,
+        )
 
     def past_evaluations(self) -> list[Record]:
         """Return the recorded evaluations up to the start step, or to the one of `rewind`.

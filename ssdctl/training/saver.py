@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
-from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.runs.checkpoints import CheckpointDir
-from ssdctl.training.run import SettledRun
 from ssdctl.training.schedule import every
+
+if TYPE_CHECKING:
+    from ssdctl.checkpoint.reader import Checkpoint
+    from ssdctl.training.run import SettledRun
 
 log = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ with open_trainer(resolved, emit=show, progress=progress_bar) as trainer:
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from ssdctl.checkpoint.reader import (
 )
 from ssdctl.config import Config, TrainConfig
 from ssdctl.config.resolve import Resolved
-from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split
+from ssdctl.data.dataset import WHAT_IS_DROPPED, require_split, warning_without_validation
 from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.device import open_device
@@ -43,7 +44,7 @@ from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
-from ssdctl.input.pipelines import check_pipeline
+from ssdctl.input.loader import check_pipeline
 from ssdctl.model.pretrained import fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.checkpoints import CheckpointDir
@@ -53,8 +54,9 @@ from ssdctl.runs.metrics import Record
 from ssdctl.runtime import signals
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress, without_progress
+from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.light_optimizer import without_dynamo
-from ssdctl.training.memory import check_shares, largest_batch
+from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.resume import find_checkpoint
 from ssdctl.training.run import Network, SettledRun, check_without_data, finalize
 from ssdctl.training.trackers.registry import find_trackers
@@ -75,6 +77,7 @@ class Setup(NamedTuple):
     architecture: Architecture
     model: SSD300
     threads: int
+    memory_hints: Callable[[], contextlib.AbstractContextManager[None]]  # explains a full memory
 
 
 def run_training(
@@ -124,7 +127,13 @@ def open_trainer(
             if checkpoint is None:
                 load_first_weights(setup, init)
             trainer = Trainer(setup, checkpoint, emit)
+            trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
             del checkpoint
+        if warning := warning_of_cut(setup.run.resolved, setup.run.plan):
+            log.warning("%s", warning)
+        if setup.val is None and not setup.run.config.train.fake_data:
+            root, _ = dataset_folders(setup.run.config.data)
+            log.warning("%s", warning_without_validation(root))
         exit_stack.callback(trainer.close)
         yield trainer
 
@@ -197,7 +206,7 @@ def prepare_run(
     val_rows = None
     if config.train.overfit is not None:  # train and evaluate on the same few images
         val, val_rows = train, train.trainable
-    architecture = architecture_of(run.config)
+    architecture, settled = architecture_of(run.config), run.config.train
     return Setup(
         run=run,
         device=device,
@@ -206,8 +215,16 @@ def prepare_run(
         val=val,
         val_rows=val_rows,
         architecture=architecture,
-        model=device.place(_new_model(architecture, run.config.train, device, ranks)),
+        model=device.place(_new_model(architecture, settled, device, ranks)),
         threads=config.train.workers or usable_cores(ranks.world_size),
+        memory_hints=functools.partial(
+            out_of_memory_hints,
+            architecture,
+            settled,
+            run.plan.batch_size,
+            device,
+            run.precision,
+        ),
     )
 
 

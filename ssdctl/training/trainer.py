@@ -9,7 +9,6 @@ Messages go to the logger `ssdctl.training`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,16 +17,14 @@ import msgspec
 import torch
 
 from ssdctl.checkpoint.format import FORMAT
-from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.errors import DataError, DiskError, Stopped
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.runs.layout import RunDir
 from ssdctl.runtime import signals
 from ssdctl.training.ema import EMA
 from ssdctl.training.evaluator import Evaluator
-from ssdctl.training.memory import out_of_memory_hints
 from ssdctl.training.nonfinite import NonFiniteGuard
 from ssdctl.training.profile import StepProfiler
 from ssdctl.training.rank_statistics import RankStatistics
@@ -38,6 +35,7 @@ from ssdctl.training.step import StepResult, build_step
 from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
+    from ssdctl.checkpoint.reader import Checkpoint
     from ssdctl.training.setup import Setup
 
 log = logging.getLogger(__name__)
@@ -87,14 +85,6 @@ class Trainer:
         self.guard = NonFiniteGuard(config.on_nonfinite)
         self.profiler = StepProfiler(
             config.profile, RunDir(setup.run.out).profile, setup.device, ranks
-        )
-        self.memory_hints = functools.partial(
-            out_of_memory_hints,
-            setup.architecture,
-            config,
-            self.plan.batch_size,
-            setup.device,
-            setup.run.precision,
         )
         self._evaluated_before = self.evaluator.evaluated_step
 
@@ -242,7 +232,7 @@ class Trainer:
     def _take_step(self, batches: Sequence[Batch]) -> StepResult:
         """Take the next optimizer step. Does not wait for the device."""
         self.run_log.step_begins(self.step, batches)
-        with self.memory_hints():
+        with self.setup.memory_hints():
             result = self.train_step(batches, self.plan.lr(self.step))
         self.step += 1
         self.samples_seen += self.plan.global_batch_size
@@ -262,7 +252,10 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         """Wait for the device, record the values of its last step, and handle skipped ones."""
-        with torch.profiler.record_function("wait: device, at a log point"), self.memory_hints():
+        with (
+            torch.profiler.record_function("wait: device, at a log point"),
+            self.setup.memory_hints(),
+        ):
             values = result.read(self.setup.ranks)
         self.run_log.losses(self.step, values, self.plan.lr(self.step - 1))
         with self._saved_before_an_error():

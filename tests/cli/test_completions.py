@@ -67,7 +67,7 @@ def test_scripts_are_not_stale(name: str, shell: str) -> None:
             "ssdctl launch --cpus 2 --learning-rate 1 --fre",
             {"--freeze", "--freeze-norm", "--freeze-stem"},
         ),
-        ("ssdctl train --val-interval 3 --warm", {"--warmup"}),  # a refused flag
+        ("ssdctl train --batch-splits 3 --warm", {"--warmup"}),  # a refused flag
         ("ssdctl --version mod", {"models"}),
         ("ssdctl train 'unclosed --warm", {"--warmup"}),
         ("ssdctl export x --format s", {"safetensors"}),

@@ -63,13 +63,13 @@ def test_summaries_of_tensorflow_are_tensorboard_events(cli: Cli) -> None:
 
 
 def test_the_voyager_command_line_works_unchanged(cli: Cli) -> None:
-    """It is the command line of users' scripts, except for --val-interval."""
+    """It is the command line of users' scripts."""
     options = (
-        "-d /dataset --batch-size 128 --log-interval 100 --use-hpu --hpu-lazy-mode --autocast "
+        "-d /dataset --batch-size 128 --log-interval 100 --val-interval 10 --use-hpu --hpu-lazy-mode --autocast "
         "--warmup 2.619685 --num-workers 12"
     )
     assert ranks_options(cli, *options.split()) == {
-        "--data=/dataset", "--bs=128", "--log-every=100", "--execution=lazy", "--bf16",
+        "--data=/dataset", "--bs=128", "--log-every=100", "--eval-every=10", "--execution=lazy", "--bf16",
         "--warmup=2.619685", "--workers=12",
     }  # fmt: skip
 
@@ -83,7 +83,6 @@ def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("command", "option", "remedy"),
     [
-        ("train", "--val-interval=3", "--eval-every"),
         ("train", "--batch-splits=4", "--accumulate"),
         ("train", "--multistep", "--decay-epochs"),
         ("train", "--checkpoint=x.pt", "--init"),
@@ -92,6 +91,9 @@ def test_a_value_that_looks_like_an_alias_stays_a_value(cli: Cli) -> None:
         ("train", "-d=bf16", "--bf16"),
         ("train", "-s", "--seed"),
         ("launch", "-n", "--hpus"),
+        ("launch", "--use_horovod", "not needed"),
+        ("launch", "--map-by=socket", "not needed"),
+        ("train", "--num_cores=8", "--tpus 4"),
         ("launch", "-np", "--hpus"),
         ("launch", "--nproc_per_node=8", "--gpus"),
         ("train", "--nproc_per_node=8", "ssdctl launch"),

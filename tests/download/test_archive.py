@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ssdctl.download import archive as archive_module
 from ssdctl.download.archive import Entry, content_bytes, unpack
-from ssdctl.download.fetch import no_report
+from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
 CONTENT = {
@@ -32,7 +32,7 @@ def open_up(folder: Path, archive: bytes, num_files: int | None = None) -> list[
     folder.mkdir(exist_ok=True)
     path = folder / "a.zip"
     path.write_bytes(archive)
-    return unpack(path, folder / "data", num_files=num_files, report=no_report)
+    return unpack(path, folder / "data", num_files=num_files, progress=no_progress)
 
 
 def refused(folder: Path, archive: bytes, match: str | None = None) -> None:

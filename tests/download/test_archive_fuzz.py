@@ -11,7 +11,7 @@ import pytest
 from download.zips import tree, zipped
 
 from ssdctl.download.archive import MAX_RATIO, content_bytes, unpack
-from ssdctl.download.fetch import no_report
+from ssdctl.download.fetch import no_progress
 from ssdctl.errors import IntegrityError
 
 CONTENT = {
@@ -81,7 +81,7 @@ def test_mutated_archives(tmp_path: Path, count: int) -> None:
             tracemalloc.reset_peak()
             try:
                 announced = content_bytes(path)
-                entries = unpack(path, folder / "data", report=no_report)
+                entries = unpack(path, folder / "data", progress=no_progress)
             except IntegrityError:
                 refused += 1
                 assert list(tree(folder)) == ["a.zip"], seed

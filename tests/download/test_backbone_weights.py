@@ -13,7 +13,7 @@ import pytest
 from download.http_server import Server, file
 
 from ssdctl.download.fetch import torch_cache_dir
-from ssdctl.download.retry import RetryPolicy
+from ssdctl.download.http import RetryPolicy
 from ssdctl.download.sources import PinnedFile
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.model.backbones import tiny as tiny_backbone
@@ -22,7 +22,7 @@ from ssdctl.model.pretrained import fetch_weights, find_weights
 CONTENT = bytes(range(256)) * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 STEM = f"tiny-{DIGEST[:8]}"
-QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, first_retries=0)
+QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, connect_retries=0)
 
 
 @pytest.fixture

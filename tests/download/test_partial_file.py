@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from download.test_fetch import append
 
 from ssdctl.download import partial_file as module
-from ssdctl.download.partial_file import HEADER_BYTES, MIN_PIECE_BYTES, RECORD, Part, part_paths
+from ssdctl.download.partial_file import MIN_PIECE_BYTES, Part, part_paths
 from ssdctl.errors import DiskError
 
 CONTENT = random.Random(1).randbytes(3 * MIN_PIECE_BYTES)
@@ -27,17 +29,16 @@ def leave(target: Path, *, synced: int, arrived: int) -> None:
     """What a download leaves of which so many bytes arrived, the first of them with an fsync."""
     part = opened(target)
     part.adopt('"1"')
-    part.write(0, CONTENT[:synced])
-    part.sync()
-    part.write(synced, CONTENT[synced:arrived])
+    append(part, CONTENT[:synced])
+    part.sync(threading.Lock())
+    part.pieces[0].is_taken = False
+    append(part, CONTENT[synced:arrived])
     part.close()
 
 
-def change_header(target: Path, **changes: object) -> None:
+def change_state(target: Path, **changes: object) -> None:
     _, state = part_paths(target)
-    content = state.read_bytes()
-    header = {**json.loads(content[:HEADER_BYTES]), **changes}
-    state.write_bytes(json.dumps(header).encode().ljust(HEADER_BYTES) + content[HEADER_BYTES:])
+    state.write_text(json.dumps({**json.loads(state.read_bytes()), **changes}))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,8 @@ def test_records_after_a_kill(
     monkeypatch.setattr(module, "boot_id", lambda: boot)
     part = opened(target)
     assert (part.inherited, part.arrived_bytes, part.validator) == (expected, expected, '"1"')
-    assert part.missing(expected // MIN_PIECE_BYTES).start == expected
-    part.write(expected, CONTENT[expected:])
-    assert part.pending() == []
+    append(part, CONTENT[expected:])
+    assert part.take() is None
     part.publish(target)
     part.close()
     assert target.read_bytes() == CONTENT
@@ -69,22 +69,46 @@ def test_records_after_a_kill(
 def test_a_record_follows_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies between the two has recorded nothing that is absent."""
     part = opened(tmp_path / "a.bin")
-    pwrite, left = os.pwrite, [1]
+    before = part.state_path.read_bytes()
 
-    def dies(*given: Any) -> int:
-        if not left.pop():
-            raise OSError(errno.EIO, "died")
-        left.append(0)
-        return pwrite(*given)
+    def dies(*_: Any) -> int:
+        raise OSError(errno.EIO, "died")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", dies)
         with pytest.raises(DiskError):
-            part.write(0, CONTENT[:1000])
+            append(part, CONTENT[:1000])
+    assert part.state_path.read_bytes() == before
     part.close()
+
+
+def test_a_kill_loses_what_arrived_since_the_last_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = opened(tmp_path / "a.bin")
-    assert part.inherited == 0
+    append(part, CONTENT[:1000])
+    monkeypatch.setattr(module, "RECORD_S", 1e9)
+    part.write(part.pieces[0], CONTENT[1000:2000])
+    again = opened(tmp_path / "a.bin")
+    assert again.inherited == 1000
+    again.close()
     part.close()
+
+
+def test_pieces_are_taken_by_one_connection_each(tmp_path: Path) -> None:
+    part = opened(tmp_path / "a.bin")
+    pieces = []
+    while (piece := part.take()) is not None:
+        pieces.append(piece)
+    assert [len(piece.missing) for piece in pieces] == 3 * [MIN_PIECE_BYTES]
+    part.write(pieces[1], CONTENT[:1000])
+    part.write(pieces[2], CONTENT[:MIN_PIECE_BYTES])
+    part.close()
+    again = opened(tmp_path / "a.bin")
+    spans = [(piece.start, piece.stop) for piece in again.pieces]
+    middle = MIN_PIECE_BYTES + 1000
+    assert spans == [(0, MIN_PIECE_BYTES), (middle, 2 * MIN_PIECE_BYTES)]
+    again.close()
 
 
 def test_a_part_has_its_length_after_its_state(
@@ -108,7 +132,7 @@ def test_a_file_is_published_once_its_bytes_are_on_the_disk(
 ) -> None:
     target = tmp_path / "a.bin"
     part = opened(target)
-    part.write(0, CONTENT)
+    append(part, CONTENT)
     asked: list[str] = []
     fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
@@ -146,28 +170,20 @@ def test_bytes_of_another_url_count_and_its_version_does_not(tmp_path: Path) -> 
     [
         ({"version": 99}, len(CONTENT)),  # nothing is known: the hash decides
         ({"bytes": 1}, len(CONTENT)),
-        ({"piece_bytes": "many"}, len(CONTENT)),
-        ({"piece_bytes": 7}, 0),  # its records are of other pieces
+        ({"missing": "many"}, len(CONTENT)),
+        ({"missing": [[5, 3]]}, 0),
+        ({"missing": [[0, 2**40]]}, 0),
+        ({"missing": [[7, 9], [8, 10]]}, 0),
+        ({"missing": [[-7, 9]]}, 0),
     ],
 )
 def test_an_invalid_state_is_ignored(
     changes: dict[str, object], expected: int, tmp_path: Path
 ) -> None:
     leave(tmp_path / "a.bin", synced=1000, arrived=1000)
-    change_header(tmp_path / "a.bin", **changes)
+    change_state(tmp_path / "a.bin", **changes)
     part = opened(tmp_path / "a.bin")
     assert part.arrived_bytes == expected
-    part.close()
-
-
-def test_a_record_of_more_bytes_than_a_piece_starts_again(tmp_path: Path) -> None:
-    leave(tmp_path / "a.bin", synced=1000, arrived=1000)
-    _, state = part_paths(tmp_path / "a.bin")
-    content = bytearray(state.read_bytes())
-    content[HEADER_BYTES : HEADER_BYTES + RECORD.size] = RECORD.pack(2**40, 2**40)
-    state.write_bytes(content)
-    part = opened(tmp_path / "a.bin")
-    assert part.arrived_bytes == 0
     part.close()
 
 
@@ -175,7 +191,7 @@ def test_a_complete_part_without_its_state_is_checked_by_the_hash(tmp_path: Path
     path, state = part_paths(tmp_path / "a.bin")
     path.write_bytes(CONTENT)
     part = opened(tmp_path / "a.bin")
-    assert (part.inherited, part.pending()) == (len(CONTENT), [])
+    assert (part.inherited, part.take()) == (len(CONTENT), None)
     assert state.is_file()
     part.close()
 

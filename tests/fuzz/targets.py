@@ -311,7 +311,7 @@ def assignments(folder: Path) -> Iterator[Target]:
 @contextmanager
 def archive(folder: Path) -> Iterator[Target]:
     from ssdctl.download.archive import content_bytes, unpack
-    from ssdctl.download.fetch import no_report
+    from ssdctl.download.fetch import no_progress
 
     whole = zipped(
         {"a/1.jpg": bytes(700), "a/2.jpg": bytes(range(256)), "b.json": b"{}", "e/": b""}
@@ -321,7 +321,7 @@ def archive(folder: Path) -> Iterator[Target]:
 
     def unpack_it() -> None:
         content_bytes(path)
-        unpack(path, dest, report=no_report)
+        unpack(path, dest, progress=no_progress)
 
     def run(content: bytes) -> Result:
         path.write_bytes(content)
@@ -364,13 +364,13 @@ def http(folder: Path) -> Iterator[Target]:
     from fuzz.raw_server import RawServer
 
     from ssdctl.download.fetch import fetch
-    from ssdctl.download.retry import RetryPolicy
+    from ssdctl.download.http import RetryPolicy
     from ssdctl.download.sources import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
     policy = RetryPolicy(
-        connect_s=1, read_s=0.2, stall_s=0.5, retries=1, first_retries=1, backoff_s=0.0,
+        connect_s=1, read_s=0.2, stall_s=0.5, retries=1, connect_retries=1, backoff_s=0.0,
         longest_wait_s=0.01, restarts=1,
     )  # fmt: skip
     common = b'ETag: "1"\r\nContent-Type: application/octet-stream\r\nConnection: close\r\n'

@@ -1,7 +1,9 @@
 """Manifests: checked against the MPI operator's own schema, and read back as Kubernetes reads them.
 
 There is no cluster: `kubectl` is a small program that records its calls.
-golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, without its descriptions.
+golden/mpijob-v2beta1.json is the schema of kubeflow.org/v2beta1 MPIJobs, golden/kubernetes-jobs.json
+that of TrainJobs (Kubeflow Trainer 2.3) and of batch/v1's JobSpec, as its runtimes embed it: without
+descriptions, and without the parts of pods that the first one has.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ from ssdctl.launch.pod_spec import PLAIN
 from ssdctl.launch.request import LaunchPlan, LaunchRequest
 
 Cli = Callable[..., Result]
-CRD = Path(__file__).parent.parent / "golden" / "mpijob-v2beta1.json"
+GOLDEN = Path(__file__).parent.parent / "golden"
+JOBS = json.loads((GOLDEN / "kubernetes-jobs.json").read_text())
 ARGUMENTS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
 VOYAGER = """
 [launch]
@@ -67,7 +70,7 @@ def strict(schema: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def crd() -> Any:
-    schema = json.loads(CRD.read_text())
+    schema = json.loads((GOLDEN / "mpijob-v2beta1.json").read_text())
     del schema["properties"]["metadata"]  # a plain object there: Kubernetes has its own rules
     return strict(schema)
 
@@ -79,16 +82,30 @@ def validator(schema: Any) -> Any:
 
 def check(manifest: Any, crd: Any) -> None:
     """A Job's pods are checked as those of an MPIJob: the schema contains all fields of a pod."""
+    if manifest["kind"] == "List":
+        service, manifest = manifest["items"]
+        assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+        name = manifest["metadata"]["name"]
+        assert service["metadata"]["name"] == name
+        assert service["spec"]["clusterIP"] == "None"
+        assert service["spec"]["selector"] == {"job-name": name}
+        assert manifest["spec"]["template"]["spec"]["subdomain"] == name
+        assert manifest["spec"]["completionMode"] == "Indexed"
+    rest = {key: value for key, value in manifest.items() if key != "metadata"}
+    pod = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
+    pod = pod["properties"]["template"]
     if manifest["kind"] == "MPIJob":
-        rest = {key: value for key, value in manifest.items() if key != "metadata"}
         validator(crd).validate(rest)
-        return
-    replica = crd["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]
-    assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
-    assert set(manifest["spec"]) - {"podFailurePolicy"} == {"backoffLimit", "template"}
-    # Job controllers accept a podFailurePolicy only with pods that are never restarted.
-    assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
-    validator(replica["properties"]["template"]).validate(manifest["spec"]["template"])
+    elif manifest["kind"] == "TrainJob":
+        assert manifest["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+        validator(strict(JOBS["trainjob"])).validate(rest)
+        validator(pod).validate(templates(manifest)[0])
+    else:
+        assert (manifest["apiVersion"], manifest["kind"]) == ("batch/v1", "Job")
+        validator(strict(JOBS["job_spec"])).validate(manifest["spec"])
+        # Job controllers accept a podFailurePolicy only with pods that are never restarted.
+        assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+        validator(pod).validate(manifest["spec"]["template"])
 
 
 def plan_for(
@@ -108,9 +125,16 @@ def plan_for(
 
 
 def templates(manifest: Any) -> list[Any]:
+    if manifest["kind"] == "List":
+        manifest = manifest["items"][-1]
+    spec = manifest["spec"]
     if manifest["kind"] == "Job":
-        return [manifest["spec"]["template"]]
-    return [r["template"] for r in manifest["spec"]["mpiReplicaSpecs"].values()]
+        return [spec["template"]]
+    if manifest["kind"] == "TrainJob":
+        (patch,) = spec["runtimePatches"]
+        (job,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        return [job["template"]["spec"]["template"]]
+    return [r["template"] for r in spec["mpiReplicaSpecs"].values()]
 
 
 def containers(manifest: Any) -> dict[str, Any]:
@@ -211,11 +235,13 @@ def test_one_pod_for_a_download(cli: Cli, crd: Any) -> None:
 @pytest.mark.parametrize(
     ("device", "count", "nodes", "kind", "resource"),
     [
-        ("hpu", 8, 1, "MPIJob", "habana.ai/gaudi"),
+        ("hpu", 8, 1, "Job", "habana.ai/gaudi"),
+        ("hpu", 16, 2, "MPIJob", "habana.ai/gaudi"),
         ("hpu", 1, 1, "Job", "habana.ai/gaudi"),
         ("cuda", 4, 1, "Job", "nvidia.com/gpu"),
-        ("cuda", 16, 2, "MPIJob", "nvidia.com/gpu"),
+        ("cuda", 16, 2, "List", "nvidia.com/gpu"),
         ("xla", 4, 1, "Job", "google.com/tpu"),
+        ("xla", 8, 2, "List", "google.com/tpu"),
         ("cpu", 2, 1, "Job", None),
     ],
 )
@@ -267,6 +293,102 @@ def test_sshd_passes_the_cards_of_a_part_of_a_node_on(modules: str) -> None:
     assert done.stdout.split("\n")[:-1] == expected
 
 
+def test_the_pods_of_several_nodes_meet_at_pod_0(crd: Any) -> None:
+    manifest = plan_for("cuda", 16, nodes=2, name="mine", restarts=1).manifest
+    check(manifest, crd)
+    spec = manifest["items"][-1]["spec"]  # type: ignore[index]
+    assert [spec[n] for n in ("completions", "parallelism", "backoffLimit")] == [2, 2, 2]
+    command = containers(manifest)["main"]["command"]
+    assert command[3:6] == ["launch", "--gpus=16", "--launcher=torchrun"]
+    assert {"--nodes=2", "--rdzv-endpoint=mine-0.mine:29400"} <= set(command)
+
+
+def test_gaudi_cards_of_one_node_are_started_by_mpirun_in_the_pod() -> None:
+    command = containers(plan_for("hpu", 8).manifest)["main"]["command"]
+    assert {"--hpus=8", "--launcher=mpirun", "--rank-by=slot"} <= set(command)
+    assert not any(word.startswith("--hostfile") for word in command)
+
+
+def test_a_train_job(crd: Any) -> None:
+    settings = {"kind": "TrainJob", "resources": ("cpu=8",), "service_account": "me"}
+    manifest = plan_for("cuda", 16, nodes=2, install="a.whl", **settings).manifest
+    assert manifest is not None
+    check(manifest, crd)
+    spec = manifest["spec"]
+    assert spec["runtimeRef"] == {"name": "torch-distributed"}
+    trainer = spec["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert trainer["resourcesPerNode"]["limits"] == {"nvidia.com/gpu": "8", "cpu": "8"}
+    # No init container: the installation becomes the launch.
+    assert trainer["command"][:2] == ["python3", "-c"]
+    after = trainer["command"].index("a.whl") + 1
+    assert trainer["command"][after : after + 4] == [
+        "/opt/ssdctl/bin/python",
+        "-m",
+        "ssdctl",
+        "launch",
+    ]
+    assert containers(manifest)["node"]["volumeMounts"][0]["mountPath"] == "/runs"
+
+
+def test_settings_of_shared_clusters(cli: Cli, crd: Any) -> None:
+    Path("patch.yaml").write_text(
+        "spec:\n  hostNetwork: true\n  tolerations: [{key: spot, operator: Exists}]\n"
+        "  containers: [{name: main, securityContext: {runAsUser: 1000}}]\n"
+        "job: {ttlSecondsAfterFinished: 60}\n"
+    )
+    queue = "kueue.x-k8s.io/queue-name"
+    more = [
+        f"labels={queue}=gpus",
+        "annotations=a/b=c d",
+        "priority_class=high",
+        "patch=patch.yaml",
+    ]
+    words = [word for entry in more for word in ("--set", f"kubernetes.{entry}")]
+    manifest = planned(cli, "--gpus", 4, *IN_A_POD[2:], *words)["manifest"]
+    check(manifest, crd)
+    (template,) = templates(manifest)
+    for metadata in (manifest["metadata"], template["metadata"]):
+        assert metadata["labels"][queue] == "gpus"
+        assert metadata["annotations"]["a/b"] == "c d"
+    pod = template["spec"]
+    assert (pod["priorityClassName"], pod["hostNetwork"]) == ("high", True)
+    assert [t["key"] for t in pod["tolerations"]] == ["nvidia.com/gpu", "spot"]
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {"runAsUser": 1000}
+    assert container["image"] == "a"
+    assert manifest["spec"]["ttlSecondsAfterFinished"] == 60
+    refused = cli("launch", "--gpus", 4, *IN_A_POD[2:], *words, "--set", "kubernetes.kind=TrainJob")
+    assert refused.code == 2
+    assert "hostNetwork, priority_class" in " ".join(refused.err.split())
+
+
+@pytest.mark.parametrize("text", ["spec: [", "[]", "pod: {}", "spec: 1"])
+def test_patches_that_are_refused(cli: Cli, text: str) -> None:
+    Path("patch.yaml").write_text(text)
+    result = cli("launch", *IN_A_POD, "--dry-run", "--set", "kubernetes.patch=patch.yaml")
+    assert result.code == 2
+    assert "patch.yaml" in result.err
+
+
+def test_a_dry_run_shows_the_manifest_with_what_is_missing(cli: Cli) -> None:
+    result = cli("launch", "--hpus", 8, "--cluster", "voyager", "--dry-run")
+    assert result.code == 0
+    assert yaml.safe_load(result.out)["kind"] == "Job"
+    for word in ("kubernetes.install", "--out", "--data"):
+        assert word in result.err
+    assert cli("launch", "--hpus", 8, "--cluster", "voyager", "--write", "job.yaml").code == 2
+
+
+def test_an_image_of_an_old_torch() -> None:
+    image = "vault.habana.ai/gaudi-docker/1.13.0/habanalabs/pytorch-installer-2.1.0:latest"
+    (warning, *_) = plan_for("hpu", 8, image=image).warnings
+    assert "torch 2.1" in warning
+    assert not any(
+        "torch" in w for w in plan_for("hpu", 8, image=image.replace("2.1", "2.6")).warnings
+    )
+
+
 def test_only_crashes_are_tried_again() -> None:
     spec = plan_for("cuda", 4, install="a.whl", restarts=3).manifest["spec"]  # type: ignore[index]
     assert spec["backoffLimit"] == 3
@@ -280,9 +402,7 @@ def test_only_crashes_are_tried_again() -> None:
     assert "podFailurePolicy" not in plan_for("cuda", 4).manifest["spec"]  # type: ignore[index]
 
 
-def test_tpus_take_one_host_and_labels(cli: Cli) -> None:
-    with pytest.raises(UsageError, match="headless Service"):
-        plan_for("xla", 8, nodes=2)
+def test_tpus_take_labels(cli: Cli) -> None:
     arguments = ["launch", "--tpus", 4, *IN_A_POD[2:], "--dry-run"]
     result = cli(*arguments)
     assert result.code == 0
@@ -415,10 +535,15 @@ def _shape(value: Any) -> Any:
     return [_shape(v) for v in value] if isinstance(value, list) else type(value)
 
 
-def in_pods(cli: Cli, *options: object, install: str = "ssdctl==0.1.0") -> Result:
+def in_pods(
+    cli: Cli,
+    *options: object,
+    install: str = "ssdctl==0.1.0",
+    show: tuple[str, ...] = ("--dry-run",),
+) -> Result:
     """Plan a training in pods that install ssdctl, with volumes at /runs and /data/coco."""
     return cli(
-        *("launch", "--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first", "--dry-run"),
+        *("launch", "--cpus", 1, "--launcher", "kubernetes", "--out", "/runs/first", *show),
         *("--set", "kubernetes.image=a", "--set", f"kubernetes.install={install}"),
         *("--set", 'kubernetes.volumes=["claim:/runs", "/nfs/coco:/data/coco:ro"]'),
         *options,
@@ -449,10 +574,13 @@ def test_the_default_dataset_of_pods_is_on_its_volume(cli: Cli) -> None:
 )
 def test_paths_that_the_pods_lack(cli: Cli, options: list[str], words: list[str]) -> None:
     install = "/w/a.whl" if "kubernetes.install" in words[0] else "ssdctl==0.1.0"
-    result = in_pods(cli, *options, install=install)
-    assert result.code == 2
+    shown = in_pods(cli, *options, install=install)
+    refused = in_pods(cli, *options, install=install, show=("--write", "job.yaml"))
+    assert (shown.code, refused.code) == (0, 2)
+    assert not Path("job.yaml").exists()
     for word in words:
-        assert word in " ".join(result.err.split())
+        assert word in " ".join(shown.err.split())
+        assert word in " ".join(refused.err.split())
 
 
 def test_a_list_of_volumes_as_config_show_prints_it(cli: Cli) -> None:

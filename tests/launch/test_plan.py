@@ -159,7 +159,10 @@ def test_torchrun_on_one_node() -> None:
 
 def test_torchrun_on_several_nodes() -> None:
     plan = plan_for("cuda", 16, nodes=2, rdzv_endpoint="node0:29500")
-    assert "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=node0:29500" in shlex.join(plan.argv)
+    assert (
+        "--nnodes=2 --rdzv-id=ssdctl --rdzv-backend=c10d --rdzv-endpoint=node0:29500"
+        in shlex.join(plan.argv)
+    )
     assert "--nproc-per-node=8" in plan.argv
     assert plan.num_ranks == 8
     assert plan.missing is None
@@ -172,6 +175,27 @@ def test_ranks_by_core_only_with_open_mpi_4(version: int | None, order: str) -> 
     assert plan.argv[plan.argv.index("--rank-by") + 1] == order
     assert any("--rank-by" in warning for warning in plan.warnings) == (order == "slot")
     assert "--rank-by slot" in plan_for("hpu", 8, open_mpi=version).to_line()
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank", "address"),
+    [
+        ({"JOB_COMPLETION_INDEX": "1"}, "1", "mine-0.mine"),
+        (
+            {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "29500"},
+            "0",
+            "pod-0",
+        ),
+    ],
+)
+def test_nodes_of_torchrun_in_pods_are_ranked_as_their_pods(
+    variables: dict[str, str], rank: str, address: str
+) -> None:
+    """So rank 0 is in pod 0; torchrun's own order is that of addresses."""
+    endpoint = {} if "PET_MASTER_ADDR" in variables else {"rdzv_endpoint": "mine-0.mine:29400"}
+    argv = plan_for("cuda", 16, nodes=2, environment=variables, **endpoint).argv
+    assert {f"--node-rank={rank}", f"--master-addr={address}"} <= set(argv)
+    assert "--rdzv-backend=static" in argv
 
 
 def test_a_plan_without_a_local_mpirun_names_the_host_to_start_it_on() -> None:

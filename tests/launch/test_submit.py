@@ -6,6 +6,7 @@ Slurm itself runs in test_slurm.py, where it is installed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import sys
@@ -76,6 +77,28 @@ def test_submit_passes_the_script_and_returns_the_id(
     assert (tmp_path / "given").read_text() == SLURM.text
     assert submit.end_command("4711", SLURM) == "scancel 4711"
     assert submit.end_command("job.batch/a", KUBERNETES) == "kubectl delete job.batch/a -n me"
+
+
+def test_a_job_with_a_service_and_a_train_job(set_answers: SetAnswers, tmp_path: Path) -> None:
+    """The output of pod 0 is followed, where rank 0 is; `kubectl create` names the job last."""
+    job = {"metadata": {"namespace": "me"}}
+    plan = dataclasses.replace(KUBERNETES, manifest={"kind": "List", "items": [job, job]})
+    set_answers([(0, "service/mine\njob.batch/mine\n", "")])
+    assert submit.submit(plan) == "job.batch/mine"
+    assert submit.end_command("job.batch/mine", plan) == (
+        "kubectl delete service/mine job.batch/mine -n me"
+    )
+    cases = {"job.batch/mine": (plan, "job-name=mine")}
+    cases["trainjob.trainer.kubeflow.org/mine"] = (
+        KUBERNETES,
+        "jobset.sigs.k8s.io/jobset-name=mine",
+    )
+    for name, (given, label) in cases.items():
+        (tmp_path / "asked").unlink()
+        set_answers([pods(), pods(("a-0", "Succeeded", 0)), (0, "", ""), status("Complete")])
+        assert submit.follow(name, given, print) == 0
+        labels = [call[5] for call in client_calls(tmp_path) if call[:2] == ["get", "pods"]]
+        assert labels == [label, f"{label},batch.kubernetes.io/job-completion-index=0"]
 
 
 def test_a_refusal_includes_the_engines_message(set_answers: SetAnswers) -> None:

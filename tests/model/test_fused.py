@@ -19,9 +19,10 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou
 from ssdctl.model import fused
-from ssdctl.model.augment import Normalise
 from ssdctl.model.backbone import without_weights
+from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runtime.torch_compat import installed_version
 
@@ -120,7 +121,7 @@ def test_colors_as_sums_equal_the_product(form: str) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (2, 30, 20, 3), dtype=torch.uint8, generator=generator)
     jitter = torch.tensor([[1.1, 0.7, 1.4, 0.3], [0.9, 1.2, 0.6, -0.3]], dtype=torch.float64)
-    normalize = Normalise(torch.float64)
+    normalize = Normalize(RESNET.mean, RESNET.std, torch.float64)
     colors = swapped(normalize, form)(images, jitter)
     torch.testing.assert_close(colors, normalize(images, jitter), rtol=0, atol=1e-12)
     assert colors.stride(1) == (1 if form == "gpu" else 600)

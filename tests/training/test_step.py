@@ -12,7 +12,7 @@ from ssdctl.config.sources import of_call
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.nonfinite import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard
 from ssdctl.training.optimizer import build_optimizer

@@ -121,6 +121,28 @@ class SlurmConfig(Section, frozen=True):
 class KubernetesConfig(Section, frozen=True):
     """The job and the pods of `launch --launcher kubernetes`."""
 
+    kind: Annotated[
+        Literal["auto", "Job", "MPIJob", "TrainJob"],
+        setting("Kind of job (auto: MPIJob for HPUs on several nodes, else Job)"),
+    ] = "auto"
+    runtime: Annotated[
+        str, setting("Training runtime that a TrainJob refers to", metavar="NAME")
+    ] = "torch-distributed"
+    labels: Annotated[
+        tuple[str, ...],
+        setting("Labels of job and pods (Kueue's queue)", metavar="KEY=VALUE,..."),
+    ] = ()
+    annotations: Annotated[
+        tuple[str, ...], setting("Annotations of job and pods", metavar="KEY=VALUE,...")
+    ] = ()
+    priority_class: Annotated[str | None, setting("Priority class of the pods", metavar="NAME")] = (
+        None
+    )
+    patch: Annotated[
+        str | None,
+        setting("YAML file merged into pods (spec, metadata) and job", metavar="FILE"),
+    ] = None
+
     name: Annotated[str | None, setting("Job name [default: ssdctl-XXXXXX]", metavar="NAME")] = None
     namespace: Annotated[str | None, setting("Namespace [default: kubectl's]", metavar="NAME")] = (
         None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ssdctl.download.sources import PinnedFile
-from ssdctl.model.constants import IMAGENET
+from ssdctl.model.constants import RESNET
 
 if TYPE_CHECKING:
     from ssdctl.model.backbone import Backbone
 
-CONSTANTS = IMAGENET
+CONSTANTS = RESNET
 PARAMETERS = (145_024, 11_550)
 EXTRA_NORMS = ("none", "batch")
 WEIGHTS: dict[str, PinnedFile] = {}

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import import_module
 from typing import NamedTuple
 
 from ssdctl.config.sections.train import TrainConfig
 from ssdctl.errors import UsageError, missing_package
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 from ssdctl.training.trackers.base import ENTRY_POINTS, Tracker
-from ssdctl.training.trackers.mlflow import MLflow
-from ssdctl.training.trackers.tensorboard import TensorBoard
-from ssdctl.training.trackers.wandb import WeightsAndBiases
 
 
 class BuiltIn(NamedTuple):
-    """A tracker of ssdctl, and the package that it needs."""
+    """A tracker of ssdctl, in the module of its name, and the package that it needs."""
 
-    tracker: type[Tracker]
+    tracker: str  # the class
     imports: str
     package: str
 
 
 BUILT_IN = {
-    "tensorboard": BuiltIn(TensorBoard, "tensorboard", "tensorboard"),
-    "wandb": BuiltIn(WeightsAndBiases, "wandb", "wandb"),
-    "mlflow": BuiltIn(MLflow, "mlflow", "mlflow-skinny"),
+    "tensorboard": BuiltIn("TensorBoard", "tensorboard", "tensorboard"),
+    "wandb": BuiltIn("WeightsAndBiases", "wandb", "wandb"),
+    "mlflow": BuiltIn("MLflow", "mlflow", "mlflow-skinny"),
 }
 
 
@@ -43,7 +41,8 @@ def _find(name: str) -> type[Tracker]:
     if (known := BUILT_IN.get(name)) is not None:
         if importlib.util.find_spec(known.imports) is None:
             raise missing_package(known.package, known.package)
-        return known.tracker
+        tracker: type[Tracker] = getattr(import_module(f"{__package__}.{name}"), known.tracker)
+        return tracker
     plugin = load_entry_point(ENTRY_POINTS, name)
     if plugin is None:
         names = [*BUILT_IN, *entry_point_names(ENTRY_POINTS)]
