@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.format import Architecture
 from ssdctl.checkpoint.reader import (
     Checkpoint,
@@ -48,7 +49,6 @@ from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import check_pipeline
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
@@ -274,7 +274,7 @@ def _network_of_init(resolved: Resolved, init: InitCheckpoint, ranks: Ranks) -> 
 
 def _network_of(config: Config, init: InitCheckpoint) -> Network:
     """Return the network of the run to resume, else of the checkpoint of `--init`."""
-    checkpoint, _ = CheckpointDir(run_dir(config).path, config.train.keep).newest_intact()
+    checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
     architecture = (checkpoint or init.read()).architecture
     return Network(architecture.backbone, architecture.extra_norm)
 
