@@ -1,12 +1,18 @@
 """Define the metadata of settings and the value types with bounds."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from ssdctl.runtime.packages import plugin_names
+
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-BackboneName = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg16"]
+BACKBONES = ("ssdctl.model.backbones", "ssdctl.backbones")  # package, group of entry points
+if TYPE_CHECKING:
+    BackboneName = str
+else:
+    BackboneName = Literal[tuple(plugin_names(*BACKBONES))]
 
 ClusterName = Literal["voyager"]
 PresetName = Literal[
