@@ -70,7 +70,7 @@ from ssdctl.checkpoint.format import Architecture
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
 from ssdctl.runtime.process_settings import tune_process
-from ssdctl.training.memory import random_batch
+from ssdctl.input.fake import random_batch
 from ssdctl.training.step import build_step
 tune_process()
 device, config, precision = open_device("cpu"), resolve(environment={}).config.train, sys.argv[3]

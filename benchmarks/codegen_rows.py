@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes import matcher
 from ssdctl.device import inductor
-from ssdctl.model import augment, loss, resnet, ssd300
+from ssdctl.model import loss, normalize, resnet, ssd300
 
 
 def _with_separate_heads() -> None:
@@ -43,7 +43,7 @@ def _with_custom_cross_entropy() -> None:
 
 def _with_color_products() -> None:
     def as_product(
-        module: augment.Normalise, images_BHW3: Tensor, jitter_B4: Tensor, **_: Any
+        module: normalize.Normalize, images_BHW3: Tensor, jitter_B4: Tensor, **_: Any
     ) -> Tensor:
         pixels = images_BHW3.to(jitter_B4.dtype) / 255
         matrix_B33, offset_B3 = module._map(jitter_B4, pixels.mean(dim=(1, 2)))
@@ -51,7 +51,7 @@ def _with_color_products() -> None:
         return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
     # mypy refuses assignments to methods: this one undoes the change.
-    augment.Normalise.as_fused_sums = as_product  # type: ignore[method-assign]
+    normalize.Normalize.as_fused_sums = as_product  # type: ignore[method-assign]
 
 
 def _without_option(name: str) -> None:

@@ -42,9 +42,9 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import LoaderConfig
-from ssdctl.model.augment import MEAN, STD
+from ssdctl.input.loader import open_input
+from ssdctl.input.sampler import LoaderConfig
+from ssdctl.model.constants import RESNET
 from ssdctl.runtime.process_settings import tune_process
 
 BATCH, WIDTH, HEIGHT = 32, 640, 480
@@ -124,7 +124,9 @@ class MlperfDataset(torch.utils.data.Dataset):
             padded[: len(boxes)] = boxes
             return torch.from_numpy(np.array(picture)), padded
         pixels = torch.from_numpy(np.array(mlperf_colour(picture))).permute(2, 0, 1).float() / 255
-        pixels = (pixels - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+        pixels = (pixels - torch.tensor(RESNET.mean)[:, None, None]) / torch.tensor(RESNET.std)[
+            :, None, None
+        ]
         owner, labels = match(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
         targets = encode(box_ltrb_to_cxcywh(boxes[owner[0]]), self.defaults)
         return pixels, targets, labels[0]
@@ -213,8 +215,8 @@ def dali(root: Path, threads: int, is_full: bool) -> Count:
         images = fn.crop_mirror_normalize(
             images,
             mirror=flip,
-            mean=[255 * m for m in MEAN],
-            std=[255 * s for s in STD],
+            mean=[255 * m for m in RESNET.mean],
+            std=[255 * s for s in RESNET.std],
             dtype=types.FLOAT,
             output_layout="CHW",
         )
@@ -232,7 +234,7 @@ def dali(root: Path, threads: int, is_full: bool) -> Count:
 
 def loader_config(split: Split, threads: int) -> LoaderConfig:
     """Return the config of an augmented input for a single rank."""
-    return LoaderConfig(0, 0, BATCH, 0, 1, 1, True, 18.0, threads, split.most_boxes)
+    return LoaderConfig(seed=0, batch_size=BATCH, threads=threads, max_boxes=split.most_boxes)
 
 
 def ssdctl_batches(

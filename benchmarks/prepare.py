@@ -42,8 +42,7 @@ begun = time.perf_counter()
 from pathlib import Path
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.sampler import LoaderConfig, SampleStream
 lap("imports")
 root, step = Path(sys.argv[1]), int(sys.argv[2])
 split = open_dataset(root, root / "prepared")["train"]
@@ -51,7 +50,7 @@ lap("open, files compared")
 stream = SampleStream(split.trainable, 0)
 stream.samples(32 * step, 1)
 lap("an epoch's permutation")
-config = LoaderConfig(0, 0, 32, 0, 1, 1, True, 18.0, 2, split.most_boxes)
+config = LoaderConfig(seed=0, batch_size=32, threads=2, max_boxes=split.most_boxes)
 next(TrainLoader(split, stream, config).batches(step, step + 2))
 lap("first batch")
 print(json.dumps(times))

@@ -27,8 +27,7 @@ from torch import distributed, multiprocessing
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.runtime.process_settings import tune_process
 
 BATCH = 32
@@ -66,7 +65,12 @@ def serve(rank: int, options: argparse.Namespace, folder: Path) -> None:
     split = open_dataset(folder / "data", folder / "store")["train"]
     stream = SampleStream(split.trainable, 0)
     config = LoaderConfig(
-        0, 0, BATCH, rank, options.ranks, 1, True, 18.0, options.threads, split.most_boxes
+        seed=0,
+        batch_size=BATCH,
+        threads=options.threads,
+        max_boxes=split.most_boxes,
+        rank=rank,
+        world_size=options.ranks,
     )
     batches = TrainLoader(split, stream, config).batches(0, 1 << 40)
     epoch = -(-len(stream) // config.global_batch)

@@ -42,7 +42,7 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import Ranks
-    from ssdctl.training.memory import random_batch
+    from ssdctl.input.fake import random_batch
     from ssdctl.training.step import build_step
 
     device = open_device("xla")

@@ -14,7 +14,7 @@ from ssdctl.config.resolve import Override
 from ssdctl.config.sources import of_call
 from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.training.step import TrainStep, build_step
 
 NUM_CLASSES = 4

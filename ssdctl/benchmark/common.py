@@ -11,9 +11,9 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
-from ssdctl.input.loader import Batch
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import single_process_config
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import open_input
+from ssdctl.input.sampler import LoaderConfig
 
 Figures = dict[str, float | int | str]
 
@@ -36,7 +36,7 @@ def endless_batches(
     device: Device,
 ) -> Iterator[Batch]:
     """Return training batches of one rank from the config's pipeline."""
-    plan = single_process_config(split, config, batch_size=batch_size, threads=threads)
+    plan = LoaderConfig.of(config.train, split, batch_size=batch_size, threads=threads)
     source = open_input(
         config.train.pipeline,
         split,

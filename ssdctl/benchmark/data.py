@@ -3,7 +3,7 @@
     figures = benchmark_data(split, config, seconds=5)
 
 Host stage: read, crop, decode, resize, boxes: all that the CPU does in training. Full chain: also
-colours, normalisation and targets, which the device computes in training.
+colors, normalization and targets, which the device computes in training.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ssdctl.data.image_decode import decode, raw_pixels
 from ssdctl.data.store import Split
 from ssdctl.device import inductor, open_device
 from ssdctl.device.base import Device
-from ssdctl.input.loader import Batch, trim_padding
+from ssdctl.input.batch import Batch, trim_padding
 from ssdctl.input.resize import resize_crop
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig, draw_samples, single_process_config
-from ssdctl.model.augment import Normalise
+from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import Targets
+from ssdctl.model.normalize import Normalize
 from ssdctl.runtime.cores import usable_cores
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def benchmark_data(split: Split, config: Config, seconds: float) -> Figures:
     for notice in device.notices:
         log.info(notice)
     threads = config.train.workers or usable_cores()
-    plan = single_process_config(split, config, batch_size=BATCH_SIZE, threads=threads)
+    plan = LoaderConfig.of(config.train, split, batch_size=BATCH_SIZE, threads=threads)
 
     def batches() -> Iterator[Batch]:
         return endless_batches(split, config, batch_size=BATCH_SIZE, threads=threads, device=device)
@@ -96,7 +96,7 @@ def required_cores(figures: Figures, gpu_rate: float, gpus: int) -> Figures:
 
 
 def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterator[int]:
-    """Colour, normalise and match batches on the CPU; yield the number of images of each."""
+    """Color, normalize and match batches on the CPU; yield the number of images of each."""
     last_stages = _LastStages()
     if device.execution == "compile":
         # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
@@ -124,19 +124,19 @@ class _LastStages(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.normalise = Normalise()
+        self.normalize = Normalize(RESNET.mean, RESNET.std)
         self.targets = Targets()
 
     def forward(
         self, images: Tensor, jitter: Tensor | None, boxes: Tensor, labels: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return self.normalise(images, jitter), self.targets(boxes, labels)
+        return self.normalize(images, jitter), self.targets(boxes, labels)
 
 
 def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, float]:
     """Return the median milliseconds per image of each stage of the host's work, in one thread.
 
-    `draw` is the image's share of drawing a batch's samples, crops and colours.
+    `draw` is the image's share of drawing a batch's samples, crops and colors.
     """
     order = SampleStream(split.trainable, plan.seed)
     out = np.empty((IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
@@ -147,7 +147,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
         spent["draw"].append((time.perf_counter() - begin) / plan.batch_size)
         for slot, row in enumerate(samples.rows):
             width, height = (int(n) for n in split.pixel_sizes[row])
-            edges = np.rint(samples.crops.rect[slot] * (width, height, width, height))
+            edges = np.rint(samples.view.rect[slot] * (width, height, width, height))
             left, top, right, bottom = (int(edge) for edge in edges)
             times = [time.perf_counter()]
             content = split.images.read(int(row))
@@ -157,7 +157,7 @@ def stage_times(split: Split, plan: LoaderConfig, num_images: int) -> dict[str, 
             else:
                 pixels = decode(content, (width, height), rows=min(bottom, height))
             times.append(time.perf_counter())
-            resize_crop(pixels, (left, top, right, bottom), bool(samples.flip[slot]), out)
+            resize_crop(pixels, (left, top, right, bottom), bool(samples.view.flip[slot]), out)
             times.append(time.perf_counter())
             for name, value in zip(list(spent)[1:], np.diff(times), strict=True):
                 spent[name].append(float(value))

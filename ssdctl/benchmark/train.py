@@ -25,10 +25,11 @@ from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
+from ssdctl.input.fake import random_batch
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.training.light_optimizer import without_dynamo
-from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints, random_batch
+from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
 from ssdctl.training.run import SettledRun, finalize
 from ssdctl.training.step import TrainStep, build_step
 from ssdctl.training.step_input import copy_ahead

@@ -150,7 +150,7 @@ def seconds_per_step(resolved: Resolved) -> float:
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
-    from ssdctl.training.memory import random_batch
+    from ssdctl.input.fake import random_batch
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 

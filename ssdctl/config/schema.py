@@ -9,6 +9,7 @@ import typing
 
 import msgspec
 
+from ssdctl.config.augmentations import names_of, problem_of
 from ssdctl.config.fields import BackboneName
 from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
@@ -47,8 +48,10 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
         problems.append(("train.decay_epochs", "cosine needs two epochs, its start and its end"))
-    if config.train.augment == "ssd-zoom" and config.train.pipeline == "dali":
-        problems.append(("train.augment", "ssd-zoom needs --pipeline native"))
+    if (unknown := problem_of(config.train.augment)) is not None:
+        problems.append(("train.augment", unknown))
+    if "zoom" in names_of(config.train.augment) and config.train.pipeline == "dali":
+        problems.append(("train.augment", "zoom needs --pipeline native"))
     if config.train.init is not None and config.train.resume not in ("auto", "never"):
         problems.append(("train.init", "--init starts a new run, --resume FILE continues one"))
     if config.train.profile is not None:

@@ -146,8 +146,8 @@ def probe_step() -> None:
     from ssdctl.data.dataset import COCO_NUM_IMAGES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
+    from ssdctl.input.fake import random_batch
     from ssdctl.training.light_optimizer import without_dynamo
-    from ssdctl.training.memory import random_batch
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 

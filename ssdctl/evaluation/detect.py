@@ -24,7 +24,8 @@ from ssdctl.errors import NonFiniteError
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.evaluation.validation_loss import ValidationLoss
 from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, Output
-from ssdctl.input.loader import Batch, evaluation_batches
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import evaluation_batches
 from ssdctl.model import postprocess
 from ssdctl.runtime.map_ahead import map_ahead
 from ssdctl.runtime.progress import Progress

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ssdctl.device.base import Device
 from ssdctl.inference.detector import Output
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, Targets, multibox_loss
 

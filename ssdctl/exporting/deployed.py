@@ -24,8 +24,8 @@ from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.errors import IntegrityError
 from ssdctl.inference.detector import refuse_non_finite
 from ssdctl.inference.onnx_detector import DECODED, HEADS, filled_batches
-from ssdctl.model.augment import Normalise, normalise
 from ssdctl.model.constants import ModelConstants
+from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores, detect
 
 TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the picture
@@ -102,14 +102,14 @@ class Deployed(nn.Module):
                     module.weight.data = module.weight.data.half()
                     module.__class__ = HalfConv2d
         self.is_decoded = options.nms != "raw"
-        self.normalise = Normalise(constants=self.network.constants)
+        self.normalize = Normalize(self.network.constants.mean, self.network.constants.std)
         self.register_buffer("defaults", default_boxes_cxcywh())
         for module in self.modules():  # torch.export warns of buffers with other strides
             for name, buffer in list(module.named_buffers(recurse=False)):
                 setattr(module, name, buffer.contiguous())
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        offsets, logits = self.network(self.normalise(images))
+        offsets, logits = self.network(self.normalize(images))
         assert isinstance(self.defaults, Tensor)
         return (
             boxes_and_scores(
@@ -162,11 +162,12 @@ class Reference:
     ) -> None:
         network = load_network(checkpoint).eval()
         self._constants = network.constants
+        self._normalize = Normalize(network.constants.mean, network.constants.std)
         self._pictures = pictures
         self._options = options
         self._runtime = runtime
         self._tolerance = TOLERANCE_FP16 if options.is_fp16 else TOLERANCE
-        pixels = normalise(torch.from_numpy(pictures), constants=self._constants)
+        pixels = self._normalize(torch.from_numpy(pictures))
         with torch.inference_mode():
             self._offsets, self._logits = network(pixels)
         refuse_non_finite((self._offsets, self._logits))

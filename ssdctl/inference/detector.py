@@ -20,8 +20,8 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
-from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import constants_of_model
+from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import ImageDetections, detect
 
 
@@ -97,7 +97,8 @@ class Detector:
         self.score_threshold, self.nms_iou = self._constants.thresholds(
             config.score_threshold, config.nms_iou
         )
-        self._normalise = Normalise(constants=self._constants).to(device.torch_device)
+        normalize = Normalize(self._constants.mean, self._constants.std)
+        self._normalize = normalize.to(device.torch_device)
 
     def __call__(self, images_BHW3: Tensor) -> list[ImageDetections]:
         """Return the detections on (B, 300, 300, 3) uint8 RGB images, in fractions of each.
@@ -114,7 +115,7 @@ class Detector:
             if images_BHW3.device.type == "cpu" and not self._device.is_host:
                 images_BHW3 = self._device.copy(images_BHW3)  # while the previous batch is computed
                 self._device.wait_for_copies()
-            images = self._normalise(images_BHW3)
+            images = self._normalize(images_BHW3)
             with self._device.autocast(self._precision):
                 output = Output(*self.model(images))
             self._device.mark_step()

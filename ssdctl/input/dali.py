@@ -1,11 +1,11 @@
 """`--pipeline dali`: the same samples, crops and flips, decoded and resized by nvidia-dali.
 
-The samples of a batch are drawn as in samples.py, a function of (seed, position in the stream): a
-resume continues with the same samples, crops, boxes and colours at any step, thread count and world
+The samples of a batch are drawn as in sampler.py, a function of (seed, position in the stream): a
+resume continues with the same samples, crops, boxes and colors at any step, thread count and world
 size. Only the pixels are DALI's: a few levels from the native pipeline's, and reproducible
 with the same version of DALI on the same machine. A checkpoint records its run's pipeline;
 another one is a changed setting for a resume. DALI decodes and resizes on the run's GPU if there is
-one (not run on hardware yet), and the pictures stay there; otherwise on the CPU.
+one (not run on hardware yet), and the images stay there; otherwise on the CPU.
 A batch in which DALI fails on an image is decoded by the native pipeline, which replaces the image.
 """
 
@@ -27,9 +27,9 @@ from ssdctl.data.image_decode import ImageError, Pixels, plain_jpeg_size
 from ssdctl.data.store import Split
 from ssdctl.device.base import Decoder
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input.loader import BATCHES_AHEAD, Batch, TrainLoader, as_batch
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig, Samples
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import BATCHES_AHEAD, TrainLoader, as_batch
+from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream
 
 
 class DaliLoader:
@@ -89,12 +89,12 @@ class _Feed:
         samples = next(self._work)
         self.fed.append(samples)
         sizes = self._split.pixel_sizes[samples.rows]
-        edges = np.rint(samples.crops.rect * np.tile(sizes, 2)).astype(np.int32)
+        edges = np.rint(samples.view.rect * np.tile(sizes, 2)).astype(np.int32)
         return (
             [self._read(int(row)) for row in samples.rows],
             np.ascontiguousarray(edges[:, :2]),
             edges[:, 2:] - edges[:, :2],
-            samples.flip.astype(np.int32),
+            samples.view.flip.astype(np.int32),
         )
 
     def _read(self, row: int) -> NDArray[np.uint8]:

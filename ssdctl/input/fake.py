@@ -1,4 +1,4 @@
-"""Random batches of the right shapes, generated once: to measure a device without its input."""
+"""Random batches of the right shapes, to measure a device without its input."""
 
 from __future__ import annotations
 
@@ -12,12 +12,41 @@ from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.input.loader import Batch
-from ssdctl.input.samples import LoaderConfig, colour_jitter
+from ssdctl.input.batch import Batch
+from ssdctl.input.sampler import LoaderConfig
 
 COCO_MOST_BOXES = 93  # on one image
+COCO_MEAN_BOXES = 7
 NUM_BATCHES = 2  # generated, and repeated
-REAL_BOXES = 7  # on each image, as on COCO's on average
+
+
+def random_batch(
+    batch_size: int,
+    num_classes: int,
+    max_boxes: int = COCO_MOST_BOXES,
+    real_boxes: int = COCO_MEAN_BOXES,
+    *,
+    seed: int = 0,
+) -> Batch:
+    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch.
+
+    Args:
+        batch_size: Number of images.
+        num_classes: Labels are below it; background is 0.
+        max_boxes: G, with padding.
+        real_boxes: On each image.
+        seed: Of the noise.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
+    labels = torch.randint(1, num_classes, (batch_size, max_boxes), generator=generator)
+    labels[:, real_boxes:] = 0
+    shape = (batch_size, IMAGE_SIZE, IMAGE_SIZE, 3)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
+    rows = np.zeros(batch_size, np.int64)
+    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
 
 
 class FakeLoader:
@@ -34,24 +63,13 @@ class FakeLoader:
         return (batches[part % NUM_BATCHES] for part in parts)
 
     def _make(self, number: int) -> Batch:
-        config = self._config
-        size, num_boxes = config.batch_size, config.max_boxes
-        random = torch.Generator().manual_seed((config.seed * 997 + config.rank) * 31 + number)
-        shape = (size, IMAGE_SIZE, IMAGE_SIZE, 3)
-        sides = 0.1 + 0.4 * torch.rand(size, num_boxes, 2, generator=random)
-        low = torch.rand(size, num_boxes, 2, generator=random) * (1 - sides)
-        classes = len(self._split.classes)
-        labels = torch.randint(1, classes + 1, (size, num_boxes), generator=random)
-        labels[:, REAL_BOXES:] = 0
-        boxes = torch.cat([low, low + sides], dim=-1) * (labels > 0).unsqueeze(-1)
-        draw = torch.rand(size, 4, generator=random)
-        jitter = torch.from_numpy(colour_jitter(draw.numpy(), config.hue_degrees))
-        return Batch(
-            images=torch.randint(0, 256, shape, dtype=torch.uint8, generator=random),
-            boxes=boxes,
-            labels=labels,
-            jitter=jitter if config.augment else None,
-            rows=self._split.trainable[np.arange(size) % len(self._split.trainable)],
+        config, rows = self._config, self._split.trainable
+        seed = (config.seed * 997 + config.rank) * 31 + number
+        num_classes = len(self._split.classes) + 1
+        batch = random_batch(config.batch_size, num_classes, config.max_boxes, seed=seed)
+        return batch._replace(
+            jitter=None if config.augment == "none" else batch.jitter,
+            rows=rows[np.arange(config.batch_size) % len(rows)],
         )
 
 

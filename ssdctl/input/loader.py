@@ -1,10 +1,10 @@
 """Turn steps into batches: decode threads fill reused uint8 buffers, some steps ahead.
 
-    loader = TrainLoader(split, stream, config)
-    for batch in loader.batches(start_step, end_step): ...
+    source = open_input("native", split, LoaderConfig.of(config, split, ...))
+    for batch in source.batches(start_step, end_step): ...
 
 JPEG decoding and resizing release the GIL, so threads suffice: no worker processes, no pickling,
-no shared memory. Pixels stay uint8; colour and normalisation happen on the device.
+no shared memory. Pixels stay uint8; color and normalization happen on the device.
 An image that cannot be read or decoded in training is replaced by the next good sample of the
 stream. That depends only on the position in the stream, so every rank, thread count and resume
 does the same. Batches list replaced images in `bad`. Shapes: B batch, G boxes (padded).
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +25,14 @@ from torch import Tensor
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.device.base import pageable_buffer
-from ssdctl.errors import DataError, DiskError
+from ssdctl.device.base import Decoder, pageable_buffer
+from ssdctl.errors import DataError, DiskError, UsageError
+from ssdctl.input.batch import BadImage, Batch
+from ssdctl.input.fake import FakeLoader
 from ssdctl.input.resize import resize, resize_crop
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig, Samples, draw_samples, whole_samples
+from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream, draw_samples, whole_samples
 from ssdctl.runtime.map_ahead import take_ahead
+from ssdctl.runtime.torch_compat import dali_package
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
@@ -38,34 +40,67 @@ MAX_BAD_IN_A_ROW = 100  # bad images of the stream, one after another, before th
 Problem = tuple[int, str]  # which slot of a batch, and why
 
 
-class BadImage(NamedTuple):
-    """An image that could not be trained on, and its replacement."""
-
-    image_id: int
-    file: str
-    problem: str
-    sample: int  # the position in the stream
-    replaced_by: int  # image id
-
-
-class Batch(NamedTuple):
-    """One rank's share of one micro-batch.
-
-    The pixels are in a buffer that is reused: they are valid until the next step's batches are
-    requested.
-    """
-
-    images: Tensor  # B x 300 x 300 x 3, uint8 RGB
-    boxes: Tensor  # B x G x 4, float32 ltrb in fractions of the picture
-    labels: Tensor  # B x G, int64; 0 marks padding
-    jitter: Tensor | None  # B x 4, float32: see ssdctl.model.augment.normalise
-    rows: NDArray[np.int64]  # B, which images
-    bad: tuple[BadImage, ...] = ()  # replaced in this batch
-
-
 Buffer = Callable[[tuple[int, ...]], Tensor]
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
+
+
+class TrainInput(Protocol):
+    """A source of training batches."""
+
+    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of steps start to end, `accumulate` for each step."""
+        ...
+
+
+def check_pipeline(pipeline: str) -> None:
+    """Check that a pipeline is installed.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if pipeline != "dali":
+        return
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"--pipeline dali: nvidia-dali cannot be imported ({error})",
+            hint=f"pip install {dali_package()}, or leave --pipeline at native",
+        ) from None
+
+
+def open_input(
+    pipeline: str,
+    split: Split,
+    config: LoaderConfig,
+    *,
+    fake: bool = False,
+    decoder: Decoder | None = None,
+    buffer: Buffer = pageable_buffer,
+) -> TrainInput:
+    """Return the input of one rank.
+
+    Args:
+        pipeline: `native` or `dali`.
+        split: The images.
+        config: Which part of the stream to load, and how.
+        fake: Random batches instead; no image is read.
+        decoder: The device on which DALI decodes; None: the host.
+        buffer: Allocates the pixels of a batch: `Device.host_buffer`.
+
+    Raises:
+        UsageError: DALI is not installed.
+    """
+    if fake:
+        return FakeLoader(split, config)
+    check_pipeline(pipeline)
+    stream = SampleStream(split.trainable, config.seed)
+    if pipeline == "dali":
+        from ssdctl.input.dali import DaliLoader
+
+        return DaliLoader(split, stream, config, decoder)
+    return TrainLoader(split, stream, config, buffer)
 
 
 class TrainLoader:
@@ -133,9 +168,9 @@ class TrainLoader:
 def evaluation_batches(
     split: Split, rows: NDArray[np.int64], batch_size: int, threads: int, max_boxes: int = 1
 ) -> Iterator[Batch]:
-    """Yield whole pictures in the order of `rows`; the last batch may be smaller.
+    """Yield whole images in the order of `rows`; the last batch may be smaller.
 
-    Each picture has at most `max_boxes` boxes: detection needs none.
+    Each image has at most `max_boxes` boxes: detection needs none.
 
     Raises:
         DataError: An image cannot be decoded.
@@ -211,12 +246,13 @@ def _finished(done: _Pending, replace: Replace) -> Batch:
 
 
 def as_batch(samples: Samples, images: Tensor, bad: tuple[BadImage, ...] = ()) -> Batch:
-    """Samples and their pixels as tensors."""
+    """Return samples and their pixels as tensors."""
+    view = samples.view
     return Batch(
         images=images,
-        boxes=torch.from_numpy(samples.crops.boxes),
-        labels=torch.from_numpy(samples.crops.labels),
-        jitter=None if samples.jitter is None else torch.from_numpy(samples.jitter),
+        boxes=torch.from_numpy(view.boxes.ltrb),
+        labels=torch.from_numpy(view.boxes.labels),
+        jitter=None if view.jitter is None else torch.from_numpy(view.jitter),
         rows=samples.rows,
         bad=bad,
     )
@@ -240,7 +276,7 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
             resize(split.decode(row), out)
             return None
         width, height = split.pixel_sizes[row].tolist()
-        left, top, right, bottom = samples.crops.rect[slot].tolist()
+        left, top, right, bottom = samples.view.rect[slot].tolist()
         edges = (
             round(left * width),
             round(top * height),
@@ -248,7 +284,7 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
             round(bottom * height),
         )
         pixels = split.decode(row, rows=min(edges[3], height))
-        resize_crop(pixels, edges, bool(samples.flip[slot]), out)
+        resize_crop(pixels, edges, bool(samples.view.flip[slot]), out)
     except (DataError, DiskError, ImageError) as error:
         is_replaced = isinstance(split.images, ImageFiles) and not samples.is_whole
         if isinstance(error, DiskError) and not is_replaced:
@@ -260,18 +296,8 @@ def decode_sample(split: Split, samples: Samples, slot: int, out: Pixels) -> str
 def _put(source: Samples, target: Samples, slot: int) -> None:
     """Copy the only sample of `source` into a slot of `target`, except its position."""
     target.rows[slot] = source.rows[0]
-    target.flip[slot] = source.flip[0]
-    for name in ("rect", "boxes", "labels"):
-        getattr(target.crops, name)[slot] = getattr(source.crops, name)[0]
-    if target.jitter is not None and source.jitter is not None:
-        target.jitter[slot] = source.jitter[0]
-
-
-def trim_padding(batch: Batch) -> Batch:
-    """Drop the boxes that are padding in every picture: matching them costs as much as others.
-
-    The shapes then change from batch to batch, which only eager steps on the host support.
-    """
-    used = (batch.labels > 0).any(dim=0).nonzero()
-    num_used = int(used.max()) + 1 if len(used) else 1
-    return batch._replace(boxes=batch.boxes[:, :num_used], labels=batch.labels[:, :num_used])
+    for name in ("rect", "flip", "jitter"):
+        if (values := getattr(target.view, name)) is not None:
+            values[slot] = getattr(source.view, name)[0]
+    for into, values in zip(target.view.boxes, source.view.boxes, strict=True):
+        into[slot] = values[0]

@@ -1,6 +1,6 @@
-"""Resize decoded pictures and crops of them to the network's 300 x 300 pixels.
+"""Resize decoded images and crops of them to the network's 300 x 300 pixels.
 
-resize(pixels, out)                           # the whole picture, exactly as Pillow resizes
+resize(pixels, out)                           # the whole image, exactly as Pillow resizes
 resize_crop(pixels, (20, 10, 320, 210), out)  # a crop, within one level of Pillow
 """
 
@@ -13,11 +13,11 @@ from PIL import Image
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import Pixels, thread_buffer
 
-FILL_RGB = (123, 117, 104)  # the mean of ImageNet, around pictures that are zoomed out
+FILL_RGB = (123, 117, 104)  # the mean of ImageNet, around images that are zoomed out
 
 
 def resize(pixels: Pixels, out: Pixels) -> None:
-    """Resize a whole picture into `out` (300, 300, 3), bit for bit as Pillow does."""
+    """Resize a whole image into `out` (300, 300, 3), bit for bit as Pillow does."""
     small = Image.fromarray(pixels).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BILINEAR)
     out[...] = np.asarray(small)
 
@@ -25,7 +25,7 @@ def resize(pixels: Pixels, out: Pixels) -> None:
 def resize_crop(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, out: Pixels) -> None:
     """Resize the crop `box` (ltrb, pixels) into `out` (H, W, 3), mirrored if `flip` is set.
 
-    Pixels outside the picture get the mean colour of ImageNet.
+    Pixels outside the image get the mean color of ImageNet.
     PyTorch's kernel is Pillow's filter in 16-bit integers: at most one level from it.
     """
     left, top, right, bottom = box
@@ -49,7 +49,7 @@ def resize_crop(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, out:
 
 
 def _resize_padded(pixels: Pixels, box: tuple[int, int, int, int], flip: bool, out: Pixels) -> None:
-    """Resize a crop that leaves the picture: the part inside is resized, the rest filled."""
+    """Resize a crop that leaves the image: the part inside is resized, the rest filled."""
     low, high = np.array(box[:2]), np.array(box[2:])
     size = np.array(pixels.shape[1::-1])  # width, height
     inner_low, inner_high = low.clip(0, size - 1), high.clip(1, size)

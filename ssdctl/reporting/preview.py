@@ -25,9 +25,8 @@ from ssdctl.errors import DataError, UsageError
 from ssdctl.files import write_bytes
 from ssdctl.inference.drawing import BoxLabel, draw, label_font
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import single_process_config
-from ssdctl.model.augment import MEAN, STD, normalise
+from ssdctl.input.sampler import LoaderConfig, SampleStream
+from ssdctl.model.normalize import Normalize
 
 ROWS = 4
 EPOCHS = 3
@@ -59,7 +58,7 @@ def preview(split: Split, config: Config, path: Path) -> int:
         raise DataError("no training image has a box to draw", hint=WHAT_IS_DROPPED)
     seed = config.train.seed
     count = min(ROWS, len(split.trainable))
-    rows = SampleStream(split.trainable, seed).samples(0, count).row
+    rows = SampleStream(split.trainable, seed).samples(0, count)[0]
     tiles = {int(row): [_annotated(split, int(row))] for row in rows}
     for row, tile in _augmented(split, rows, config):
         tiles[row].append(tile)
@@ -97,11 +96,11 @@ def _augmented(
     split: Split, rows: NDArray[np.int64], config: Config
 ) -> list[tuple[int, Image.Image]]:
     """Return each image as the network gets it, for each epoch."""
-    plan = single_process_config(split, config, batch_size=len(rows), threads=1)
+    plan = LoaderConfig.of(config.train, split, batch_size=len(rows), threads=1)
     tiles = []
+    color = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
     for batch in TrainLoader(split, SampleStream(rows, config.train.seed), plan).batches(0, EPOCHS):
-        pixels = normalise(batch.images, batch.jitter).permute(0, 2, 3, 1)
-        pixels = pixels * torch.tensor(STD) + torch.tensor(MEAN)
+        pixels = color(batch.images, batch.jitter).permute(0, 2, 3, 1)
         images = (255 * pixels).round().clamp(0, 255).to(torch.uint8).numpy()
         for place, row in enumerate(batch.rows):
             picture = Image.fromarray(images[place])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError
-from ssdctl.input.loader import BadImage, Batch
+from ssdctl.input.batch import BadImage, Batch
 
 MIN_LIMIT = 10
 LIMIT_FRACTION = 0.01  # of the images

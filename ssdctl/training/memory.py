@@ -12,7 +12,6 @@ import gc
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,7 +24,7 @@ from ssdctl.device.cpu import Cpu
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
-from ssdctl.input.loader import Batch
+from ssdctl.input.fake import random_batch
 from ssdctl.training.step import LossModule, build_step
 
 USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces
@@ -78,23 +77,6 @@ def _saved_bytes(architecture: Architecture, precision: str, batch_size: int) ->
         parameters = {StorageWeakRef(p.untyped_storage()) for p in model.parameters()}
         del loss
         return sum(size for ref, size in seen.items() if ref not in parameters)
-
-
-def random_batch(
-    batch_size: int, num_classes: int, max_boxes: int = 93, real_boxes: int = 7
-) -> Batch:
-    """Return noise with as many boxes as an image of COCO has: as expensive as a real batch."""
-    generator = torch.Generator().manual_seed(0)
-    low = 0.6 * torch.rand(batch_size, max_boxes, 2, generator=generator)
-    size = 0.05 + 0.35 * torch.rand(batch_size, max_boxes, 2, generator=generator)
-    labels = torch.randint(1, num_classes, (batch_size, max_boxes), generator=generator)
-    labels[:, real_boxes:] = 0
-    pixels = torch.randint(
-        0, 256, (batch_size, 300, 300, 3), dtype=torch.uint8, generator=generator
-    )
-    jitter = torch.tensor([1.0, 1.0, 1.0, 0.1]).repeat(batch_size, 1)
-    rows = np.zeros(batch_size, np.int64)
-    return Batch(pixels, torch.cat([low, low + size], dim=-1), labels, jitter, rows)
 
 
 def largest_batch(

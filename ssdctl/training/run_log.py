@@ -22,7 +22,7 @@ from ssdctl.config.render import snapshot
 from ssdctl.distributed import collectives
 from ssdctl.evaluation.coco_ap import Detections
 from ssdctl.files import write_text
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.runs.evaluation import Evaluation, write_evaluation
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.metrics import MetricsFile, Record, environment

@@ -46,7 +46,7 @@ from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
-from ssdctl.input.pipelines import check_pipeline
+from ssdctl.input.loader import check_pipeline
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.default_folder import run_dir

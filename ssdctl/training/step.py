@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
+from ssdctl.model.normalize import Normalize
 from ssdctl.training.loss_scale import LossScale
 from ssdctl.training.masked_update import GuardedUpdate, clip_factor, groups_of
 from ssdctl.training.optimizer import build_optimizer, set_lr, update
 
 if TYPE_CHECKING:
     from ssdctl.config import TrainConfig
-    from ssdctl.input.loader import Batch
+    from ssdctl.input.batch import Batch
 
 
 class StepResult:
@@ -61,7 +61,8 @@ class LossModule(nn.Module):
         self._dtype = next(model.parameters()).dtype
         self.model = model
         constants = constants_of_model(model)
-        self.normalise = Normalise(self._dtype, constants=constants).to(device.torch_device)
+        normalize = Normalize(constants.mean, constants.std, self._dtype)
+        self.normalize = normalize.to(device.torch_device)
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self.device = device
         self._precision = precision
@@ -70,7 +71,7 @@ class LossModule(nn.Module):
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor
     ) -> Tensor:
         """Return the fields of `Losses` as one tensor of three values."""
-        pixels = self.normalise(images_BHW3, jitter_B4)
+        pixels = self.normalize(images_BHW3, jitter_B4)
         with self.device.autocast(self._precision):
             offsets, logits = self.model(pixels)
         losses: Losses = self.loss(offsets, logits, boxes_BG4.to(self._dtype), labels_BG)

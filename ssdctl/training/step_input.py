@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, DiskError
-from ssdctl.input.loader import Batch, trim_padding
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.batch import Batch, trim_padding
+from ssdctl.input.loader import open_input
+from ssdctl.input.sampler import LoaderConfig
 
 if TYPE_CHECKING:
     from ssdctl.training.setup import Setup
@@ -34,18 +34,16 @@ class StepInput:
     def start(self, samples_seen: int, steps: int) -> None:
         """Open the input at a position of the stream of samples, for that many steps."""
         setup, config, plan = self._setup, self._setup.run.config.train, self._setup.run.plan
-        loaded = LoaderConfig(
-            seed=config.seed,
-            first_sample=samples_seen,
+        loaded = LoaderConfig.of(
+            config,
+            setup.train,
             batch_size=plan.batch_size,
+            threads=setup.threads,
+            accumulate=config.accumulate,
+            augment=config.augment if config.overfit is None else "none",
+            first_sample=samples_seen,
             rank=setup.ranks.rank,
             world_size=setup.ranks.world_size,
-            accumulate=config.accumulate,
-            augment=config.augment != "none" and config.overfit is None,
-            zoom_out=config.augment == "ssd-zoom" and config.overfit is None,
-            hue_degrees=config.hue_degrees,
-            threads=setup.threads,
-            max_boxes=max(setup.train.most_boxes, 1),
         )
         source = open_input(
             config.pipeline,

@@ -18,12 +18,12 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DiskError
-from ssdctl.input.loader import Batch, TrainLoader, evaluation_batches
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import TrainLoader, evaluation_batches
+from ssdctl.input.sampler import LoaderConfig, SampleStream
 
 SHRINK = 310
-PLAN = LoaderConfig(3, 0, 6, 0, 1, 1, True, 18.0, 2, 12)
+PLAN = LoaderConfig(seed=3, batch_size=6, threads=2, max_boxes=12)
 
 
 @pytest.fixture

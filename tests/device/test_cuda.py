@@ -17,11 +17,11 @@ from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
-from ssdctl.input.loader import Batch
-from ssdctl.input.pipelines import open_input
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.batch import Batch
+from ssdctl.input.loader import open_input
+from ssdctl.input.sampler import LoaderConfig
 from ssdctl.training.restore import load_optimizer
-from ssdctl.training.step import copy_ahead
+from ssdctl.training.step_input import copy_ahead
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
@@ -131,7 +131,7 @@ def test_copies_are_intact_after_the_hosts_buffer_is_reused(pinned: bool) -> Non
 def test_dali_decodes_on_the_gpu_what_the_host_would(shapes: Path) -> None:
     device = open_device("cuda")
     split = open_dataset(shapes, shapes / "prepared")["train"]
-    plan = LoaderConfig(7, 0, 4, 0, 1, 1, True, 18.0, 2, split.most_boxes)
+    plan = LoaderConfig(seed=7, batch_size=4, threads=2, max_boxes=split.most_boxes)
     source = open_input("dali", split, plan, decoder=device.decoder)
     host = open_input("native", split, plan).batches(0, 8)
     for actual, expected in zip(copy_ahead(source.batches(0, 8), device), host, strict=True):

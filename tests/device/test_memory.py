@@ -22,7 +22,7 @@ from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.training import memory
 from ssdctl.training.memory import (
     MemoryEstimate,
@@ -48,7 +48,7 @@ def test_resnet50_at_256_trains_within_80_gb() -> None:
 @pytest.mark.slow(in_ci=True)
 def test_activations_are_what_backward_really_keeps() -> None:
     """Against the storages that a real forward leaves alive."""
-    from ssdctl.training.memory import random_batch
+    from ssdctl.input.fake import random_batch
     from ssdctl.training.step import LossModule
 
     held = []

@@ -12,9 +12,9 @@ from tiny_network import Tiny
 from ssdctl.device.cpu import Cpu
 from ssdctl.evaluation.validation_loss import ValidationLoss, mean_losses
 from ssdctl.inference.detector import Output
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
+from ssdctl.input.fake import random_batch
 from ssdctl.model.constants import constants_of
-from ssdctl.training.memory import random_batch
 
 SIZES = ([7], [3, 4], [1] * 7)
 

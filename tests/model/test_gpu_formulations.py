@@ -18,8 +18,9 @@ from ssdctl.boxes.default_boxes import default_boxes_cxcywh
 from ssdctl.boxes.matcher import match
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, pairwise_iou, pairwise_iou_transposed
 from ssdctl.model import tensor_device
-from ssdctl.model.augment import Normalise
+from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
 from ssdctl.model.resnet import NormReLU, StemConv
 from ssdctl.model.ssd300 import ALIGNMENT, SSD300, joined_heads
 from ssdctl.runtime.torch_compat import installed_version
@@ -105,7 +106,7 @@ def test_colors_as_sums_equal_the_product(channels_last: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (2, 30, 20, 3), dtype=torch.uint8, generator=generator)
     jitter = torch.tensor([[1.1, 0.7, 1.4, 0.3], [0.9, 1.2, 0.6, -0.3]], dtype=torch.float64)
-    normalize = Normalise(torch.float64)
+    normalize = Normalize(RESNET.mean, RESNET.std, torch.float64)
     colors = normalize.as_fused_sums(images, jitter, channels_last=channels_last)
     torch.testing.assert_close(colors, normalize(images, jitter), rtol=0, atol=1e-12)
     assert colors.stride(1) == (1 if channels_last else 600)

@@ -13,9 +13,9 @@ from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.device.cpu import Cpu
 from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.model.augment import Normalise
 from ssdctl.model.constants import TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
 
 NUM_CLASSES = 91
 pytestmark = pytest.mark.full_network
@@ -73,7 +73,7 @@ def test_raw_outputs_are_torchvisions(theirs: nn.Module, file: Path, pictures: T
     actual, theirs = load_network(checkpoint).eval().double(), deepcopy(theirs).double()
     with torch.no_grad():
         pictures = pictures[:1]
-        pixels = Normalise(torch.float64, constants=TORCHVISION_VGG16)(pictures)
+        pixels = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)(pictures)
         offsets, logits = actual(pixels)
         expected = [our_order(t) for t in their_outputs(theirs, pictures.double())]
     torch.testing.assert_close(offsets, expected[0], rtol=1e-5, atol=1e-5)
@@ -134,7 +134,7 @@ def test_six_training_steps_are_torchvisions(
     theirs = deepcopy(theirs).train().double()
     actual = load_network(read_checkpoint(file)).train().double()
     loss = MultiboxLoss(torch.float64, constants=TORCHVISION_VGG16)
-    normalise = Normalise(torch.float64, constants=TORCHVISION_VGG16)
+    normalize = Normalize(TORCHVISION_VGG16.mean, TORCHVISION_VGG16.std, torch.float64)
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=1e-4, momentum=0.9, weight_decay=5e-4)
         for m in (theirs, actual)
@@ -143,7 +143,7 @@ def test_six_training_steps_are_torchvisions(
         for optimizer in optimizers:
             optimizer.zero_grad()
         expected = their_losses(theirs, pictures.double())
-        result = loss(*actual(normalise(pictures)), *targets())
+        result = loss(*actual(normalize(pictures)), *targets())
         torch.testing.assert_close(result.box, expected["bbox_regression"], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(
             result.classification, expected["classification"], rtol=1e-6, atol=1e-6

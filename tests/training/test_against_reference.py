@@ -29,8 +29,7 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.shapes import generate
 from ssdctl.device import open_device
 from ssdctl.input.loader import TrainLoader
-from ssdctl.input.sample_stream import SampleStream
-from ssdctl.input.samples import LoaderConfig
+from ssdctl.input.sampler import LoaderConfig, SampleStream
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.schedule import make_plan
 from ssdctl.training.step import build_step
@@ -129,7 +128,13 @@ def our_losses(
     loader = TrainLoader(
         split,
         SampleStream(split.trainable, config.seed),
-        LoaderConfig(0, 0, config.batch_size, 0, 1, 1, False, 0.0, 1, split.most_boxes + 3),
+        LoaderConfig(
+            seed=0,
+            batch_size=config.batch_size,
+            threads=1,
+            max_boxes=split.most_boxes + 3,
+            augment="none",
+        ),
     )
     device = open_device("cpu")
     model = device.place(model).train()

@@ -369,17 +369,19 @@ def test_two_ranks_that_are_stopped_between_saves_resume_bit_equal(
 
 
 def broken_step(shapes: Path, monkeypatch: pytest.MonkeyPatch, bad_calls: set[int]) -> None:
-    """Make the colours of some batches infinite, as a broken sample would."""
-    from ssdctl.input import samples
+    """Make the colors of some batches infinite, as a broken sample would."""
+    from ssdctl.input import augmentations, sampler
+    from ssdctl.input.augmentations import color
 
-    original = samples.colour_jitter
     calls = iter(range(10_000))
 
-    def jitter(draw: Any, hue_degrees: float) -> Any:
-        result = original(draw, hue_degrees)
+    def draw(*arguments: Any) -> Any:
+        result = color.draw(*arguments)
         return result * float("inf") if next(calls) in bad_calls else result
 
-    monkeypatch.setattr(samples, "colour_jitter", jitter)
+    *others, _ = augmentations.load("ssd")
+    broken = (*others, augmentations.Augmentation(4, draw, color.apply))
+    monkeypatch.setattr(sampler, "load", lambda _: broken)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])

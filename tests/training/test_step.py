@@ -10,7 +10,7 @@ from torch import nn
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
-from ssdctl.input.loader import Batch
+from ssdctl.input.batch import Batch
 from ssdctl.model.backbone import freeze_stem
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.training.nonfinite import MAX_CONSECUTIVE, MAX_ROLLBACKS, BadStep, NonFiniteGuard

@@ -4,6 +4,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from ssdctl.config.augmentations import LISTS
 from ssdctl.config.devices import DeviceName
 from ssdctl.config.fields import (
     BackboneName,
@@ -382,10 +383,12 @@ class TrainConfig(Section, frozen=True):
         ),
     ] = False
     augment: Annotated[
-        Literal["ssd", "ssd-zoom", "none"],
+        str,
         setting(
-            "Augmentation: crops, flips and colors (ssd); also zoom-out (ssd-zoom)",
+            "Crops, flips, colors (ssd), also zoom (ssd-zoom); or a list",
+            metavar="ssd|ssd-zoom|none|A,B",
             panel="Input",
+            choices=tuple(LISTS),
         ),
     ] = "ssd"
     limit_train: Annotated[

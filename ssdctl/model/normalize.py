@@ -1,32 +1,33 @@
-"""Colour on the device: jitter and normalisation as one 3x4 affine map per image.
+"""Color on the device: jitter and normalization as one 3x4 affine map per image.
 
 Given the mean of an image, brightness, contrast, saturation and hue are affine in RGB, so they
-combine with the normalisation into one matrix and one offset: one pass over the pixels.
+combine with the normalization into one matrix and one offset: one pass over the pixels.
 The sequential definition clamps to [0, 1] after each step and rotates hue in HSV; this one rotates
 it about the gray axis in YIQ and does not clamp. docs/numerics.md gives the difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ssdctl.model import tensor_device
-from ssdctl.model.constants import RESNET, ModelConstants
 
-MEAN, STD = RESNET.mean, RESNET.std
 LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
-class Normalise(nn.Module):
+class Normalize(nn.Module):
     """Convert uint8 (B, H, W, 3) images to float (B, 3, H, W), except on the CPU channels-last.
 
     The constants are buffers: creating one at every step would synchronize with the device.
 
     Args:
-        dtype: Of the arithmetic and the result.
-        constants: The mean and standard deviation.
+        mean: Of RGB in 0 to 1.
+        std: The same for the standard deviation.
+        dtype: Of the computation and the result.
     """
 
     mean: Tensor
@@ -34,21 +35,21 @@ class Normalise(nn.Module):
     inverse_std: Tensor  # on the diagonal of a matrix
 
     def __init__(
-        self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
+        self, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        for name, values in (("mean", constants.mean), ("std", constants.std)):
+        for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values, dtype=dtype), persistent=False)
         self.register_buffer("inverse_std", torch.diag(1 / self.std), persistent=False)
-        self.colour_map = ColourMap(dtype)
+        self.color_map = ColorMap(dtype)
 
     def forward(self, images_BHW3: Tensor, jitter_B4: Tensor | None = None) -> Tensor:
-        """Normalise and jitter the colours.
+        """Normalize and jitter the colors.
 
         Args:
             images_BHW3: RGB, 0 to 255.
             jitter_B4: Factors of brightness, contrast and saturation, and the hue's rotation
-                in radians; None leaves the colours unchanged.
+                in radians; None leaves the colors unchanged.
         """
         if jitter_B4 is None:
             pixels = images_BHW3.to(self.mean.dtype) / 255
@@ -65,7 +66,7 @@ class Normalise(nn.Module):
         return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
     def _as_plane_product(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
-        """Return the colours on the CPU, where products with rows of three are ten times slower and
+        """Return the colors on the CPU, where products with rows of three are ten times slower and
         bytes are cheaper to move than floats."""
         planes = images_BHW3.permute(0, 3, 1, 2).contiguous().flatten(2).to(self.mean.dtype)
         matrix_B33, offset_B3 = self._map(jitter_B4, planes.mean(dim=2) / 255)
@@ -75,7 +76,7 @@ class Normalise(nn.Module):
     def as_fused_sums(
         self, images_BHW3: Tensor, jitter_B4: Tensor, *, channels_last: bool
     ) -> Tensor:
-        """Return the colours in terms that a compiler fuses, which it does with no matrix product.
+        """Return the colors in terms that a compiler fuses, which it does with no matrix product.
 
         Each plane is a sum of three. The mean is taken over the rows first: their pixels are
         adjacent in memory.
@@ -88,7 +89,7 @@ class Normalise(nn.Module):
             # One expression over (B, H, W, 3): a concatenation would be written to memory in fp32.
             # Products with a matrix are stored, so that the expression has few inputs: a compiler
             # splits one with many.
-            matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+            matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
             weights_B33 = torch.matmul(self.inverse_std, matrix_B33) / 255
             offset_B3 = torch.matmul(offset_B3 - self.mean, self.inverse_std)
             red_w, green_w, blue_w = weights_B33[:, None, None].unbind(dim=-1)  # B x 1 x 1 x 3
@@ -111,12 +112,12 @@ class Normalise(nn.Module):
         return torch.stack(planes, dim=1)
 
     def _map(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the colour map followed by the normalisation."""
-        matrix_B33, offset_B3 = self.colour_map(jitter_B4, mean_rgb_B3)
+        """Return the color map followed by the normalization."""
+        matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
         return matrix_B33 / self.std[:, None], (offset_B3 - self.mean) / self.std
 
 
-class ColourMap(nn.Module):
+class ColorMap(nn.Module):
     """The jitter as an affine map of RGB in 0 to 1: (B, 3, 3) matrices and (B, 3) offsets.
 
     In order: brightness scales; contrast blends with the image's mean gray; saturation blends
@@ -142,7 +143,7 @@ class ColourMap(nn.Module):
             self.register_buffer(name, tensor.to(dtype), persistent=False)
 
     def forward(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the maps of images with these mean colours."""
+        """Return the maps of images with these mean colors."""
         brightness, contrast, saturation, hue = jitter_B4[:, :, None].unbind(dim=1)  # B x 1 each
         mean_gray = brightness * (mean_rgb_B3 @ self.luma).unsqueeze(1)
         scale = (brightness * contrast).unsqueeze(-1)
@@ -161,16 +162,3 @@ class ColourMap(nn.Module):
         zero, one = torch.zeros_like(cos), torch.ones_like(cos)
         rotation = torch.stack([one, zero, zero, zero, cos, sin, zero, -sin, cos], dim=1)
         return self.from_yiq @ rotation.unflatten(1, (3, 3)) @ self.to_yiq
-
-
-def normalise(
-    images_BHW3: Tensor,
-    jitter_B4: Tensor | None = None,
-    *,
-    dtype: torch.dtype = torch.float32,
-    constants: ModelConstants = RESNET,
-) -> Tensor:
-    """Apply `Normalise` to images on any device."""
-    module = Normalise(dtype, constants=constants).to(images_BHW3.device)
-    result: Tensor = module(images_BHW3, jitter_B4)
-    return result

@@ -1,4 +1,4 @@
-"""Colour jitter as one affine map, against its parts and against the sequential definition."""
+"""Color jitter as one affine map, against its parts and against the sequential definition."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.model.augment import MEAN, STD, ColourMap, normalise
+from ssdctl.model.constants import RESNET
+from ssdctl.model.normalize import ColorMap, Normalize
 
+MEAN, STD = RESNET.mean, RESNET.std
+normalize = Normalize(MEAN, STD)
 FACTORS = st.floats(0.5, 1.5)
 TURNS = st.floats(-math.pi, math.pi)
 IDENTITY = (1.0, 1.0, 1.0, 0.0)
@@ -22,12 +25,12 @@ IDENTITY = (1.0, 1.0, 1.0, 0.0)
 def jittered(picture: np.ndarray, *jitter: float) -> np.ndarray:
     """(H, W, 3) in 0 to 1 -> the same under ssdctl's map: brightness, contrast, saturation, hue."""
     mean = torch.from_numpy(picture.mean(axis=(0, 1)))[None]
-    matrix, offset = ColourMap(torch.float64)(torch.tensor([jitter], dtype=torch.float64), mean)
+    matrix, offset = ColorMap(torch.float64)(torch.tensor([jitter], dtype=torch.float64), mean)
     return picture @ matrix[0].numpy().T + offset[0].numpy()
 
 
 def muted_picture(seed: int = 0) -> np.ndarray:
-    """Colours between .4 and .6, so that no factor of the recipes reaches a clamp."""
+    """Colors between .4 and .6, so that no factor of the recipes reaches a clamp."""
     return np.random.default_rng(seed).uniform(0.4, 0.6, (6, 5, 3))
 
 
@@ -41,9 +44,9 @@ def natural_picture(rng: np.random.Generator, size: int = 24) -> np.ndarray:
         return actual / actual.std()
 
     common = field()
-    colour = np.stack([0.9 * common + 0.44 * field() for _ in range(3)], axis=-1)
+    color = np.stack([0.9 * common + 0.44 * field() for _ in range(3)], axis=-1)
     mean = np.array(MEAN) + rng.normal(0, 0.1, 3)
-    return (mean + rng.uniform(0.15, 0.25) * colour).clip(0, 1)
+    return (mean + rng.uniform(0.15, 0.25) * color).clip(0, 1)
 
 
 def random_pixels(*shape: int) -> torch.Tensor:
@@ -57,9 +60,9 @@ def hue_difference(after: np.ndarray, before: np.ndarray) -> float:
     return (turn + 0.5) % 1.0 - 0.5
 
 
-def test_plain_normalisation() -> None:
+def test_plain_normalization() -> None:
     images = random_pixels(2, 300, 300, 3)
-    actual = normalise(images)
+    actual = normalize(images)
     assert actual.shape == (2, 3, 300, 300)
     assert actual.is_contiguous(memory_format=torch.channels_last)
     for c in range(3):
@@ -67,19 +70,19 @@ def test_plain_normalisation() -> None:
         np.testing.assert_allclose(actual[:, c].numpy(), expected.numpy(), atol=1e-6)
 
 
-def test_no_jitter_is_plain_normalisation() -> None:
+def test_no_jitter_is_plain_normalization() -> None:
     images = random_pixels(2, 20, 30, 3)
-    actual = normalise(images, torch.tensor([IDENTITY, IDENTITY]))
+    actual = normalize(images, torch.tensor([IDENTITY, IDENTITY]))
     assert actual.shape == (2, 3, 20, 30)
-    np.testing.assert_allclose(actual.numpy(), normalise(images).numpy(), atol=5e-6)
+    np.testing.assert_allclose(actual.numpy(), normalize(images).numpy(), atol=5e-6)
 
 
-def test_each_picture_has_its_own_jitter() -> None:
+def test_each_image_has_its_own_jitter() -> None:
     images = random_pixels(3, 20, 20, 3)
     jitter = torch.tensor([[1.1, 0.5, 1.5, 0.3], IDENTITY, [0.9, 1.5, 0.5, -0.3]])
-    actual = normalise(images, jitter)
+    actual = normalize(images, jitter)
     for i in range(3):
-        single = normalise(images[i : i + 1], jitter[i : i + 1])[0]
+        single = normalize(images[i : i + 1], jitter[i : i + 1])[0]
         np.testing.assert_allclose(actual[i].numpy(), single.numpy(), atol=5e-6)
         picture = images[i].numpy() / 255
         expected = (jittered(picture, *jitter[i].tolist()) - MEAN) / STD
@@ -127,14 +130,14 @@ def test_hue_keeps_luma_and_undoes_itself() -> None:
     np.testing.assert_allclose(jittered(picture, 1, 1, 1, 2 * math.pi), picture, atol=1e-12)
 
 
-@pytest.mark.parametrize("colour", np.eye(3) * 0.4 + 0.3)
+@pytest.mark.parametrize("color", np.eye(3) * 0.4 + 0.3)
 @pytest.mark.parametrize("degrees", [-18, -5, 5, 18])
-def test_hue_turns_the_way_of_hsv(colour: np.ndarray, degrees: float) -> None:
+def test_hue_turns_the_way_of_hsv(color: np.ndarray, degrees: float) -> None:
     """Red goes towards yellow, green towards cyan, blue towards magenta where positive."""
-    picture = colour.reshape(1, 1, 3)
+    picture = color.reshape(1, 1, 3)
     actual = jittered(picture, 1.0, 1.0, 1.0, math.radians(degrees))
     expected = reference.jitter_colours(picture, 1.0, 1.0, 1.0, degrees / 360)
-    turns = [hue_difference(after, colour) for after in (actual.ravel(), expected.ravel())]
+    turns = [hue_difference(after, color) for after in (actual.ravel(), expected.ravel())]
     assert turns[1] == pytest.approx(degrees / 360)
     assert 0.5 < turns[0] / turns[1] < 2.2  # YIQ's angles are not HSV's
 

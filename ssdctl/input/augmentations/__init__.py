@@ -1,0 +1,100 @@
+"""Augmentations, one file each. `--augment` names them: `ssd`, `crop,flip`, `ssd,FILE`.
+
+A file has two functions. `draw(keys, boxes, sizes)` returns random parameters of a batch of images,
+`apply(view, params)` what the network sees of these images then. Neither sees pixels: the loader
+cuts and mirrors them while it decodes, and the device maps the colors (ssdctl/model/normalize.py).
+The functions run in the order of the list. Other packages add modules with these two functions as
+entry points `ssdctl.augmentations`. Shapes: B batch, G boxes (padded).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ssdctl.config.augmentations import ENTRY_POINTS, is_file, names_of
+from ssdctl.input.counter_rng import uniform
+from ssdctl.runtime.packages import load_entry_point
+
+if TYPE_CHECKING:
+    from ssdctl.input.sampler import LoaderConfig
+
+Floats = NDArray[np.float64]
+# Streams of random numbers that resumed runs continue; other names hash to theirs.
+STREAMS = {"crop": 2, "flip": 3, "color": 4, "zoom": 5}
+
+
+class Keys(NamedTuple):
+    """What the random numbers of samples depend on."""
+
+    stream: int  # separates the augmentation from others
+    config: LoaderConfig  # of the run: the seed, and settings of augmentations
+    epochs: NDArray[np.int64]  # B: the pass over the dataset
+    rows: NDArray[np.int64]  # B: the image
+
+    def uniform(self, *index: ArrayLike) -> Floats:
+        """Return numbers in [0, 1), (B, ...) for indices that broadcast to (...)."""
+        shape = (-1,) + (1,) * max(map(np.ndim, index), default=0)
+        epochs, rows = self.epochs.reshape(shape), self.rows.reshape(shape)
+        return uniform(self.stream, self.config.seed, epochs, rows, *index)
+
+
+class Boxes(NamedTuple):
+    """The boxes of a batch."""
+
+    ltrb: NDArray[np.floating]  # B x G x 4, fractions
+    labels: NDArray[np.int64]  # B x G; 0 marks padding
+
+
+class View(NamedTuple):
+    """What the network sees of each image."""
+
+    rect: Floats  # B x 4, ltrb in fractions of the image; may leave it, and is filled there
+    boxes: Boxes  # in fractions of rect
+    sizes: NDArray[np.int32]  # B x 2, width and height of rect in pixels
+    flip: NDArray[np.bool_]  # B: mirrored left to right
+    jitter: NDArray[np.float32] | None = None  # B x 4: see ssdctl.model.normalize
+
+    def part(self, rect: Floats, boxes: Boxes) -> View:
+        """Return the view of (B, 4) rectangles, in fractions of this one, with their boxes."""
+        mirrored = np.stack([1 - rect[:, 2], rect[:, 1], 1 - rect[:, 0], rect[:, 3]], axis=1)
+        rect = np.where(self.flip[:, None], mirrored, rect)
+        extent = self.rect[:, 2:] - self.rect[:, :2]
+        sizes = np.rint(self.sizes * (rect[:, 2:] - rect[:, :2])).astype(np.int32)
+        inside = np.tile(self.rect[:, :2], 2) + rect * np.tile(extent, 2)
+        return self._replace(rect=inside, boxes=boxes, sizes=sizes)
+
+
+def whole(boxes: Boxes, sizes: NDArray[np.int32]) -> View:
+    """Return the view of whole images."""
+    rect = np.tile(np.array([0.0, 0.0, 1.0, 1.0]), (len(sizes), 1))
+    return View(rect, boxes, sizes, np.zeros(len(sizes), np.bool_))
+
+
+class Augmentation(NamedTuple):
+    """One augmentation of a list."""
+
+    stream: int
+    draw: Callable[[Keys, Boxes, NDArray[np.int32]], Any]
+    apply: Callable[[View, Any], View]
+
+
+@functools.cache
+def load(augment: str) -> tuple[Augmentation, ...]:
+    """Import the augmentations that a value of `--augment` names."""
+    loaded = []
+    for name in names_of(augment):
+        module = (
+            importlib.import_module(f"{__name__}.{name}")
+            if is_file(name)
+            else load_entry_point(ENTRY_POINTS, name)
+        )
+        stream = STREAMS.get(name, zlib.crc32(name.encode()))
+        loaded.append(Augmentation(stream, module.draw, module.apply))
+    return tuple(loaded)

@@ -1,0 +1,152 @@
+"""Draw the samples of a micro-batch before any pixel is read: which images, and their views.
+
+The order is one endless stream, one permutation of the dataset after another. Step s takes the
+stream's samples s * G to (s + 1) * G, for a global batch of G; a rank takes its slice of them. So
+every image occurs once per epoch at any world size, nothing is dropped or padded, and a resume
+needs one integer. All of it is a function of (seed, position in the stream). Shapes: B batch, G
+boxes (padded).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.config import TrainConfig
+from ssdctl.data.store import Split
+from ssdctl.input.augmentations import Boxes, Keys, View, load, whole
+from ssdctl.input.counter_rng import hashed
+
+ORDER_STREAM = 1  # separates these random numbers from those of augmentations
+
+
+class LoaderConfig(NamedTuple):
+    """Which part of the stream a rank loads, and how."""
+
+    seed: int
+    batch_size: int  # per rank and micro-batch
+    threads: int
+    max_boxes: int  # G: the same for every batch, so that shapes are static
+    augment: str = "ssd"
+    hue_degrees: float = 18.0
+    accumulate: int = 1
+    first_sample: int = 0  # of the stream, at step 0 of `TrainLoader.batches`
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, split: Split, *, batch_size: int, threads: int, **others: Any
+    ) -> LoaderConfig:
+        """Return the config of a process that trains without other ranks, but for `others`."""
+        return cls(
+            seed=config.seed,
+            batch_size=batch_size,
+            threads=threads,
+            max_boxes=max(split.most_boxes, 1),
+            augment=config.augment,
+            hue_degrees=config.hue_degrees,
+        )._replace(**others)
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_size * self.world_size * self.accumulate
+
+    def positions(self, start_step: int, end_step: int) -> range:
+        """Return the position in the stream at which each micro-batch of this rank begins.
+
+        Steps count from `first_sample`; each has `accumulate` micro-batches.
+        """
+        stride = self.batch_size * self.world_size
+        first = self.first_sample + self.rank * self.batch_size
+        start, end = (first + step * self.accumulate * stride for step in (start_step, end_step))
+        return range(start, end, stride)
+
+
+class SampleStream:
+    """The order of one run's samples.
+
+    Args:
+        rows: The images that are trained on.
+        seed: The run's seed.
+    """
+
+    def __init__(self, rows: NDArray[np.int64], seed: int) -> None:
+        assert len(rows) > 0
+        self._rows = rows
+        self._seed = seed
+        self._permutations: dict[int, NDArray[np.int64]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return rows and epochs, (count,) each, of the stream's samples `start` and following."""
+        epochs, places = np.divmod(np.arange(start, start + count), len(self._rows))
+        rows = np.empty(count, np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            rows[chosen] = self._permutation(int(epoch))[places[chosen]]
+        return rows, epochs
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if epoch not in self._permutations:
+            keys = hashed(ORDER_STREAM, self._seed, epoch, np.arange(len(self._rows)))
+            # A batch uses two permutations if it crosses the end of an epoch, or many if it is
+            # larger than the dataset; the oldest are never needed again.
+            self._permutations = {e: p for e, p in self._permutations.items() if e > epoch - 2}
+            self._permutations[epoch] = self._rows[np.argsort(keys, kind="stable")]
+        return self._permutations[epoch]
+
+
+class Samples(NamedTuple):
+    """A micro-batch without its pixels."""
+
+    positions: NDArray[np.int64]  # B, in the stream
+    rows: NDArray[np.int64]  # B, which images
+    view: View
+    is_whole: bool = True  # not augmented: the images are resized exactly as by Pillow
+
+
+def draw_samples(
+    split: Split, stream: SampleStream, config: LoaderConfig, start: int, count: int
+) -> Samples:
+    """Draw the stream's samples start to start + count: all but their pixels."""
+    rows, epochs = stream.samples(start, count)
+    # Only as wide as these images need, because crops cost as much for padding as for boxes.
+    most = max(int((split.starts[rows + 1] - split.starts[rows]).max()), 1)
+    boxes = padded_boxes(split, rows, min(most, config.max_boxes))
+    view = whole(boxes, split.pixel_sizes[rows])
+    augmentations = load(config.augment)
+    for augmentation in augmentations:
+        keys = Keys(augmentation.stream, config, epochs, rows)
+        view = augmentation.apply(view, augmentation.draw(keys, view.boxes, view.sizes))
+    view = view._replace(boxes=_finished(view.boxes, config.max_boxes))
+    return Samples(np.arange(start, start + count), rows, view, is_whole=not augmentations)
+
+
+def whole_samples(split: Split, rows: NDArray[np.int64], max_boxes: int = 1) -> Samples:
+    """Return whole images, for evaluation, with at most `max_boxes` boxes each."""
+    boxes = _finished(padded_boxes(split, rows, max_boxes), max_boxes)
+    return Samples(rows, rows, whole(boxes, split.pixel_sizes[rows]))
+
+
+def padded_boxes(split: Split, rows: NDArray[np.int64], max_boxes: int) -> Boxes:
+    """Return the boxes of images, zero-padded or cut to `max_boxes`."""
+    ltrb = np.zeros((len(rows), max_boxes, 4))
+    labels = np.zeros((len(rows), max_boxes), np.int64)
+    for i, row in enumerate(rows):
+        start = split.starts[row]
+        end = min(split.starts[row + 1], start + max_boxes)
+        ltrb[i, : end - start] = split.boxes[start:end]
+        labels[i, : end - start] = split.labels[start:end]
+    return Boxes(ltrb, labels)
+
+
+def _finished(boxes: Boxes, max_boxes: int) -> Boxes:
+    """Return the boxes in the precision and with the padding of batches."""
+    padding = ((0, 0), (0, max_boxes - boxes.labels.shape[1]))
+    ltrb = np.pad(boxes.ltrb.astype(np.float32), (*padding, (0, 0)))
+    return Boxes(ltrb, np.pad(boxes.labels, padding))

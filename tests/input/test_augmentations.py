@@ -1,0 +1,407 @@
+"""Crops equal the plain-loop sampler of MLPerf; zoom, flip, lists of names and new files."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import reference
+from conftest import Result
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from PIL import Image
+from plugins import install_package
+
+import ssdctl
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.store import Split
+from ssdctl.input.augmentations import STREAMS, Boxes, Keys, View, crop, flip, whole
+from ssdctl.input.counter_rng import uniform
+from ssdctl.input.loader import TrainLoader
+from ssdctl.input.resize import FILL_RGB, resize_crop
+from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+
+Cli = Callable[..., Result]
+NUM_DRAWS = 40_000
+WHOLE = [0.0, 0.0, 1.0, 1.0]
+SCENES: dict[str, list[reference.Box]] = {
+    "small": [(0.42, 0.55, 0.5, 0.62)],
+    "large": [(0.1, 0.05, 0.9, 0.95)],
+    "three": [(0.05, 0.1, 0.45, 0.6), (0.3, 0.2, 0.95, 0.8), (0.7, 0.75, 0.8, 0.98)],
+    "edge": [(0.0, 0.0, 0.25, 0.4)],
+}
+
+
+class Drawn(NamedTuple):
+    """Many crops of one image."""
+
+    rect: np.ndarray  # N x 4
+    kept: np.ndarray  # N x G: which boxes are kept
+    first: np.ndarray  # N x 4: the first kept box, in fractions of the crop
+
+
+def sampled(seed: int, epochs: np.ndarray, rows: np.ndarray, boxes: Boxes) -> View:
+    """Return crops cut at pixels so small that rounding does not matter."""
+    config = LoaderConfig(seed=seed, batch_size=1, threads=1, max_boxes=1)
+    view = whole(boxes, np.full((len(rows), 2), 1 << 30, np.int32))
+    keys = Keys(STREAMS["crop"], config, epochs, rows)
+    return crop.apply(view, crop.draw(keys, view.boxes, view.sizes))
+
+
+def cropped(rect: np.ndarray, boxes: Boxes) -> View:
+    return crop.apply(whole(boxes, np.full((len(rect), 2), 300, np.int32)), rect)
+
+
+def padded(boxes: list[reference.Box], count: int) -> Boxes:
+    """(count, G + 2, 4) boxes and labels 1 to G, then padding, for `count` equal images."""
+    result = np.zeros((count, len(boxes) + 2, 4))
+    labels = np.zeros((count, len(boxes) + 2), np.int64)
+    result[:, : len(boxes)] = boxes
+    labels[:, : len(boxes)] = np.arange(1, len(boxes) + 1)
+    return Boxes(result, labels)
+
+
+def drawn_by_ssdctl(boxes: list[reference.Box], seed: int = 0, count: int = NUM_DRAWS) -> Drawn:
+    rows = np.arange(count)
+    view = sampled(seed, rows % 5, rows, padded(boxes, count))
+    kept = np.stack([(view.boxes.labels == g + 1).any(axis=1) for g in range(len(boxes))], axis=1)
+    return Drawn(view.rect, kept, view.boxes.ltrb[:, 0].astype(np.float64))
+
+
+def drawn_by_reference(boxes: list[reference.Box], count: int = NUM_DRAWS) -> Drawn:
+    rng = random.Random(0)
+    crops = [reference.sample_crop(boxes, rng) for _ in range(count)]
+    kept = np.array([[g in c.kept for g in range(len(boxes))] for c in crops])
+    return Drawn(np.array([c.rect for c in crops]), kept, np.array([c.boxes[0] for c in crops]))
+
+
+def assert_same_mean(a: np.ndarray, b: np.ndarray, what: str) -> None:
+    """Two samples' means differ by less than five standard errors of their difference."""
+    error = np.sqrt(a.var() / len(a) + b.var() / len(b))
+    assert abs(a.mean() - b.mean()) <= 5 * error + 1e-12, (what, a.mean(), b.mean(), error)
+
+
+def assert_same_distribution(a: np.ndarray, b: np.ndarray, what: str) -> None:
+    """Kolmogorov and Smirnov's distance, at a level of 1e-6: sqrt(ln(2 / level) / 2)."""
+    grid = np.concatenate([a, b])
+    shares = [np.searchsorted(np.sort(s), grid, side="right") / len(s) for s in (a, b)]
+    distance = np.abs(shares[0] - shares[1]).max()
+    limit = np.sqrt(np.log(2 / 1e-6) / 2) * np.sqrt(1 / len(a) + 1 / len(b))
+    assert distance < limit, (what, distance, limit)
+
+
+def least_iou(rect: np.ndarray, boxes: list[reference.Box]) -> np.ndarray:
+    """Of each crop with the box that it fits worst: what the modes differ in."""
+    low = np.maximum(rect[:, None, :2], np.array(boxes)[:, :2])
+    high = np.minimum(rect[:, None, 2:], np.array(boxes)[:, 2:])
+    overlap = (high - low).clip(0).prod(-1)
+    areas = np.array([(b[2] - b[0]) * (b[3] - b[1]) for b in boxes])
+    sides = rect[:, 2:] - rect[:, :2]
+    return np.asarray((overlap / (areas + sides.prod(-1)[:, None] - overlap)).min(axis=1))
+
+
+class Replayed(random.Random):
+    """The numbers that ssdctl draws for one sample, for the loop to use in its own order."""
+
+    def __init__(self, sample: tuple[int, int, int]) -> None:  # seed, epoch, row
+        super().__init__(0)
+        self.key = (STREAMS["crop"], *sample)
+        self.attempt, self.index = -1, 0
+
+    def choice(self, seq: Sequence[Any]) -> Any:  # a mode: a new attempt begins
+        self.attempt, self.index = self.attempt + 1, 0
+        return seq[int(self._next() * len(seq))]
+
+    def uniform(self, a: float, b: float) -> float:
+        return a + (b - a) * self._next()
+
+    def _next(self) -> float:
+        self.index += 1
+        return float(uniform(*self.key, self.attempt, self.index - 1)[0])
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.process
+def test_equal_to_the_loop_on_the_same_numbers(scene: str) -> None:
+    boxes, count = SCENES[scene], 150
+    rows, epochs = np.arange(count), np.arange(count) % 3
+    view = sampled(4, epochs, rows, padded(boxes, count))
+    for i in range(count):
+        expected = reference.sample_crop(boxes, Replayed((4, int(epochs[i]), i)))
+        np.testing.assert_allclose(view.rect[i], expected.rect, atol=2e-9)
+        kept = len(expected.kept)
+        assert view.boxes.labels[i, :kept].tolist() == [g + 1 for g in expected.kept]
+        assert (view.boxes.labels[i, kept:] == 0).all()
+        np.testing.assert_allclose(view.boxes.ltrb[i, :kept], expected.boxes, atol=1e-6)
+
+
+@pytest.mark.slow(in_ci=True)
+@pytest.mark.parametrize("scene", SCENES)
+def test_statistics_equal_the_replaced_systems(scene: str) -> None:
+    boxes = SCENES[scene]
+    actual, expected = drawn_by_ssdctl(boxes), drawn_by_reference(boxes)
+    uncropped = [(d.rect == WHOLE).all(axis=1) for d in (actual, expected)]
+    assert_same_mean(*(w.astype(float) for w in uncropped), "images left whole")
+    # The modes show in how many crops fit every box by more than each threshold.
+    fits = [least_iou(d.rect, boxes) for d in (actual, expected)]
+    for threshold in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9):
+        over = [((f > threshold) & ~w).astype(float) for f, w in zip(fits, uncropped, strict=True)]
+        assert_same_mean(*over, f"crops over {threshold}")
+    rects = [d.rect[~w] for d, w in zip((actual, expected), uncropped, strict=True)]
+    sides = [r[:, 2:] - r[:, :2] for r in rects]
+    for axis, name in enumerate("xy"):
+        assert_same_distribution(*(s[:, axis] for s in sides), f"side {name}")
+        assert_same_distribution(*(r[:, axis] for r in rects), f"position {name}")
+        assert_same_mean(*(s[:, axis] for s in sides), f"mean side {name}")
+    assert_same_distribution(*(s[:, 0] / s[:, 1] for s in sides), "aspect")
+    for g in range(len(boxes)):
+        assert_same_mean(*(d.kept[:, g].astype(float) for d in (actual, expected)), f"box {g} kept")
+    assert_same_mean(*(d.kept.sum(axis=1).astype(float) for d in (actual, expected)), "boxes kept")
+    # Rounded, because whole images' boxes are equal but for fp32.
+    boxes_left = [d.first.round(5) for d in (actual, expected)]
+    for axis, name in enumerate("xy"):
+        centres = [(b[:, axis] + b[:, axis + 2]).round(5) for b in boxes_left]
+        assert_same_distribution(*centres, f"centre {name} of the first box kept")
+        extents = [(b[:, axis + 2] - b[:, axis]).round(5) for b in boxes_left]
+        assert_same_distribution(*extents, f"side {name} of the first box kept")
+
+
+@pytest.mark.process
+def test_share_of_uncropped_images_by_calculation() -> None:
+    """A tiny box in the middle fails all five thresholds, so "whole" and "free" are left: an
+    attempt ends whole with 1/7, cropped with 1/7 of the chance that a free crop is good."""
+    side = 0.3 + 0.7 * (np.arange(1000) + 0.5) / 1000
+    holds_centre = np.where(side >= 0.5, 1.0, side / (1 - side))  # per axis, over the positions
+    aspect = side[:, None] / side
+    good = ((aspect >= 0.5) & (aspect <= 2)) * holds_centre[:, None] * holds_centre
+    expected = 1 / (1 + good.mean())
+    drawn = drawn_by_ssdctl([(0.499, 0.499, 0.501, 0.501)], seed=3)
+    share = (drawn.rect == WHOLE).all(axis=1).mean()
+    assert abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / NUM_DRAWS)
+
+
+@pytest.mark.process
+def test_each_crop_is_one_that_the_modes_allow() -> None:
+    boxes = SCENES["three"]
+    drawn = drawn_by_ssdctl(boxes, seed=1)
+    cropped = drawn.rect[(drawn.rect != WHOLE).any(axis=1)]
+    sides = cropped[:, 2:] - cropped[:, :2]
+    assert 0.3 - 1e-12 <= sides.min() < 0.303
+    assert 0.99 < sides.max() <= 1
+    assert cropped.min() >= 0
+    assert cropped.max() <= 1
+    assert (sides[:, 0] / sides[:, 1]).min() >= 0.5
+    assert (sides[:, 0] / sides[:, 1]).max() <= 2
+    for rect, kept in zip(drawn.rect, drawn.kept, strict=True):
+        assert kept.tolist() == [reference.centre_inside(rect, box) for box in boxes]
+        assert kept.any()
+
+
+def test_images_without_boxes_are_not_cropped() -> None:
+    zeros, empty = np.zeros(50, np.int64), Boxes(np.zeros((50, 3, 4)), np.zeros((50, 3), np.int64))
+    view = sampled(0, zeros, np.arange(50), empty)
+    assert (view.rect == WHOLE).all()
+    assert (view.boxes.labels == 0).all()
+
+
+def assert_equal(a: View, b: View, order: np.ndarray) -> None:
+    np.testing.assert_array_equal(a.rect, b.rect[order])
+    np.testing.assert_array_equal(a.boxes.ltrb, b.boxes.ltrb[order])
+    np.testing.assert_array_equal(a.boxes.labels, b.boxes.labels[order])
+
+
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
+    rng = np.random.default_rng(0)
+    corner = rng.uniform(0, 0.6, (64, 4, 2))
+    ltrb = np.concatenate([corner, corner + rng.uniform(0.05, 0.4, (64, 4, 2))], -1)
+    labels = rng.integers(0, 5, (64, 4))
+    labels[:, 0] = 1
+    ltrb[labels == 0] = 0
+    epoch, row = rng.integers(0, 3, 64), rng.permutation(64)
+    together = sampled(5, epoch, row, Boxes(ltrb, labels))
+    for order in (np.array([0]), np.array([63]), rng.permutation(64)):
+        part = sampled(5, epoch[order], row[order], Boxes(ltrb[order], labels[order]))
+        assert_equal(part, together, order)
+
+
+def test_seed_epoch_and_row_each_change_the_crop() -> None:
+    boxes, rows, zeros = padded(SCENES["large"], 200), np.arange(200), np.zeros(200, np.int64)
+    keys = [(0, zeros, rows), (1, zeros, rows), (0, zeros + 1, rows), (0, zeros, rows + 200)]
+    draws = [sampled(*key, boxes).rect for key in keys]
+    for i, a in enumerate(draws):
+        for b in draws[:i]:
+            assert (a != b).any(axis=1).mean() > 0.5
+
+
+UNIT = st.floats(0, 1)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Boxes:
+    """(2, 5, 4) boxes, some without area, and (2, 5) labels with padding in any place."""
+    corners = draw(arrays(np.float64, (2, 5, 2, 2), elements=UNIT))
+    labels = draw(arrays(np.int64, (2, 5), elements=st.integers(0, 3)))
+    ltrb = np.concatenate([corners.min(axis=2), corners.max(axis=2)], axis=-1)
+    return Boxes(np.where(labels[..., None] > 0, ltrb, 0.0), labels)
+
+
+def check_kept(view: View, before: Boxes) -> None:
+    """Kept boxes are in the crop, first and in their order; the rest is zeros."""
+    ltrb, labels = view.boxes
+    assert ltrb.dtype == np.float32
+    assert ltrb.min() >= 0
+    assert ltrb.max() <= 1
+    assert (ltrb[..., :2] <= ltrb[..., 2:]).all()
+    for i, rect in enumerate(view.rect):
+        chosen = [
+            g
+            for g, label in enumerate(before.labels[i])
+            if label > 0 and reference.centre_inside(rect, before.ltrb[i, g])
+        ]
+        padding = [0] * (len(before.labels[i]) - len(chosen))
+        assert labels[i].tolist() == [*before.labels[i, chosen], *padding]
+        low, sides = np.tile(rect[:2], 2), np.tile(rect[2:] - rect[:2], 2)
+        clipped = before.ltrb[i, chosen].clip(low, np.tile(rect[2:], 2))
+        np.testing.assert_allclose(ltrb[i, : len(chosen)], (clipped - low) / sides, atol=1e-6)
+        assert (ltrb[i, len(chosen) :] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), arrays(np.float64, (2, 4), elements=UNIT))
+@pytest.mark.process
+def test_a_crop_keeps_the_boxes_with_their_center_in_it(batch: Boxes, draw: np.ndarray) -> None:
+    size = 0.3 + 0.7 * draw[:, :2]
+    low = draw[:, 2:] * (1 - size)
+    check_kept(cropped(np.concatenate([low, low + size], 1), batch), batch)
+
+
+def test_many_boxes_keep_their_order() -> None:
+    corner = np.random.default_rng(0).uniform(0, 0.9, (1, 93, 2))
+    boxes = Boxes(np.concatenate([corner, corner + 0.1], -1), np.arange(1, 94)[None])
+    check_kept(cropped(np.array([[0.2, 0.2, 0.8, 0.7]]), boxes), boxes)
+
+
+def test_flip() -> None:
+    view = cropped(np.array([[0.25, 0.0, 1.0, 1.0]]), padded([(0.25, 0.25, 0.625, 1.0)], 1))
+    yes = np.array([True])
+    once = flip.apply(view, yes)
+    assert once.flip.tolist() == [True]
+    assert once.boxes.ltrb[0].tolist() == [[0.5, 0.25, 1.0, 1.0], [0.0] * 4, [0.0] * 4]
+    # A crop of a mirrored view is cut from the other side of the image.
+    assert once.part(np.array([[0.0, 0.0, 0.5, 1.0]]), view.boxes).rect.tolist() == [
+        [0.625, 0.0, 1.0, 1.0]
+    ]
+    assert_equal(flip.apply(once, yes), view, np.array([0]))
+
+
+ZOOM = LoaderConfig(seed=5, batch_size=256, threads=1, max_boxes=8, augment="ssd-zoom")
+
+
+@pytest.fixture(scope="module")
+def split(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Split:
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"))["train"]
+
+
+def test_a_crop_that_leaves_the_image_is_a_crop_of_the_canvas() -> None:
+    columns, rows = np.linspace(0, 255, 120)[None, :, None], np.linspace(255, 0, 80)[:, None, None]
+    pixels = np.broadcast_to((columns + rows) / 2, (80, 120, 3)).round().astype(np.uint8)
+    left, top, right, bottom = box = (-60, -40, 180, 100)
+    canvas = np.empty((bottom - top, right - left, 3), np.uint8)
+    canvas[...] = FILL_RGB
+    canvas[-top : -top + 80, -left : -left + 120] = pixels
+    for is_mirrored in (False, True):
+        out = np.empty((300, 300, 3), np.uint8)
+        resize_crop(pixels, box, is_mirrored, out)
+        expected = np.asarray(Image.fromarray(canvas).resize((300, 300), Image.Resampling.BILINEAR))
+        expected = expected[:, ::-1] if is_mirrored else expected
+        difference = np.abs(out.astype(int) - expected).max(axis=2)
+        assert np.quantile(difference, 0.95) <= 2  # the edge of the image is sharper
+        assert (out[0, 0] == FILL_RGB).all()
+
+
+def test_half_of_the_samples_are_zoomed_out_and_boxes_follow(split: Split) -> None:
+    stream = SampleStream(split.trainable, ZOOM.seed)
+    samples = draw_samples(split, stream, ZOOM, 0, ZOOM.batch_size)
+    rect, boxes = samples.view.rect, samples.view.boxes
+    leaves = ((rect[:, :2] < 0) | (rect[:, 2:] > 1)).any(axis=1)
+    assert 0.3 < leaves.mean() < 0.55  # half are on a canvas; some crops then stay inside
+    assert (rect[:, 2:] - rect[:, :2]).max() <= 4.05
+    # A box in the crop, put back into the image, is one of the image's, clipped to the crop.
+    for slot in np.flatnonzero(leaves)[:50]:
+        row = samples.rows[slot]
+        truth = split.boxes[split.starts[row] : split.starts[row + 1]].astype(float)
+        low, high = rect[slot, :2], rect[slot, 2:]
+        clipped = truth.clip(np.tile(low, 2), np.tile(high, 2))
+        for box in boxes.ltrb[slot][boxes.labels[slot] > 0]:
+            if samples.view.flip[slot]:
+                box = np.array([1 - box[2], box[1], 1 - box[0], box[3]])
+            back = np.tile(low, 2) + box * np.tile(high - low, 2)
+            assert np.abs(clipped - back).max(axis=1).min() < 1e-5
+
+
+def test_batches_have_filled_borders(split: Split) -> None:
+    config = ZOOM._replace(batch_size=16)
+    loader = TrainLoader(split, SampleStream(split.trainable, config.seed), config)
+    images = next(iter(loader.batches(0, 1))).images.numpy()
+    filled = (images == np.array(FILL_RGB, np.uint8)).all(axis=3).mean(axis=(1, 2))
+    assert (filled > 0.2).any()
+    assert (filled < 0.01).any()
+
+
+SHOW_FLIPS = """
+import sys
+from pathlib import Path
+from ssdctl.config.augmentations import problem_of
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+split = open_dataset(Path(sys.argv[1]), Path(sys.argv[2]))["train"]
+stream = SampleStream(split.trainable, 0)
+for augment in sys.argv[3:]:
+    assert problem_of(augment) is None, problem_of(augment)
+    config = LoaderConfig(seed=0, batch_size=64, threads=1, max_boxes=9, augment=augment)
+    print(*draw_samples(split, stream, config, 0, 64).view.flip.astype(int))
+"""
+
+
+@pytest.mark.process
+def test_a_new_file_or_entry_point_is_named_in_a_list(
+    shapes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of flip.py under another name, and the same file in another package."""
+    package = shutil.copytree(Path(ssdctl.__file__).parent, tmp_path / "ssdctl")
+    content = (package / "input/augmentations/flip.py").read_text()
+    (package / "input/augmentations/turn.py").write_text(content)
+    entries = "[ssdctl.augmentations]\nother = elsewhere\n"
+    install_package(tmp_path / "site", monkeypatch, "elsewhere", content, entries)
+    command = [
+        sys.executable,
+        "-c",
+        SHOW_FLIPS,
+        shapes,
+        shapes / "prepared",
+        "ssd",
+        "crop,turn",
+        "other",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{tmp_path}/site"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(16 < line.count("1") < 48 for line in lines)
+    assert len(set(lines)) == 3  # each name has random numbers of its own
+
+
+def test_an_unknown_name_is_refused(cli: Cli, tmp_path: Path) -> None:
+    result = cli("train", "--data", tmp_path, "--augment", "ssd,nosuch")
+    assert result.code == 2
+    assert "nosuch" in result.err
+    assert "ssd-zoom" in result.err

@@ -1,0 +1,368 @@
+"""Batches are a function of (seed, step), in every pipeline; bad images are replaced alike."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from ssdctl import files
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import Split
+from ssdctl.errors import DataError, DiskError
+from ssdctl.input.batch import Batch
+from ssdctl.input.fake import fake_split
+from ssdctl.input.loader import evaluation_batches, open_input
+from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+
+PLAN = LoaderConfig(seed=4, batch_size=5, threads=2, max_boxes=12)
+HAS_DALI = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.dali")
+needs_dali = pytest.mark.skipif(not HAS_DALI, reason="the dali extra is not installed")
+PIPELINES = ["native", pytest.param("dali", marks=needs_dali)]
+
+
+@pytest.fixture(scope="module")
+def splits(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Split]:
+    return open_dataset(shapes, tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture
+def copied(shapes: Path, tmp_path: Path) -> Split:
+    """A prepared dataset of its own."""
+    root = tmp_path / "dataset"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    return open_dataset(root, tmp_path / "store")["train"]
+
+
+@pytest.fixture
+def damaged(copied: Split) -> Split:
+    """A prepared dataset of which three images went bad afterwards: cut, replaced, lost."""
+    cut, page, lost = (Path(copied.place(int(row))) for row in copied.trainable[[2, 9, 15]])
+    cut.write_bytes(cut.read_bytes()[:3000])
+    page.write_bytes(b"<html>not found</html>")
+    lost.unlink()
+    return copied
+
+
+def read_batches(
+    split: Split, plan: LoaderConfig, first: int, last: int, pipeline: str = "native"
+) -> list[Batch]:
+    """Return copies of a run's batches: the pixel buffers are reused."""
+    batches = open_input(pipeline, split, plan).batches(first, last)
+    return [batch._replace(images=batch.images.clone()) for batch in batches]
+
+
+def assert_same(actual: list[Batch], expected: list[Batch], levels: int = 0) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.rows.tolist() == b.rows.tolist()
+        assert a.bad == b.bad
+        for name in ("boxes", "labels", "jitter"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert (x is None and y is None) or torch.equal(x, y), name
+        assert (a.images.int() - b.images.int()).abs().max() <= levels
+
+
+@pytest.mark.parametrize("augment", ["ssd", "none", "color"])
+def test_more_padding_changes_nothing_else(splits: dict[str, Split], augment: str) -> None:
+    split, plan = splits["train"], PLAN._replace(augment=augment)
+    stream = SampleStream(split.trainable, plan.seed)
+    narrow, wide = (
+        draw_samples(split, stream, plan._replace(max_boxes=n), 0, 20).view for n in (12, 30)
+    )
+    assert wide.boxes.ltrb.shape == (20, 30, 4)
+    assert wide.boxes.ltrb.dtype == np.float32
+    assert np.array_equal(wide.rect, narrow.rect)
+    assert np.array_equal(wide.boxes.ltrb[:, :12], narrow.boxes.ltrb)
+    assert np.array_equal(wide.boxes.labels[:, :12], narrow.boxes.labels)
+    assert not wide.boxes.ltrb[:, 12:].any()
+    assert not wide.boxes.labels[:, 12:].any()
+
+
+@pytest.mark.process
+def test_threads_change_nothing(splits: dict[str, Split]) -> None:
+    once, *others = (  # two epochs
+        read_batches(splits["train"], PLAN._replace(threads=n), 0, 10) for n in (1, 2, 5)
+    )
+    for other in others:
+        assert_same(once, other)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.process
+def test_a_resumed_run_continues_with_the_same_batches(
+    splits: dict[str, Split], pipeline: str
+) -> None:
+    complete = read_batches(splits["train"], PLAN, 0, 8, pipeline)
+    assert_same(complete[3:], read_batches(splits["train"], PLAN, 3, 8, pipeline))
+    later = PLAN._replace(first_sample=3 * 5)
+    assert_same(complete[3:], read_batches(splits["train"], later, 0, 5, pipeline))
+
+
+@pytest.mark.process
+def test_two_ranks_and_accumulation_take_the_same_global_batches(splits: dict[str, Split]) -> None:
+    complete = read_batches(splits["train"], PLAN._replace(batch_size=8), 0, 4)
+    half = PLAN._replace(batch_size=2, world_size=2, accumulate=2)
+    shared = [read_batches(splits["train"], half._replace(rank=r), 0, 4) for r in (0, 1)]
+    for step, batch in enumerate(complete):
+        parts = [shared[rank][2 * step + part] for part in (0, 1) for rank in (0, 1)]
+        assert torch.equal(torch.cat([p.images for p in parts]), batch.images)
+        assert torch.equal(torch.cat([p.boxes for p in parts]), batch.boxes)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 6])
+@pytest.mark.process
+def test_a_steps_batches_are_good_until_the_next_step(
+    splits: dict[str, Split], accumulate: int
+) -> None:
+    """The caller keeps all micro-batches of a step; none of their buffers may be reused."""
+    plan = PLAN._replace(batch_size=1, accumulate=accumulate)
+    copies = read_batches(splits["train"], plan, 0, 4)
+    batches = open_input("native", splits["train"], plan).batches(0, 4)
+    for step in range(4):
+        held = [next(batches) for _ in range(accumulate)]
+        time.sleep(0.05)  # what is decoded ahead lands meanwhile
+        for part, batch in enumerate(held):
+            assert torch.equal(batch.images, copies[step * accumulate + part].images)
+
+
+@pytest.mark.process
+def test_shapes_are_static_and_boxes_are_in_the_image(splits: dict[str, Split]) -> None:
+    for batch in read_batches(splits["train"], PLAN, 0, 20):
+        assert batch.images.shape == (5, 300, 300, 3)
+        assert batch.images.dtype == torch.uint8
+        assert batch.boxes.shape == (5, 12, 4)
+        assert batch.boxes.min() >= 0
+        assert batch.boxes.max() <= 1
+        real = batch.labels > 0
+        assert real.any(dim=1).all()
+        assert (batch.boxes[real][:, 2:] > batch.boxes[real][:, :2]).all()
+        assert (batch.boxes[~real] == 0).all()
+
+
+def test_without_augmentation_images_are_resized_as_pillow_does(
+    splits: dict[str, Split], shapes: Path
+) -> None:
+    split = splits["train"]
+    (batch,) = read_batches(split, PLAN._replace(augment="none"), 0, 1)
+    assert batch.jitter is None
+    for i, row in enumerate(batch.rows):
+        with Image.open(shapes / "train2017" / f"{split.image_ids[row]:012d}.jpg") as image:
+            expected = np.asarray(image.resize((300, 300), Image.Resampling.BILINEAR))
+        assert np.array_equal(batch.images[i].numpy(), expected)
+        boxes = split.boxes[split.starts[row] : split.starts[row + 1]]
+        assert np.array_equal(batch.boxes[i, : len(boxes)], boxes)
+
+
+def white_boxes(folder: Path) -> Path:
+    """Create a dataset of black images, each with one annotated white box on its left."""
+    images, annotations = [], []
+    (folder / "train2017").mkdir(parents=True)
+    for number in range(1, 7):
+        image = np.zeros((90, 120, 3), np.uint8)
+        left, top, width, height = 5 + number, 10 * number, 30, 25
+        image[top : top + height, left : left + width] = 255
+        name = f"{number}.jpg"
+        Image.fromarray(image).save(folder / "train2017" / name, quality=95)
+        images.append({"id": number, "file_name": name, "width": 120, "height": 90})
+        box = [left, top, width, min(height, 90 - top)]
+        annotations.append({"id": number, "image_id": number, "category_id": 1, "bbox": box})
+    categories = [{"id": 1, "name": "white"}]
+    document = {"images": images, "annotations": annotations, "categories": categories}
+    (folder / "annotations").mkdir()
+    (folder / "annotations/instances_train2017.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("augment", ["ssd", "flip,crop", "zoom,flip,crop"])
+@pytest.mark.process
+def test_pixels_and_boxes_belong_together(tmp_path: Path, augment: str) -> None:
+    """A white box stays where its annotation is, whatever the crops, flips and their order."""
+    split = open_dataset(white_boxes(tmp_path / "data"), tmp_path / "store")["train"]
+    sides = []
+    for batch in read_batches(split, PLAN._replace(augment=augment), 0, 40):
+        for image, boxes, labels in zip(batch.images, batch.boxes, batch.labels, strict=True):
+            left, top, right, bottom = (300 * boxes[0]).round().int().tolist()
+            if not labels[0] or min(right - left, bottom - top) < 30:
+                continue
+            white = image.numpy().mean(axis=2) > 127
+            area = (right - left) * (bottom - top)
+            inside = white[top:bottom, left:right].sum()
+            assert inside > 0.8 * area
+            assert white.sum() - inside < 0.2 * area
+            sides.append(left + right > 300)
+    assert len(sides) > 50
+    assert 5 < sum(sides) < len(sides) - 5
+
+
+def test_evaluation_sees_every_image_once_in_order(splits: dict[str, Split]) -> None:
+    split = splits["val"]
+    rows = np.arange(len(split.image_ids))
+    batches = list(evaluation_batches(split, rows, 4, 2))
+    assert [len(b.images) for b in batches] == [4, 4, 1]
+    assert np.concatenate([b.rows for b in batches]).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xd8\xff\xe0 cut", b"<html>", None])
+def test_images_that_all_went_bad_are_named(copied: Split, content: bytes | None) -> None:
+    paths = [Path(copied.place(int(row))) for row in copied.trainable]
+    for path in paths:
+        path.unlink() if content is None else path.write_bytes(content)
+    if content is not None:
+        with pytest.raises(DataError) as refused:
+            list(evaluation_batches(copied, copied.trainable, 4, 2))
+        assert str(paths[0]) in str(refused.value)
+    with pytest.raises(DataError, match=r"images in a row.*\.jpg"):
+        read_batches(copied, PLAN, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["EIO", "EACCES"])
+def test_an_image_that_the_system_refuses_is_replaced_and_not_scored(
+    copied: Split, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    refused = Path(copied.place(int(copied.trainable[2])))
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path == refused:
+            raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(files, "RETRY_AFTER_S", ())
+    bad = [bad for batch in read_batches(copied, PLAN, 0, 12) for bad in batch.bad]
+    assert {b.file for b in bad} == {str(refused)}
+    assert os.strerror(getattr(errno, name)) in bad[0].problem
+    with pytest.raises(DiskError, match=re.escape(str(refused))):
+        list(evaluation_batches(copied, copied.trainable, 4, 1))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.process
+def test_bad_images_are_replaced_alike_whatever_the_threads_and_ranks(
+    damaged: Split, pipeline: str
+) -> None:
+    complete = read_batches(damaged, PLAN, 0, 12, pipeline)
+    bad_rows = set(damaged.trainable[[2, 9, 15]].tolist())
+    order = SampleStream(damaged.trainable, PLAN.seed).samples(0, 100)[0]
+    for start, batch in zip(PLAN.positions(0, 12), complete, strict=True):
+        for slot, row in enumerate(batch.rows):  # the next good sample of the stream
+            assert row == next(r for r in order[start + slot :] if int(r) not in bad_rows)
+    met = [bad for batch in complete for bad in batch.bad]
+    assert {bad.image_id for bad in met} == set(damaged.image_ids[list(bad_rows)].tolist())
+    assert all(bad.problem and bad.file == damaged.place(bad.image_id - 1) for bad in met)
+    for threads in (1, 5):
+        plan = PLAN._replace(threads=threads)
+        assert_same(complete, read_batches(damaged, plan, 0, 12, pipeline))
+    assert_same(complete[7:], read_batches(damaged, PLAN, 7, 12, pipeline))
+    single = PLAN._replace(batch_size=1, world_size=5)
+    ranks = [read_batches(damaged, single._replace(rank=r), 0, 12, pipeline) for r in range(5)]
+    for step, batch in enumerate(complete):
+        assert [int(rank[step].rows[0]) for rank in ranks] == batch.rows.tolist()
+        images = torch.cat([rank[step].images for rank in ranks])
+        assert (images.int() - batch.images.int()).abs().max() <= (2 if pipeline == "dali" else 0)
+
+
+@needs_dali
+@pytest.mark.parametrize("augment", ["ssd", "none"])
+def test_dali_gives_the_native_batches_within_two_levels(
+    splits: dict[str, Split], augment: str
+) -> None:
+    plan = PLAN._replace(augment=augment)
+    native, dali = (read_batches(splits["train"], plan, 0, 6, name) for name in ("native", "dali"))
+    assert_same(native, dali, levels=2)
+
+
+@pytest.mark.process
+def test_a_packed_and_a_shrunk_store_give_the_same_samples(shapes: Path, tmp_path: Path) -> None:
+    """Crops are cut at whole pixels of what is stored; boxes refer to them."""
+    batches = {}
+    for name, pack, shrink in (
+        ("files", False, None),
+        ("packed", True, None),
+        ("shrunk", True, 300),
+    ):
+        prepare(shapes, tmp_path / name, pack=pack, shrink=shrink)
+        split = open_dataset(shapes, tmp_path / name)["train"]
+        batches[name] = read_batches(split, PLAN, 0, 5)
+    assert_same(batches["files"], batches["packed"])
+    for actual, expected in zip(batches["files"], batches["shrunk"], strict=True):
+        assert not expected.bad
+        assert actual.rows.tolist() == expected.rows.tolist()
+        assert (actual.boxes - expected.boxes).abs().max() < 0.03
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 7),
+    world=st.integers(1, 5),
+    accumulate=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+@pytest.mark.process
+def test_any_world_size_sees_every_image_once_an_epoch(
+    batch: int, world: int, accumulate: int, seed: int
+) -> None:
+    images = 23
+    plan = PLAN._replace(batch_size=batch, world_size=world, accumulate=accumulate, seed=seed)
+    steps = -(-3 * images // plan.global_batch)
+    order = SampleStream(np.arange(images), seed)
+    seen: dict[int, int] = {}
+    for rank in range(world):
+        for start in plan._replace(rank=rank).positions(0, steps):
+            rows, _ = order.samples(start, batch)
+            seen.update((start + i, int(row)) for i, row in enumerate(rows))
+    assert sorted(seen) == list(range(steps * plan.global_batch))
+    for epoch in range(3):
+        assert sorted(seen[epoch * images + i] for i in range(images)) == list(range(images))
+
+
+def test_next_batches_are_ready_while_the_device_works(splits: dict[str, Split]) -> None:
+    batches = open_input("native", splits["train"], PLAN).batches(0, 50)
+    next(batches)
+    time.sleep(1.0)  # what a step of the device would take
+    start = time.perf_counter()
+    next(batches)
+    assert time.perf_counter() - start < 0.2
+    batches.close()  # type: ignore[attr-defined]
+    assert not [t for t in threading.enumerate() if t.name.startswith("decode")]
+
+
+@pytest.mark.process
+def test_memory_stays_flat_over_epochs(splits: dict[str, Split]) -> None:
+    peaks = []
+    for number, _ in enumerate(open_input("native", splits["train"], PLAN).batches(0, 110)):
+        if number in (30, 109):
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    assert peaks[1] - peaks[0] < 8 << 10  # KiB
+
+
+def test_fake_batches_have_the_shapes_of_real_ones(splits: dict[str, Split]) -> None:
+    (real,) = read_batches(splits["train"], PLAN, 0, 1)
+    for source in (splits["train"], fake_split()):
+        fakes = list(open_input("native", source, PLAN, fake=True).batches(0, 3))
+        assert len(fakes) == 3
+        assert not torch.equal(fakes[0].images, fakes[1].images)
+        for fake in fakes:
+            for name in ("images", "boxes", "labels", "jitter"):
+                actual, expected = getattr(fake, name), getattr(real, name)
+                assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
+            real_boxes = fake.boxes[fake.labels > 0]
+            assert (real_boxes[:, 2:] > real_boxes[:, :2]).all()
+            assert real_boxes.max() <= 1
+            assert int(fake.labels.max()) <= len(source.classes)
