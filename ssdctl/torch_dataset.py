@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
@@ -19,15 +20,13 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.store_folder import dataset_folders, require_dataset
 from ssdctl.errors import DataError, UsageError, hints_in_messages
 from ssdctl.input.loader import as_batch, decode_sample
-from ssdctl.input.sample_stream import Sample, SampleStream
-from ssdctl.input.samples import LoaderConfig, draw_samples
-from ssdctl.model.augment import Normalise
-from ssdctl.model.constants import RESNET
+from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.model.normalize import Normalize
 
 Item = tuple[Tensor, dict[str, Tensor]]
 MAX_EPOCH = 2**31  # of the numbers that an augmentation is drawn from
 HUE_DEGREES = 18.0  # of the recipes but NVIDIA's
-COLORS = Normalise(constants=RESNET._replace(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)))
+COLORS = Normalize(mean=(0, 0, 0), std=(1, 1, 1))
 
 
 class Dataset(torch.utils.data.Dataset[Item]):
@@ -42,7 +41,8 @@ class Dataset(torch.utils.data.Dataset[Item]):
         data: The dataset folder or file; any format that `ssdctl.prepare` reads.
         split: `train`, `val` or `test`. In `train`, images without boxes are left out.
         augment: `ssd` (crops, flips and colors of the SSD paper; the image is 300 x 300 then),
-            `ssd-zoom` (smaller objects too), or `none` (the whole image in its size).
+            `ssd-zoom` (smaller objects too), a list as of `train --augment`, or `none` (the whole
+            image in its size).
         store: The folder of the store; None: `prepared/` in the dataset folder.
 
     Attributes:
@@ -59,7 +59,7 @@ class Dataset(torch.utils.data.Dataset[Item]):
         data: str | os.PathLike[str],
         split: Literal["train", "val", "test"] = "train",
         *,
-        augment: Literal["none", "ssd", "ssd-zoom"] = "none",
+        augment: str = "none",
         store: str | os.PathLike[str] | None = None,
     ) -> None:
         self._arguments = (os.fspath(data), split, augment, store and os.fspath(store))
@@ -127,16 +127,11 @@ class Dataset(torch.utils.data.Dataset[Item]):
         seed, epoch = torch.randint(MAX_EPOCH, (2,)).tolist()
         config = LoaderConfig(
             seed=seed,
-            first_sample=0,
             batch_size=1,
-            rank=0,
-            world_size=1,
-            accumulate=1,
-            augment=True,
-            zoom_out=self._augment == "ssd-zoom",
-            hue_degrees=HUE_DEGREES,
             threads=1,
             max_boxes=max(split.most_boxes, 1),
+            augment=self._augment,
+            hue_degrees=HUE_DEGREES,
         )
         samples = draw_samples(split, _OneSample(row, epoch), config, 0, 1)
         pixels = np.empty((1, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
@@ -161,7 +156,7 @@ class _OneSample(SampleStream):
 
     def __init__(self, row: int, epoch: int) -> None:
         super().__init__(np.array([row]), seed=0)
-        self._sample = Sample(np.array([row]), np.array([epoch]))
+        self._sample = np.array([row]), np.array([epoch])
 
-    def samples(self, start: int, count: int) -> Sample:
+    def samples(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return self._sample

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 import ssdctl
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.errors import DataError, UsageError
-from ssdctl.model.augment import normalise
+from ssdctl.model.constants import RESNET
+from ssdctl.model.normalize import Normalize
 
 ROOT = Path(__file__).parents[1]
 Cli = Callable[..., Result]
@@ -86,8 +87,8 @@ def test_a_loader_collates_items_also_in_another_process(shapes: Path) -> None:
 def test_wrong_datasets_are_named(shapes: Path) -> None:
     with pytest.raises(UsageError, match="test"):
         ssdctl.Dataset(shapes, "test")
-    with pytest.raises(UsageError, match="flip"):
-        ssdctl.Dataset(shapes, augment="flip")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="mosaic"):
+        ssdctl.Dataset(shapes, augment="mosaic")
     with pytest.raises(DataError, match="nowhere"):
         ssdctl.Dataset("nowhere")
 
@@ -99,7 +100,9 @@ def test_the_loss_of_the_network_is_the_multibox_loss(model: ssdctl.SSD300) -> N
         [[[0.1, 0.2, 0.6, 0.8], [0, 0, 0, 0]], [[0.5, 0.5, 1, 1], [0, 0, 0.3, 0.4]]]
     )
     labels = torch.tensor([[1, 0], [1, 2]])
-    expected = ssdctl.MultiboxLoss()(*model(normalise(pixels)), fractions, labels).total
+    expected = ssdctl.MultiboxLoss()(
+        *model(Normalize(RESNET.mean, RESNET.std)(pixels)), fractions, labels
+    ).total
     images = pixels.permute(0, 3, 1, 2)
     targets = [target((30, 60, 180, 240)), target((150, 150, 300, 300), (0, 0, 90, 120))]
     for given in (images, list(images), images / 255):

@@ -50,7 +50,7 @@ def push(
     data_license: Annotated[
         str | None,
         typer.Option(
-            "--data-license", metavar="TEXT", help="Licence of the dataset", show_default=False
+            "--data-license", metavar="TEXT", help="License of the dataset", show_default=False
         ),
     ] = None,
     samples: Annotated[

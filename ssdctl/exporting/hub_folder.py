@@ -3,8 +3,8 @@
 README.md            the model card
 model.safetensors    the weights under ssdctl's names
 config.json          architecture, classes, preprocessing, post-processing
-detect.py            the network without ssdctl
-samples/1.jpg ...    pictures of the dataset with detections
+model.onnx           the network with NMS, for onnxruntime
+samples/1.jpg ...    images of the dataset with detections
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from ssdctl.device import open_device
 from ssdctl.download.hub import CONFIG, WEIGHTS
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.evaluation.checkpoint import data_of
-from ssdctl.exporting import standalone_detect
-from ssdctl.exporting.formats import safetensors_bytes
+from ssdctl.exporting.deployed import ExportOptions
+from ssdctl.exporting.formats import pictures_of, safetensors_bytes
 from ssdctl.exporting.model_card import CardFacts, model_card
+from ssdctl.exporting.onnx import onnx_model, require_onnx
 from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig, open_detector
 from ssdctl.inference.drawing import draw
@@ -40,10 +41,10 @@ from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, read_run
 
-MAX_TRIED = 50  # pictures of the dataset in which detections are looked for
+MAX_TRIED = 50  # images of the dataset in which detections are looked for
 SAMPLE_PIXELS = 800  # the longer side
 SAMPLE_SCORE = 0.3
-CARD = "README.md"
+CARD, ONNX = "README.md", "model.onnx"
 
 
 def write_model_folder(
@@ -63,15 +64,16 @@ def write_model_folder(
         repo: org/name on the Hub.
         license_id: Of the weights, as `apache-2.0`.
         data_license: Of the dataset, in words.
-        samples: How many pictures of the dataset are drawn.
+        samples: How many images of the dataset are drawn.
 
     Raises:
         IntegrityError: The weights do not fit the network.
-        UsageError: safetensors is not installed.
+        UsageError: safetensors or a package of the extra `onnx` is not installed.
         DiskError: A file cannot be written.
     """
     config = model_config(checkpoint)
-    pictures = [f"samples/{n}.jpg" for n, _ in enumerate(_draw(checkpoint, folder, samples), 1)]
+    require_onnx()
+    images = [f"samples/{n}.jpg" for n, _ in enumerate(_draw(checkpoint, folder, samples), 1)]
     run = _run_of(checkpoint.path)
     evaluated = _figures(checkpoint, run)
     root = checkpoint.config.get("data.root")
@@ -85,14 +87,14 @@ def write_model_folder(
         settings=checkpoint.config,
         license=license_id,
         data_license=data_license,
-        samples=pictures,
+        samples=images,
     )
     write_bytes(folder / WEIGHTS, safetensors_bytes(checkpoint.model, {"format": "pt"}))
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=True) + "\n")
-    source = Path(standalone_detect.__file__).read_text(encoding="utf-8")
-    write_text(folder / "detect.py", source)
+    graph, _ = onnx_model(checkpoint, pictures_of(*data_of(checkpoint))[0], ExportOptions())
+    write_bytes(folder / ONNX, graph)
     write_text(folder / CARD, model_card(facts))
-    return [CARD, WEIGHTS, CONFIG, "detect.py", *pictures]
+    return [CARD, WEIGHTS, CONFIG, ONNX, *images]
 
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -139,14 +141,14 @@ def _figures(checkpoint: Checkpoint, run: RunData | None) -> dict[str, float] | 
 
 
 def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
-    """Draw detections on pictures of the dataset; yield the files."""
+    """Draw detections on images of the dataset; yield the files."""
     if not count:
         return
     device = open_device("cpu")
     detector = open_detector(checkpoint, device, DetectorConfig(score_threshold=SAMPLE_SCORE))
     predictor = Predictor(ImageDetector(detector, class_names(checkpoint)), checkpoint.path.name)
     drawn = 0
-    for content in itertools.islice(_pictures(checkpoint), MAX_TRIED):
+    for content in itertools.islice(_images(checkpoint), MAX_TRIED):
         try:
             image = open_image(content)
         except DataError:
@@ -166,8 +168,8 @@ def _draw(checkpoint: Checkpoint, folder: Path, count: int) -> Iterator[Path]:
             return
 
 
-def _pictures(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
-    """Yield the encoded pictures of the validation split that the checkpoint names."""
+def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
+    """Yield the encoded images of the validation split that the checkpoint names."""
     if not checkpoint.is_of_run:
         return
     try:

@@ -19,7 +19,7 @@ CARD = """---
 
 # {title}
 
-SSD300 on {backbone}, from ssdctl {version}: {classes} classes, pictures of 300 x 300 pixels.
+SSD300 on {backbone}, from ssdctl {version}: {classes} classes, images of 300 x 300 pixels.
 
 ## Results
 
@@ -39,24 +39,31 @@ ssdctl evaluate hf://{repo} --data DIR
 ssdctl train --init hf://{repo} --backbone {backbone} --extra-norm {extra_norm} --data DIR
 ```
 
-Without ssdctl (torch, torchvision, safetensors and Pillow), in a folder with the files of this
+Without ssdctl (onnxruntime and Pillow), in a folder with the files of this
 repository (`hf download {repo} --local-dir .`):
 
 ```python
 {snippet}
 ```
 
-## Licence
+## License
 
-{licence}
+{license}
 {samples}"""
 
 SNIPPET = """\
-from detect import detect, load
+import json, numpy, onnxruntime
+from PIL import Image, ImageOps
 
-model = load(".")
-for name, score, box in detect(model, "street.jpg", score=0.3):
-    print(name, round(score, 3), [round(v) for v in box])  # left, top, right, bottom in pixels"""
+session = onnxruntime.InferenceSession("model.onnx")
+names = json.loads(session.get_modelmeta().custom_metadata_map["classes"])
+image = ImageOps.exif_transpose(Image.open("street.jpg")).convert("RGB")
+pixels = numpy.asarray(image.resize((300, 300), Image.Resampling.BILINEAR))
+boxes, scores, labels, count = session.run(None, {"images": pixels[None]})
+for box, score, label in zip(boxes[0], scores[0], labels[0]):
+    if score > 0.3:
+        box = box.clip(0, 1) * (image.size * 2)  # left, top, right, bottom in pixels
+        print(names[label - 1], round(float(score), 3), box.round().tolist())"""
 
 
 class CardFacts(NamedTuple):
@@ -71,7 +78,7 @@ class CardFacts(NamedTuple):
     settings: Mapping[str, Any]  # of the training
     license: str
     data_license: str | None
-    samples: Sequence[str]  # file names of drawn pictures
+    samples: Sequence[str]  # file names of drawn images
 
 
 def model_card(facts: CardFacts) -> str:
@@ -88,7 +95,7 @@ def model_card(facts: CardFacts) -> str:
         data=_data(facts),
         repo=facts.repo,
         snippet=SNIPPET,
-        licence=_licence(facts),
+        license=_license(facts),
         samples=_samples(facts.samples),
     )
 
@@ -153,16 +160,16 @@ def _data(facts: CardFacts) -> str:
     return f"Dataset: {dataset}{images}.\n\nClasses: {listed(names, MAX_CLASSES)}.{recipe}"
 
 
-def _licence(facts: CardFacts) -> str:
+def _license(facts: CardFacts) -> str:
     data = _cell(facts.data_license) if facts.data_license else "not stated; see its publisher"
-    return f"- Weights: {_cell(facts.license)}\n- Dataset and sample pictures: {data}\n"
+    return f"- Weights: {_cell(facts.license)}\n- Dataset and sample images: {data}\n"
 
 
 def _samples(names: Sequence[str]) -> str:
     if not names:
         return ""
-    pictures = "\n".join(f"![detections]({name})" for name in names)
-    return f"\n## Samples\n\nDetections with a score above 0.3:\n\n{pictures}\n"
+    images = "\n".join(f"![detections]({name})" for name in names)
+    return f"\n## Samples\n\nDetections with a score above 0.3:\n\n{images}\n"
 
 
 def _cell(text: str) -> str:

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from conftest import Result
 from download.hub_server import TOKEN, HubServer
 from PIL import Image
 
 import ssdctl
-from ssdctl.checkpoint import third_party
-from ssdctl.model.ssd300 import SSD300
 
 constants = pytest.importorskip("huggingface_hub.constants")
 # huggingface_hub's, of its HTTP client.
@@ -90,7 +87,7 @@ def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", text):
         with Image.open(Path("card") / name) as image:
             image.verify()
-    assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "detect.py"}
+    assert {p.name for p in Path("card").iterdir()} >= {"README.md", "config.json", "model.onnx"}
     common = ("--data", shapes, "--device", "cpu", "--limit", 2, "--json")
     scores = [
         json.loads(cli("evaluate", p, *common).out)
@@ -100,70 +97,29 @@ def test_the_card(cli: Cli, tiny_run: Path, shapes: Path) -> None:
     assert scores[0]["AP"] == scores[1]["AP"]
 
 
-@pytest.mark.slow
-def test_the_cards_snippet_detects_without_ssdctl(cli: Cli, checkpoint: Path, shapes: Path) -> None:
-    """The code in the card, in a process that cannot import ssdctl."""
-    assert push(cli, checkpoint, "--out", "card", "--samples", 0).code == 0
-    run_snippet(Path("card"), checkpoint, shapes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backbone", ["resnet50", "vgg16"])
-def test_other_networks_without_ssdctl(cli: Cli, shapes: Path, backbone: str) -> None:
-    torch.manual_seed(0)
-    network = SSD300(backbone, 4 if backbone == "vgg16" else 81, "batch")
-    if backbone == "vgg16":
-        from safetensors.torch import save_file
-
-        Path("m").mkdir()
-        config = {
-            "architecture": {"backbone": backbone, "extra_norm": "none", "num_classes": 4},
-            "classes": [{"id": n, "name": f"c{n}"} for n in (1, 2, 3)],
-        }
-        Path("m/config.json").write_text(json.dumps(config))
-        save_file(network.state_dict(), "m/model.safetensors")
-        source = Path("m")
-    else:
-        source = Path("x.pt")
-        with torch.no_grad():  # else most scores are 1, and rounding decides which are the best
-            spread = network.eval()(torch.randn(1, 3, 300, 300))[1].std()
-            for head in network.class_heads:
-                head.weight.mul_(2 / spread)
-        state = third_party.to_third_party(network.state_dict(), "nvidia")
-        torch.save(
-            {"model": state, "epoch": 1, "iteration": 2, "optimizer": {}, "scheduler": {}}, source
-        )
-    assert push(cli, source, "--out", "card", "--samples", 0).code == 0
-    run_snippet(Path("card"), source, shapes)
-
-
-def run_snippet(card: Path, source: Path, shapes: Path) -> None:
-    """Run the card's Python code on a picture, and compare the detections with ssdctl's."""
-    snippet = re.findall(r"```python\n(.*?)```", (card / "README.md").read_text(), re.DOTALL)[0]
-    assert "score=0.3" in snippet
-    snippet = snippet.replace("score=0.3", "score=0.02").replace("round(score, 3)", "score")
-    picture = sorted((shapes / "val2017").iterdir())[0]
-    (card / "street.jpg").write_bytes(picture.read_bytes())
-    code = "import sys; sys.modules['ssdctl'] = None\n" + snippet
+def test_the_cards_snippet_detects_without_ssdctl(cli: Cli, tiny_run: Path, shapes: Path) -> None:
+    """The code in the card, in a process that can import neither ssdctl nor torch."""
+    assert push(cli, tiny_run, "--out", "card", "--samples", 0).code == 0
+    snippet = re.findall(r"```python\n(.*?)```", Path("card/README.md").read_text(), re.DOTALL)[0]
+    assert "score > 0.3" in snippet
+    snippet = snippet.replace("score > 0.3", "score > 0").replace("round(float(score), 3)", "score")
+    image = sorted((shapes / "val2017").iterdir())[0]
+    Path("card/street.jpg").write_bytes(image.read_bytes())
+    code = "import sys; sys.modules['ssdctl'] = sys.modules['torch'] = None\n" + snippet
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=card, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd="card", check=True, capture_output=True, text=True
     )
-    expected = ssdctl.load(source, device="cpu", score=0.02).predict(picture)
-    assert expected
+    expected = ssdctl.load(tiny_run, device="cpu", score=0.05).predict(image)
     rows = [re.fullmatch(r"(.+) ([\d.e-]+) \[(.*)\]", line) for line in done.stdout.splitlines()]
     actual = [(row[1], float(row[2]), *map(float, row[3].split(","))) for row in rows if row]
-    assert len(actual) == len(rows) == len(expected)
+    assert len(actual) == len(rows) == len(expected) > 0
     for d in expected:  # rounding decides about the order of almost equal scores
-        same = (
-            other
+        assert any(
+            other[0] == d.name
+            and abs(other[1] - d.score) < 1e-3
+            and np.allclose(other[2:], d.box, atol=2)
             for other in actual
-            if other[0] == d.name
-            and abs(other[1] - d.score) < 2e-5
-            and np.allclose(other[2:], d.box, atol=0.6)
-        )
-        match = next(same, None)
-        assert match, (d, actual)
-        actual.remove(match)
+        ), (d, actual)
 
 
 def test_refusals_do_not_show_the_token(
