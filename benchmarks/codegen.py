@@ -167,8 +167,9 @@ def trace(
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.cpu import Cpu
+    from ssdctl.model import fused
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.step import LossModule
 
     graphs: dict[str, torch.fx.GraphModule] = {}
@@ -186,11 +187,12 @@ def trace(
     # They look for cuDNN, which is absent: mypy refuses replacements of functions.
     torch._C._select_conv_backend = _constant(None)  # type: ignore[assignment]
     torch._C._conv_determine_backend_memory_format = _convolution_format  # type: ignore[assignment]
-    with FakeTensorMode(allow_non_fake_inputs=True), _compiling_for_gpu():
+    with FakeTensorMode(allow_non_fake_inputs=True), _compiling():
         with torch.device("meta"):
             model = Architecture(backbone, extra_norm, 81).build().train()
         _materialize(model)
         loss_module = _Tuple(LossModule(model, Cpu(), precision))
+        fused.swap_in(loss_module, ("gpu",))
         arguments = (
             torch.empty(batch_size, 300, 300, 3, dtype=torch.uint8),
             torch.empty(batch_size, 4),
@@ -226,19 +228,16 @@ def _materialize(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _compiling_for_gpu() -> Iterator[None]:
-    """Let the model take the branches that it takes under torch.compile on a GPU.
+def _compiling() -> Iterator[None]:
+    """Let the model take the branches that it takes under torch.compile.
 
     The tensors are fake ones of the CPU: autograd asks the driver about those of a GPU.
     """
-    from ssdctl.model import tensor_device
-
-    before = torch.compiler.is_compiling, tensor_device.is_gpu
-    torch.compiler.is_compiling = tensor_device.is_gpu = _constant(True)
+    before, torch.compiler.is_compiling = torch.compiler.is_compiling, _constant(True)
     try:
         yield
     finally:
-        torch.compiler.is_compiling, tensor_device.is_gpu = before
+        torch.compiler.is_compiling = before
 
 
 def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:

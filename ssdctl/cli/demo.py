@@ -146,11 +146,11 @@ def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 

@@ -51,6 +51,11 @@ class Device(Protocol):
     supports_found_inf: bool = False
     decoder: Decoder | None = None  # for nvidia-dali; None: it decodes on the host
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Return the forms of `model/fused.py` in which its steps compute."""
+        return ()
+
     @abstractmethod
     def place(self, model: Module) -> Module:
         """Move a network to the device, in the device's fastest memory layout."""

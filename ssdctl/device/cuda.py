@@ -48,6 +48,12 @@ class Cuda(Device):
         self._steps: deque[torch.cuda.Event] = deque()  # in flight
         self.decoder = Decoder(local_rank, self._receive)
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        compiled = ("gpu",) if self.execution == "compile" else ()
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return (*compiled, "no_scatter") if is_deterministic else compiled
+
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
 

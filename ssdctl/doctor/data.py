@@ -15,12 +15,13 @@ from ssdctl.data import store
 from ssdctl.data.dataset import TOML, SplitFiles, find_splits
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
-from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
+from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy
-from ssdctl.download.sources import COCO2017, PinnedFile, weights_named
+from ssdctl.download.sources import COCO2017, PinnedFile
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
+from ssdctl.model.pretrained import find_weights, weights_named, weights_of
 from ssdctl.runtime.background import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
@@ -114,7 +115,7 @@ def _weights(config: Config) -> Check:
         path = find_weights(name)
     except SsdctlError as error:
         return bad("weights", str(error), error.hint or "", is_wanted=True)
-    cached = cache_dir() / file.name
+    cached = torch_cache_dir() / file.name
     if path is not None:
         return ok("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
     remedy = f"ssdctl fetch-weights {name}"

@@ -31,6 +31,14 @@ def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
 
 
+def torch_cache_dir() -> Path:
+    """Return the folder of torch.hub's checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
+    `~/.cache/torch` ($XDG_CACHE_HOME honored)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
+    return Path(home).expanduser() / "hub" / "checkpoints"
+
+
 def fetch(
     file: PinnedFile,
     folder: Path,

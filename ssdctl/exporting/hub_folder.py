@@ -36,7 +36,7 @@ from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig, open_detector
 from ssdctl.inference.drawing import draw
 from ssdctl.inference.predict import ImageDetector, Predictor, class_names, open_image
-from ssdctl.model.constants import constants_of
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, read_run
@@ -99,7 +99,7 @@ def write_model_folder(
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the content of config.json: what the reader needs, and what other programs need."""
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",
         "ssdctl_version": __version__,

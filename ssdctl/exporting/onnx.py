@@ -27,7 +27,7 @@ from ssdctl.exporting.deployed import (
     example,
 )
 from ssdctl.inference.onnx_detector import DECODED
-from ssdctl.model.constants import constants_of
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runtime.cores import quota_cores
 
@@ -158,7 +158,7 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
     """Return a graph with NMS after the boxes and scores."""
     import onnx
 
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     score_threshold, nms_iou = options.thresholds(constants)
     text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
         ir=model.ir_version,
@@ -193,7 +193,7 @@ def clean_opsets(model: Any) -> None:
 
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
     """Return what a reader needs in addition to the graph."""
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     score_threshold, nms_iou = options.thresholds(constants) if options.has_nms else (None, None)
     return OnnxDescription(
         format=1,

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.checkpoint.reader import (
     Checkpoint,
     load_backbone,
@@ -41,13 +40,13 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.dataset import open_on_all_ranks
 from ssdctl.distributed.process_group import process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import check_pipeline
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.pretrained import fetch_weights, weights_of
+from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runs.lock import exclusive_run

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdctl.config import Config
-from ssdctl.download.backbone_weights import weights_of
-from ssdctl.download.sources import weights_named
 from ssdctl.errors import UsageError
 from ssdctl.inference.model_source import resolve_source
+from ssdctl.model.pretrained import weights_named, weights_of
 from ssdctl.runs.default_folder import run_dir
 
 

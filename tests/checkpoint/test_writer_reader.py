@@ -46,7 +46,7 @@ def test_payload_is_plain(checkpoint: Path) -> None:
     assert payload["step"] == 3
     assert payload["samples_seen"] == 6
     assert payload["classes"][3] == {"id": 7, "name": "star"}
-    assert payload["config"]["model.backbone"] == "resnet18"
+    assert payload["config"]["model.backbone"] == "tiny"
     assert payload["architecture"]["num_classes"] == 6
 
 
@@ -85,9 +85,9 @@ def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
         _with(classes=[{"id": 1}]),
         _with(classes=7),
         _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
-        _with(architecture={"backbone": "resnet18"}),
-        _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
-        _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),
+        _with(architecture={"backbone": "tiny"}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "odd", "num_classes": 6}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "none", "num_classes": "six"}),
         _with(step="x"),
         _with(samples_seen=-1),
         _with(global_batch=0),
@@ -134,7 +134,7 @@ def test_what_only_resembles_a_third_party_file(
 @pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
 def test_a_third_party_file_with_invalid_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "peer.pt"
-    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     torch.save({"model": state, **changes}, path)
     with pytest.raises(IntegrityError, match="is not a number"):
         read_checkpoint(path)
@@ -142,7 +142,7 @@ def test_a_third_party_file_with_invalid_numbers(changes: dict[str, Any], tmp_pa
 
 def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
     with pytest.raises(IntegrityError, match="not a state dict"):
-        load_backbone(SSD300("resnet18", 3, "none"), checkpoint)
+        load_backbone(SSD300("tiny", 3, "none"), checkpoint)
 
 
 def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_malicious_pickle_is_not_run(tmp_path: Path, as_zip: bool) -> None:
     with pytest.raises(IntegrityError):
         read_checkpoint(path)
     with pytest.raises(IntegrityError):
-        load_backbone(SSD300("resnet18", 3, "none"), path)
+        load_backbone(SSD300("tiny", 3, "none"), path)
     assert not mark.exists()
 
 
@@ -212,7 +212,7 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.full_network
+@pytest.mark.process
 def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
     from torchvision.models import resnet18
@@ -227,11 +227,11 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
 
 
 def test_third_party_file_from_before_zip_is_read(tmp_path: Path) -> None:
-    state = to_third_party(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "batch").state_dict(), "nvidia")
     path = tmp_path / "epoch_1.pt"
     torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
     read = read_checkpoint(path)
-    assert read.architecture == Architecture("resnet18", "batch", 4)
+    assert read.architecture == Architecture("tiny", "batch", 4)
     load_network(read)
 
 
@@ -331,7 +331,7 @@ def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     assert foreign.exists()
 
 
-@pytest.mark.full_network
+@pytest.mark.process
 @pytest.mark.process
 def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
     from torchvision.models import resnet18

@@ -89,7 +89,7 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., R
     assert result.code == 0, result.err
     train, val = json.loads(result.out)["splits"]
     assert (train["images"], train["boxes"], train["classes"], val["images"]) == (4, 8, 2, 2)
-    words = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+    words = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
     result = cli("train", "--data", "mine", "--out", "run", *words.split())
     assert result.code == 0, result.err
     result = cli("prepare", "--data", "mine")

@@ -18,8 +18,8 @@ from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
 from ssdctl.doctor import data as network
-from ssdctl.download import sources
-from ssdctl.download.sources import COCO2017, PinnedFile, Weights
+from ssdctl.download.sources import COCO2017, PinnedFile
+from ssdctl.model.backbones import resnet34
 
 
 @pytest.mark.process
@@ -93,7 +93,7 @@ def test_backbone_weights(
     content = b"weights" * 100
     pin = hashlib.sha256(content).hexdigest()
     file = PinnedFile("tiny.pth", "http://127.0.0.1:1/tiny.pth", pin)
-    monkeypatch.setattr(sources, "WEIGHTS", (Weights(file, "resnet34-imagenet-v1", ""),))
+    monkeypatch.setitem(resnet34.WEIGHTS, "imagenet-v1", file)
     cache = Path(os.environ["TORCH_HOME"]) / "hub" / "checkpoints"
     check = run_doctor()[1]["weights"]
     assert check["state"] == "absent"

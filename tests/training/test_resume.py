@@ -119,9 +119,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 
 def test_a_third_party_checkpoint_cannot_be_resumed(shapes: Path, cli: Cli, tmp_path: Path) -> None:
     peer = tmp_path / "peer.pt"
-    torch.save(
-        {"model": to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer
-    )
+    torch.save({"model": to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")}, peer)
     train = ["train", "--data", shapes, "--out", tmp_path / "new", *OPTIONS, "--steps", 1]
     result = cli(*train, "--resume", peer)
     assert result.code == 2

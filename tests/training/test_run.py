@@ -54,7 +54,7 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
     options = ["train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS]
     result = cli(*options)
     assert result.code == 0, result.err
-    for text in ("ball", "ring", "resnet18", "continues from step 3", "fp32", "4 steps"):
+    for text in ("ball", "ring", "tiny", "continues from step 3", "fp32", "4 steps"):
         assert text in result.err
     assert f"{run / 'checkpoints/best.pt'} (AP " in result.err
     assert f"ssdctl predict {run} " in result.err

@@ -25,7 +25,7 @@ from ssdctl.data.store import Split, open_split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
 
-TRAIN = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
 
 
 @pytest.fixture(params=exports.EXPORTS)
