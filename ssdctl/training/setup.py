@@ -127,6 +127,7 @@ def open_trainer(
             if checkpoint is None:
                 load_first_weights(setup, init)
             trainer = Trainer(setup, checkpoint, emit)
+            exit_stack.callback(trainer.close)
             trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
             del checkpoint
         if warning := warning_of_cut(setup.run.resolved, setup.run.plan):
@@ -134,7 +135,6 @@ def open_trainer(
         if setup.val is None and not setup.run.config.train.fake_data:
             root, _ = dataset_folders(setup.run.config.data)
             log.warning("%s", warning_without_validation(root))
-        exit_stack.callback(trainer.close)
         yield trainer
 
 
