@@ -101,15 +101,15 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
 def export_graph(
     checkpoint: Checkpoint, kind: str, target: Path, data: tuple[Path, Path], options: ExportOptions
 ) -> tuple[Comparison, str]:
-    """Write the network for another runtime if it gives PyTorch's outputs on pictures of a dataset.
+    """Write the network for another runtime if it gives PyTorch's outputs on images of a dataset.
 
     Args:
         kind: `onnx`, `openvino` or `pt2`.
-        data: The dataset folder and the store; if both are absent, pictures are generated.
+        data: The dataset folder and the store; if both are absent, images are generated.
         options: What the file computes.
 
     Returns:
-        The largest differences, and the source of the pictures.
+        The largest differences, and the source of the images.
 
     Raises:
         UsageError: A package is absent, or the file name does not suit the format.
@@ -126,7 +126,7 @@ def export_graph(
 
 
 def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
-    """Return pictures to compare two programs on, and their source."""
+    """Return images to compare two programs on, and their source."""
     pictures = _of_dataset(root, store)
     if len(pictures) == NUM_PICTURES:
         return np.stack(pictures), str(root)
@@ -137,7 +137,7 @@ def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
 
 
 def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
-    """Return (P, 300, 300, 3) pictures of the training split, evenly spaced; at most `count`.
+    """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`.
 
     Raises:
         DataError: There is none.
@@ -176,7 +176,7 @@ def _of_dataset(
 def _opened(
     sources: Iterable[Path | IO[bytes]], count: int = NUM_PICTURES
 ) -> list[NDArray[np.uint8]]:
-    """Return the first pictures that open."""
+    """Return the first images that open."""
     pictures: list[NDArray[np.uint8]] = []
     for source in itertools.islice(sources, MAX_TRIED * count):
         try:
