@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.data import shapes
-from ssdctl.data.dataset import find_splits
-from ssdctl.data.store import open_split
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.store import open_splits
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
 from ssdctl.exporting.deployed import Comparison, ExportOptions
@@ -154,19 +154,19 @@ def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
 def _of_dataset(
     root: Path, store: Path, count: int = NUM_PICTURES, names: tuple[str, ...] = ("val", "train")
 ) -> list[NDArray[np.uint8]]:
-    """Return images that open: the store's or, without a store, the image folder's.
+    """Return images that open: the store's or, without a store, those of the annotations.
 
     Args:
         names: Splits, in the order of preference.
     """
     try:
-        splits = find_splits(root, store)
-        name = next(name for name in names if name in splits)
-        files = splits[name]
         try:
-            split = open_split(store, name, files)
+            splits = open_splits(root, store)
         except DataError:
-            return _opened(sorted(files.images.iterdir()), count)
+            read = annotations_of(root, store)
+            part = next(read[name] for name in names if name in read)
+            return _opened((part.folder / name for name in sorted(part.file_names)), count)
+        split = next(splits[name] for name in names if name in splits)
         rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
         return _opened((io.BytesIO(split.read(row)) for row in rows), count)
     except (DataError, OSError, StopIteration):
