@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -20,6 +19,7 @@ from ssdctl.distributed.collectives import barrier, gather_to_first
 from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import Ranks, find_ranks
 from ssdctl.doctor.check import Check, bad, ok
+from ssdctl.model.ssd300 import Architecture
 
 NUM_CLASSES = 81  # COCO's
 REPEATS = 5
