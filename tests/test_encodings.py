@@ -25,7 +25,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(path, 100) == "a\nb\nc\n"
     path.write_text("\ufeff" + JSON, encoding="utf-8")
-    assert not read(path).images
+    assert not read(path)["train"].file_names
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def timed(
 def train_flops(architecture: Architecture) -> float:
     """Return the FLOP of forward and backward on one image, counted from the shapes.
 
-    Batch norm cannot train on the 1 x 1 map of one picture, so two are counted.
+    Batch norm cannot train on the 1 x 1 map of one image, so two are counted.
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         offsets, logits = architecture.build()(torch.zeros(2, 3, 300, 300))

@@ -1,6 +1,5 @@
 """Define the metadata of settings and the value types with bounds."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -28,7 +27,6 @@ def setting(
     metavar: str | None = None,
     choice_flags: bool = False,
     aliases: tuple[str, ...] = (),
-    removed_flags: Mapping[str, str] | None = None,
     choices: tuple[str, ...] = (),
 ) -> msgspec.Meta:
     """Describe one field.
@@ -43,8 +41,6 @@ def setting(
         aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
             sets x. Long ones that take a value are key aliases too: `--batch-size` is
             `train.batch_size`.
-        removed_flags: Options of the replaced systems with another meaning or syntax, and their
-            replacement.
         choices: Values of a text setting that accepts others too. A Literal has its own.
     """
     extra = {
@@ -53,7 +49,6 @@ def setting(
         "metavar": metavar,
         "choice_flags": choice_flags,
         "aliases": aliases,
-        "removed_flags": dict(removed_flags or {}),
         "choices": choices,
     }
     return msgspec.Meta(description=help, extra=extra)

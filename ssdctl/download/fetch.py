@@ -92,7 +92,7 @@ def fetch_one(
     retry_policy: RetryPolicy,
     progress: Progress,
 ) -> Path:
-    """Do what `fetch` does for weights called `name`.
+    """Like `fetch`, but for weights called `name`.
 
     Raises:
         NetworkError: See `fetch`; the hint names the file and its folder.

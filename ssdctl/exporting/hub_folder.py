@@ -22,8 +22,7 @@ from ssdctl._version import __version__
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.format import FORMAT
 from ssdctl.checkpoint.reader import Checkpoint
-from ssdctl.data.dataset import find_splits
-from ssdctl.data.store import open_split
+from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.download.hub import CONFIG, WEIGHTS
 from ssdctl.errors import DataError, SsdctlError
@@ -174,9 +173,8 @@ def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
         return
     try:
         root, store = data_of(checkpoint)
-        splits = find_splits(root, store)
-        name = "val" if "val" in splits else "train"
-        split = open_split(store, name, splits[name])
+        splits = open_splits(root, store)
+        split = splits.get("val") or next(iter(splits.values()))
         for row in range(len(split.image_ids)):
             yield io.BytesIO(split.read(row))
     except (DataError, OSError):

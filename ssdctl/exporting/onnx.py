@@ -1,6 +1,6 @@
-"""Export to ONNX, compared with PyTorch on real pictures by onnxruntime before it is written.
+"""Export to ONNX, compared with PyTorch on real images by onnxruntime before it is written.
 
-    content, comparison = onnx_model(checkpoint, pictures, ExportOptions())
+    content, comparison = onnx_model(checkpoint, images, ExportOptions())
 
 Inputs and outputs: see `ssdctl.exporting.deployed`. Classes and thresholds are in the metadata.
 """
@@ -33,7 +33,7 @@ from ssdctl.runtime.cores import quota_cores
 
 OPSET = 18
 
-# The 200 best of each class, NMS within each class, the 200 best of the picture: as
+# The 200 best of each class, NMS within each class, the 200 best of the image: as
 # ssdctl.model.postprocess does it, in ONNX's own operators.
 NMS = """
 <ir_version: {ir}, opset_import: ["" : {opset}]>
@@ -83,7 +83,7 @@ nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] al
 """
 
 # TensorRT's plugin, which takes the place of NMS when an engine is built. Its classes start at 0.
-# The plugin considers the 4096 best candidates of a picture.
+# The plugin considers the 4096 best candidates of an image.
 EFFICIENT_NMS = """
 <ir_version: {ir}, opset_import: ["" : {opset}, "TRT" : 1]>
 nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] all_scores)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.reader import (
     Architecture,
     load_backbone,
@@ -27,7 +27,6 @@ from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.checkpoints import CheckpointDir
 
 
 class Malice:
@@ -254,13 +253,13 @@ def test_none_intact_is_an_error(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
     with pytest.raises(IntegrityError, match="all 1 checkpoints") as error:
-        CheckpointDir(tmp_path, keep=1).newest_intact()
+        CheckpointFolder(tmp_path, keep=1).newest_intact()
     assert "trying the one before" not in str(error.value)
 
 
 def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
-    folder = CheckpointDir(tmp_path, keep=2)
+    folder = CheckpointFolder(tmp_path, keep=2)
     (good,) = folder.steps()
     later = good.with_name("step-00000009.pt")
     later.write_bytes(good.read_bytes()[:-1000])
@@ -272,7 +271,7 @@ def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
-    folder = CheckpointDir(tmp_path, keep=2)
+    folder = CheckpointFolder(tmp_path, keep=2)
     for step in range(1, 6):
         folder.write({"step": step})
         if step == 2:
@@ -286,13 +285,13 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
     """Training continues with the same tensors while they are written."""
     moved = threading.Event()
 
-    class Slow(CheckpointDir):
+    class Slow(CheckpointFolder):
         def write(self, payload: dict[str, Any]) -> None:
             assert moved.wait(30)
             super().write(payload)
 
     weights, momentum = torch.zeros(3), torch.zeros(2)
-    saver = AsyncCheckpointWriter(Slow(tmp_path, keep=1))
+    saver = Slow(tmp_path, keep=1)
     saver.save({"step": 1, "model": {"w": weights}, "optimizer": {"state": [(0, momentum)]}})
     weights += 1
     momentum += 1
@@ -304,7 +303,7 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
-    class Full(CheckpointDir):
+    class Full(CheckpointFolder):
         def write(self, payload: dict[str, Any]) -> None:
             raise DiskError("no space left")
 
@@ -313,7 +312,7 @@ def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
             saver.check()
             time.sleep(0.01)
 
-    saver = AsyncCheckpointWriter(Full(tmp_path, keep=1))
+    saver = Full(tmp_path, keep=1)
     saver.save({"step": 1})
     with pytest.raises(DiskError):
         look()
@@ -326,7 +325,7 @@ def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     dead, foreign = folder / ".step-00000001.pt.0123456789ab.999999999.tmp", folder / "notes.tmp"
     dead.touch()
     foreign.touch()
-    CheckpointDir(tmp_path, keep=1).clean()
+    CheckpointFolder(tmp_path, keep=1).clean()
     assert not dead.exists()
     assert foreign.exists()
 

@@ -93,13 +93,15 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., R
     result = cli("train", "--data", "mine", "--out", "run", *words.split())
     assert result.code == 0, result.err
     result = cli("prepare", "--data", "mine")
-    assert "was made by ssdctl prepare (source yolo, split 0.67" in result.err
+    assert "--from yolo --split 0.67 --classes dog,bird" in result.err
+    # Only the store was written.
+    assert {p.name for p in Path("mine").iterdir()} == {"data.yaml", "images", "labels", "prepared"}
 
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--from", "kitti"], 2, "voc, yolo"),
+        (["--from", "none"], 2, "voc, yolo"),
         (["--split", "1.5"], 2, "--split"),
         (["--split", "0.9"], 2, "has validation images already"),
         (["--classes", "bal"], 2, "did you mean 'ball'"),

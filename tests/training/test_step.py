@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_network import batch, config
 from torch import nn
 
-from ssdctl.config import TrainConfig, resolve
-from ssdctl.config.resolve import Override
-from ssdctl.config.sources import of_call
 from ssdctl.device import open_device
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import NonFiniteError
@@ -20,22 +18,6 @@ from ssdctl.training.step import TrainStep, build_step
 
 SINGLE_PROCESS = Ranks(0, 1, 0)
 CPU = open_device("cpu")
-
-
-def config(**changes: object) -> TrainConfig:
-    overrides = [Override(f"train.{k}", v, of_call("test")) for k, v in changes.items()]
-    return resolve(overrides=overrides, environment={"HOME": "/"}).config.train
-
-
-def batch(size: int, seed: int = 0, *, jitter: float = 1.0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    low = torch.rand(size, 3, 2, generator=generator) * 0.5
-    boxes = torch.cat([low, low + 0.1 + 0.4 * torch.rand(size, 3, 2, generator=generator)], dim=-1)
-    labels = torch.randint(1, 4, (size, 3), generator=generator)
-    labels[:, 2] = 0
-    colours = torch.tensor([[jitter, 1.0, 1.0, 0.0]]).expand(size, 4)
-    images = torch.randint(0, 256, (size, 300, 300, 3), dtype=torch.uint8, generator=generator)
-    return Batch(images, boxes, labels, colours, rows=None)  # type: ignore[arg-type]
 
 
 def build_training(**changes: object) -> tuple[SSD300, torch.optim.Optimizer, TrainStep]:
