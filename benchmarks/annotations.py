@@ -23,12 +23,15 @@ POINTS = (9, 44)  # of a polygon; on average they give COCO's 458 MB
 
 SSDCTL = """
 from pathlib import Path
-from ssdctl.data.formats import coco, coco_check
+from ssdctl.data.check import check
+from ssdctl.data.formats import coco
+from ssdctl.data.split_files import SplitFiles
+path = Path(sys.argv[1])
 begun = time.perf_counter()
-annotations = coco.read(Path(sys.argv[1]))
+annotations = coco.read_files({"train": SplitFiles(path.parent, path)})["train"]
 read = time.perf_counter() - begun
-boxes, findings = coco_check.check(annotations, Path(sys.argv[1]))
-count = len(boxes.labels) + sum("dropped" in f.kind for f in findings)
+checked = check(annotations)
+count = len(checked.objects.labels)
 """
 PYCOCOTOOLS = """
 import contextlib, io

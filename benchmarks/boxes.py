@@ -21,9 +21,9 @@ from torchvision.ops import batched_nms
 
 from ssdctl.boxes.coder import decode, encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import match
+from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
-from ssdctl.model.loss import MultiboxLoss, multibox_loss
+from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.postprocess import detect
 
 BATCH, CLASSES, OBJECTS, PADDED = 8, 81, 20, 96
@@ -137,7 +137,7 @@ def main() -> None:
     few = boxes[:, :FEW], labels[:, :FEW]
     padded = torch.zeros(BATCH, PADDED, 4), torch.zeros(BATCH, PADDED, dtype=torch.long)
     padded[0][:, :OBJECTS], padded[1][:, :OBJECTS] = boxes, labels
-    owner, matched_label = match(boxes, labels, box_cxcywh_to_ltrb(defaults))
+    owner, matched_label = Matcher()(boxes, labels, box_cxcywh_to_ltrb(defaults))
     matched = boxes.gather(1, owner.unsqueeze(-1).expand(-1, -1, 4))
     target = encode(box_ltrb_to_cxcywh(matched), defaults).transpose(1, 2)
     leaves = offsets.clone().requires_grad_(), logits.clone().requires_grad_()
@@ -152,7 +152,9 @@ def main() -> None:
 
     losses = {
         "third-party, targets given": lambda o, c: mlperf_loss(o, c, target, matched_label),
-        "ssdctl, targets given": lambda o, c: multibox_loss(o, c, target, matched_label).total,
+        "ssdctl, targets given": lambda o, c: (
+            MultiboxLoss().compare(o, c, target, matched_label).total
+        ),
         f"ssdctl, {FEW} boxes matched": lambda o, c: loss(o, c, *few).total,
         f"ssdctl, {OBJECTS} boxes matched": lambda o, c: loss(o, c, boxes, labels).total,
         f"ssdctl, padded to {PADDED} boxes": lambda o, c: loss(o, c, *padded).total,

@@ -66,7 +66,7 @@ def step():
 rate(step)
 """
 TRAIN = """
-from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.config.resolve import resolve
 from ssdctl.device import open_device
 from ssdctl.runtime.process_settings import tune_process
@@ -81,7 +81,7 @@ rate(lambda: step([batch], 1e-6))
 """
 MODEL = """
 import numpy as np, torch
-from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import Architecture
 model = Architecture("resnet18", "none", 81).build().eval()
 image = np.random.default_rng(0).random((1, 3, 300, 300), np.float32)
 """

@@ -5,8 +5,8 @@
 Inductor writes the Triton code of the step for a mocked H100 on fake tensors; nothing is executed.
 The number of kernels is counted in the generated code, and inductor estimates the bytes that each
 kernel moves (`kernel_num_gb`). Convolutions are vendor kernels: they are counted, their bytes are
-not. Predicted times are a roofline: bytes over the memory's rate, or arithmetic over the tensor
-cores' rate at the share that cuDNN reaches.
+not. Predicted times are a roofline: bytes over the memory's rate, and the convolutions' arithmetic
+over 400 TFLOP/s. That rate is assumed, not measured, and most of the total rests on it.
 
 `--check` fails if a kernel adds with atomics, or if a convolution other than the stem has a number
 of channels that tensor cores cannot use.
@@ -167,8 +167,9 @@ def trace(
     from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.cpu import Cpu
+    from ssdctl.model import fused
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.step import LossModule
 
     graphs: dict[str, torch.fx.GraphModule] = {}
@@ -186,11 +187,12 @@ def trace(
     # They look for cuDNN, which is absent: mypy refuses replacements of functions.
     torch._C._select_conv_backend = _constant(None)  # type: ignore[assignment]
     torch._C._conv_determine_backend_memory_format = _convolution_format  # type: ignore[assignment]
-    with FakeTensorMode(allow_non_fake_inputs=True), _compiling_for_gpu():
+    with FakeTensorMode(allow_non_fake_inputs=True), _compiling():
         with torch.device("meta"):
             model = Architecture(backbone, extra_norm, 81).build().train()
         _materialize(model)
         loss_module = _Tuple(LossModule(model, Cpu(), precision))
+        fused.swap_in(loss_module, ("gpu",))
         arguments = (
             torch.empty(batch_size, 300, 300, 3, dtype=torch.uint8),
             torch.empty(batch_size, 4),
@@ -226,19 +228,16 @@ def _materialize(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _compiling_for_gpu() -> Iterator[None]:
-    """Let the model take the branches that it takes under torch.compile on a GPU.
+def _compiling() -> Iterator[None]:
+    """Let the model take the branches that it takes under torch.compile.
 
     The tensors are fake ones of the CPU: autograd asks the driver about those of a GPU.
     """
-    from ssdctl.model import tensor_device
-
-    before = torch.compiler.is_compiling, tensor_device.is_gpu
-    torch.compiler.is_compiling = tensor_device.is_gpu = _constant(True)
+    before, torch.compiler.is_compiling = torch.compiler.is_compiling, _constant(True)
     try:
         yield
     finally:
-        torch.compiler.is_compiling, tensor_device.is_gpu = before
+        torch.compiler.is_compiling = before
 
 
 def _move_to_gpu(graph: torch.fx.GraphModule, mode: Any) -> list[Any]:
@@ -321,7 +320,7 @@ def summarize(code: str) -> Generated:
         gigabytes = re.search(r"kernel_num_gb': ([0-9.e-]+)", match[2])
         launches = len(re.findall(rf"{match[1]}\.run\(", call))
         kernels.append(Kernel(match[1], float(gigabytes[1]) if gigabytes else 0.0, launches))
-    library = re.findall(r"(?:extern_kernels\.\w+|torch\.ops\.aten\.[\w.]+)\(", call)
+    library = re.findall(r"(?:extern_kernels\.\w+|(?:torch\.ops\.)?\baten\.[\w.]+)\(", call)
     others = [name for name in library if "convolution" not in name]
     return Generated(kernels, len(library) - len(others), others, code.count("tl.atomic_add("))
 

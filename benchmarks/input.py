@@ -36,7 +36,7 @@ from PIL import Image, ImageEnhance
 from ssdctl.benchmark.data import full_chain, stage_times
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import match
+from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, pairwise_iou
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -127,7 +127,7 @@ class MlperfDataset(torch.utils.data.Dataset):
         pixels = (pixels - torch.tensor(RESNET.mean)[:, None, None]) / torch.tensor(RESNET.std)[
             :, None, None
         ]
-        owner, labels = match(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
+        owner, labels = Matcher()(boxes[None], torch.ones(1, len(boxes)).long(), self.defaults_ltrb)
         targets = encode(box_ltrb_to_cxcywh(boxes[owner[0]]), self.defaults)
         return pixels, targets, labels[0]
 

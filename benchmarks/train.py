@@ -28,8 +28,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.device.base import Device
+    from ssdctl.model.ssd300 import Architecture
 
 COLUMNS = (
     ("who", 11), ("backbone", 9), ("precision", 9), ("execution", 9), ("batch", 5), ("data", 5),
@@ -154,9 +154,9 @@ def measure_other(
 ) -> dict[str, Any]:
     """Measure the third-party training step."""
     from ssdctl.benchmark.train import matmul_flops, train_flops
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.dataset import COCO_NUM_IMAGES
     from ssdctl.device import open_device
+    from ssdctl.model.ssd300 import Architecture
 
     device = open_device(device_name, execution="eager")
     device.set_tf32(True)

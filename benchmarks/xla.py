@@ -38,11 +38,11 @@ def count_step(backbone: str, batch_size: int, dump: Path) -> dict[str, float]:
     import torch
     from torch import distributed as dist
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.config import resolve
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import Ranks
     from ssdctl.input.fake import random_batch
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.step import build_step
 
     device = open_device("xla")

@@ -19,7 +19,6 @@ import pytest
 from download.http_server import Server
 from hypothesis import HealthCheck, settings
 from markers import starts_processes
-from narrow_network import narrow_ssd300
 
 from ssdctl.data.shapes import generate
 
@@ -36,13 +35,6 @@ if sys.version_info < (3, 12):
 # Two cores are shared by the test workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The narrow test network, in this process and in child processes.
-narrow_ssd300.install()
-NARROW_NETWORK = str(Path(narrow_ssd300.__file__).parent)
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    path for path in (NARROW_NETWORK, os.environ.get("PYTHONPATH")) if path
-)
-
 # The duration of an example depends on the machine's load; the first one builds Unicode tables.
 settings.register_profile("ssdctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ssdctl")
@@ -56,7 +48,7 @@ MACHINE_VARIABLES = {
 }
 
 TINY_RUN = (
-    "--preset stable-r34 --backbone resnet18 --backbone-weights none --bs 2 --warmup 1st "
+    "--preset stable-r34 --backbone tiny --backbone-weights none --bs 2 --warmup 1st "
     "--log-every 1 --workers 1 --fp32 --device cpu"
 )
 
@@ -95,13 +87,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes,
-    reads the trained run or builds the whole network, else `unit`."""
+    """Mark each test that is not marked as `process` or `slow`: `process` if it starts processes or
+    reads the trained run, else `unit`."""
     for item in items:
         assert isinstance(item, pytest.Function)
         if item.get_closest_marker("process") or item.get_closest_marker("slow"):
             continue
-        is_process = "tiny_run" in item.fixturenames or item.get_closest_marker("full_network")
+        is_process = "tiny_run" in item.fixturenames
         item.add_marker("process" if is_process or starts_processes(item) else "unit")
 
 
@@ -114,12 +106,6 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Let the interpreter free all modules at its end: some report those that it does not."""
     gc.unfreeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Choose the network before the first fixture runs."""
-    os.environ["TEST_NETWORK"] = "full" if item.get_closest_marker("full_network") else "narrow"
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from ssdctl.runtime.progress import progress_bar
 
 Cli = Callable[..., Result]
 TINY: dict[str, Any] = {
-    "backbone": "resnet18", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
+    "backbone": "tiny", "backbone_weights": "none", "batch_size": 2, "warmup": "1st",
     "workers": 1, "precision": "fp32", "device": "cpu", "preset": "stable-r34", "progress": False,
 }  # fmt: skip
 OFTEN: dict[str, Any] = {"train": {"log_every": 1}}  # as conftest.TINY_RUN
@@ -281,7 +281,7 @@ def test_a_config_keeps_who_set_its_values(shapes: Path) -> None:
 @pytest.mark.process
 def test_training_with_a_config_keeps_presets_and_rules(shapes: Path) -> None:
     tiny = {"steps": 1, "workers": 1, "device": "cpu", "log_every": 1}
-    small = {"backbone": "resnet18", "weights": "none", "extra_norm": "none"}
+    small = {"backbone": "tiny", "weights": "none", "extra_norm": "none"}
     config = ssdctl.configure(train={**tiny, "preset": "nvidia-r50"}, model=small)
     run = ssdctl.train(shapes, config=config, out="preset", progress=False)
     assert run.config.train.precision in ("bf16", "fp32")  # the CPU lacks the preset's fp16

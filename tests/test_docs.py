@@ -217,11 +217,7 @@ DATASET = '[train]\nimages = "photos"\nannotations = "labels.json"\n'
         ("toml", ("labels", "label"), "no such annotation file (split train)"),
         ("toml", ("photos", "fotos"), "no such image folder (split train)"),
         ("images", {"file_name": "nine.jpg"}, "images are missing, among them nine.jpg"),
-        (
-            "annotations",
-            {"category_id": 0},
-            "categories that the file does not list: 1 (category 0)",
-        ),
+        ("annotations", {"category_id": 0}, "annotation of a category that is not listed, dropped"),
         ("annotations", {"category_id": "7"}, "not in COCO's format: Expected int, got str - at"),
         ("images", {"width": 120, "height": 160}, "is 160 x 120, its annotation has 120 x 160"),
         ("annotations", {"bbox": [60, 60, 140, 110]}, "box clipped to its image"),

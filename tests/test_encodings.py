@@ -9,7 +9,7 @@ import pytest
 
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats.coco import read
-from ssdctl.download.sources import read_manifest
+from ssdctl.download.pinned_files import read_manifest
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import read_text
 
@@ -25,7 +25,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     assert read_text(path, 100) == "a\nb\nc\n"
     path.write_text("\ufeff" + JSON, encoding="utf-8")
-    assert not read(path).images
+    assert not read(path)["train"].file_names
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch, trim_padding
 from ssdctl.input.resize import resize_crop
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
+from ssdctl.model import fused
 from ssdctl.model.constants import RESNET
 from ssdctl.model.loss import Targets
 from ssdctl.model.normalize import Normalize
@@ -99,6 +100,7 @@ def full_chain(batches: Iterator[Batch], threads: int, device: Device) -> Iterat
     """Color, normalize and match batches on the CPU; yield the number of images of each."""
     last_stages = _LastStages()
     if device.execution == "compile":
+        fused.swap_in(last_stages, device.forms)
         # The number of boxes varies; only a C++ wrapper releases the GIL for the other threads.
         inductor.compile_in_place(last_stages, dynamic=None, options={"cpp_wrapper": True})
 

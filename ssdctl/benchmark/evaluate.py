@@ -1,4 +1,4 @@
-"""Measure evaluation: network, detection, latency of one picture, scoring at COCO's size."""
+"""Measure evaluation: network, detection, latency of one image, scoring at COCO's size."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.benchmark.common import Figures, endless_batches
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import Resolved
 from ssdctl.data.dataset import COCO_NUM_CLASSES, COCO_NUM_IMAGES
 from ssdctl.data.store import Split
@@ -27,6 +26,7 @@ from ssdctl.distributed.process_group import process_group
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks, find_ranks
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import random_batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
@@ -236,7 +236,7 @@ def timed(
 def train_flops(architecture: Architecture) -> float:
     """Return the FLOP of forward and backward on one image, counted from the shapes.
 
-    Batch norm cannot train on the 1 x 1 map of one picture, so two are counted.
+    Batch norm cannot train on the 1 x 1 map of one image, so two are counted.
     """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         offsets, logits = architecture.build()(torch.zeros(2, 3, 300, 300))

@@ -45,24 +45,3 @@ def pairwise_iou(a: Tensor, b: Tensor) -> Tensor:
     # Areas are clamped before they become a table: a pass over the table costs as much as the rest.
     union = (area_a.clamp(min=0) + area_b.clamp(min=least)).sub_(overlap)
     return overlap.div_(union)
-
-
-def pairwise_iou_transposed(a_BG4: Tensor, b_N4: Tensor) -> Tensor:
-    """Return the values of `pairwise_iou`, bit by bit, as (B, N, G)."""
-    left, top, right, bottom = a_BG4.unsqueeze(1).unbind(dim=-1)  # B x 1 x G each
-    b_left, b_top, b_right, b_bottom = b_N4.unsqueeze(1).unbind(dim=-1)  # N x 1 each
-    width = (torch.minimum(right, b_right) - torch.maximum(left, b_left)).clamp(min=0)
-    height = (torch.minimum(bottom, b_bottom) - torch.maximum(top, b_top)).clamp(min=0)
-    overlap = width * height
-    area = ((right - left) * (bottom - top)).clamp(min=0)
-    least = torch.finfo(b_N4.dtype).tiny
-    b_area = ((b_right - b_left) * (b_bottom - b_top)).clamp(min=least)
-    return overlap / (area + b_area - overlap)
-
-
-def gather_by_comparison(values_BKG: Tensor, index_BN: Tensor) -> Tensor:
-    """Return `values[b, k, index[b, n]]` as (B, K, N): `gather` for compilers that fuse sums."""
-    place_GN = torch.arange(values_BKG.shape[2], device=index_BN.device).unsqueeze(1)
-    is_chosen_B1GN = (index_BN.unsqueeze(1) == place_GN).unsqueeze(1)
-    zero = values_BKG.new_zeros(())
-    return torch.where(is_chosen_B1GN, values_BKG.unsqueeze(3), zero).sum(dim=2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ssdctl.config.fields import LARGEST_INT
 from ssdctl.data.classes import ClassName
-from ssdctl.model.ssd300 import SSD300
 
 FORMAT = 1
 MAX_CLASSES = 100_000
@@ -19,17 +18,6 @@ AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
 Integer = Annotated[int, msgspec.Meta(ge=-MAX_COUNT, le=MAX_COUNT)]
 Setting = Annotated[int, msgspec.Meta(ge=-LARGEST_INT, le=LARGEST_INT)]
 Scalar = bool | Setting | float | str | None
-
-
-class Architecture(NamedTuple):
-    """The parameters that build the network of a checkpoint."""
-
-    backbone: str
-    extra_norm: str
-    num_classes: int  # with background
-
-    def build(self) -> SSD300:
-        return SSD300(self.backbone, self.num_classes, self.extra_norm)
 
 
 class ArchitectureFields(msgspec.Struct, forbid_unknown_fields=True):

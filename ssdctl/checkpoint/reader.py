@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
 from ssdctl.checkpoint import onnx_file, third_party
-from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT, Architecture
+from ssdctl.checkpoint.format import FORMAT, MAX_CLASSES, MAX_COUNT
 from ssdctl.checkpoint.safetensors_file import SUFFIX as SAFETENSORS
 from ssdctl.checkpoint.safetensors_file import read_safetensors
 from ssdctl.checkpoint.validation import (
@@ -35,8 +35,7 @@ from ssdctl.config.fields import BackboneName
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import IntegrityError, SsdctlError, UsageError
 from ssdctl.files import unreadable
-from ssdctl.model import ssd300, vgg
-from ssdctl.model.ssd300 import SSD300
+from ssdctl.model.ssd300 import SSD300, Architecture
 
 MAX_NAMED_KEYS = 5  # of a file of another program
 
@@ -347,13 +346,8 @@ def _check_class_heads(checkpoint: Checkpoint) -> None:
     Raises:
         IntegrityError: A head is missing or has another shape.
     """
-    _, _, num_classes = checkpoint.architecture
-    channels = ssd300.feature_channels(checkpoint.architecture.backbone)
-    expected: dict[str, tuple[int, ...]] = {}
-    for level, (width, boxes) in enumerate(zip(channels, BOXES_PER_CELL, strict=True)):
-        name = f"class_heads.{level}"
-        expected[f"{name}.weight"] = (boxes * num_classes, width, 3, 3)
-        expected[f"{name}.bias"] = (boxes * num_classes,)
+    shapes = checkpoint.architecture.shapes()
+    expected = {k: shape for k, shape in shapes.items() if k.startswith("class_heads.")}
     state = {k: tuple(v.shape) for k, v in checkpoint.model.items() if k in expected}
     refuse_differences(shape_differences(expected, state), checkpoint.path)
 
@@ -372,7 +366,7 @@ def check_shapes(module: nn.Module, state: Mapping[str, Tensor], path: Path) -> 
 
 
 def load_backbone(model: SSD300, path: Path) -> None:
-    """Load torchvision's ResNet weights into the backbone, without the layers after conv4_x.
+    """Load pretrained weights into the backbone.
 
     Raises:
         IntegrityError: The file is damaged, or contains another network.
@@ -383,14 +377,8 @@ def load_backbone(model: SSD300, path: Path) -> None:
             f"{path}: not backbone weights: not a state dict",
             hint="expected torchvision's ResNet weights (ssdctl fetch-weights --list)",
         )
-    if isinstance(model.first_map_norm, vgg.L2Norm):
-        trunk, conv5 = vgg.split_imagenet_state(state)
-        load_state(model.backbone, trunk, path)
-        first = cast(nn.Sequential, model.extra[0])
-        load_state(first[: vgg.CONV5_LAYERS], conv5, path)
-        return
-    kept = {k: v for k, v in state.items() if not k.startswith(("layer4.", "fc."))}
-    load_state(model.backbone, with_counters(kept, model.backbone), path)
+    for module, part in model.backbone.pretrained_parts(state, model.extra):
+        load_state(module, with_counters(part, module), path)
 
 
 def with_counters(state: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:

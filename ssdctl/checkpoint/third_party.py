@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from ssdctl.boxes.default_boxes import BOXES_PER_CELL
+from ssdctl.config.fields import BackboneName
 from ssdctl.data.classes import COCO_CLASSES, UNUSED, ClassName
+from ssdctl.model.backbone import without_weights
+from ssdctl.model.backbones import find_backbone
 
 COMMON = {"additional_blocks.": "extra.", "loc.": "box_heads.", "conf.": "class_heads."}
 PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
@@ -45,13 +48,6 @@ PREFIXES: dict[str, dict[str, str]] = {  # third-party prefix -> ssdctl's
 COCO_OUTPUTS = 81  # NVIDIA's and MLPerf's: the 80 classes without gaps
 COCO_OUTPUTS_WITH_GAPS = 91  # torchvision's: a label is COCO's category id
 WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
-BLOCKS = {  # blocks in layer1 to layer3, and whether they are bottlenecks
-    (2, 2, 2, False): "resnet18",
-    (3, 4, 6, False): "resnet34",
-    (3, 4, 6, True): "resnet50",
-    (3, 4, 23, True): "resnet101",
-    (3, 8, 36, True): "resnet152",
-}
 
 
 def source_of(payload: Any) -> str | None:
@@ -135,12 +131,22 @@ def label_map(classes: list[ClassName]) -> dict[int, str]:
 
 
 def backbone_of(state: Mapping[str, Tensor]) -> str | None:
-    """Return the backbone's name by the shape of its blocks; None if no ResNet matches."""
-    if "first_map_norm.scale" in state:
-        return "vgg16"
-    blocks = [
-        len({m[1] for k in state if (m := re.match(rf"backbone\.layer{n}\.(\d+)\.", k))})
-        for n in (1, 2, 3)
-    ]
-    is_bottleneck = any(k.startswith("backbone.layer1.0.conv3.") for k in state)
-    return BLOCKS.get((blocks[0], blocks[1], blocks[2], is_bottleneck))
+    """Return the backbone whose modules have these names and shapes, or nearly; None if none has.
+
+    Weights that are missing or have another shape are reported when they are loaded.
+    """
+    prefix, counter = "backbone.", "num_batches_tracked"
+    shapes = {
+        (name.removeprefix(prefix), tensor.shape)
+        for name, tensor in state.items()
+        if name.startswith(prefix) and not name.endswith(counter)
+    }
+
+    def difference(backbone: str) -> int:
+        with without_weights():
+            expected = find_backbone(backbone).build().state_dict()
+        return len(shapes ^ {(k, v.shape) for k, v in expected.items() if not k.endswith(counter)})
+
+    differences = {name: difference(name) for name in get_args(BackboneName)}
+    nearest = min(differences, key=lambda name: differences[name])
+    return nearest if differences[nearest] < len(shapes) else None

@@ -193,7 +193,7 @@ def _encoding_problem(error: UnicodeEncodeError) -> UsageError:
     if any("\ud800" <= letter <= "\udfff" for letter in error.object[error.start : error.end]):
         return UsageError(f"{text!r}: the name is not UTF-8 text", hint="rename the file or folder")
     return UsageError(
-        f"{text!r}: the locale's encoding ({error.encoding}) does not have these letters",
+        f"{text!r}: your locale ({error.encoding}) cannot encode this text",
         hint="set LC_ALL=C.UTF-8, or PYTHONUTF8=1",
     )
 

@@ -165,7 +165,7 @@ class Console:
         Args:
             data: Printed as JSON with --json.
             human: Printed without --json: text, or a function that returns a rich table.
-            is_painted: `human` is text with colours, and its other parts are printable.
+            is_painted: `human` is text with colors, and its other parts are printable.
         """
         if self.as_json:
             self._write(_json(data), sys.stdout)
@@ -194,7 +194,7 @@ class Console:
         yield from progress_bar(items, total=total, label=printable_line(label), unit=unit)
 
     def painted(self, text: str, style: str, stream: IO[str] | None = None) -> str:
-        """Return the text in a colour or bold if the stream (None: stdout) supports colours."""
+        """Return the text in a color or bold if the stream (None: stdout) supports colors."""
         stream = stream or sys.stdout
         is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if is_plain or not stream.isatty():

@@ -66,7 +66,7 @@ def export(
     folder, store = dataset_folders(data)
     with stoppable("nothing was exported"):
         splits = open_dataset(folder, store, progress=call.console.progress)
-        counts = export_dataset(splits, store, out, to.value, call.console.progress)
+        counts = export_dataset(splits, out, to.value, call.console.progress)
     result: dict[str, Any] = {"out": str(out), "to": to.value, "images": counts}
     written = ", ".join(f"{split} {count:,}" for split, count in counts.items())
     call.console.result(result, f"{out}: {written} images")

@@ -146,11 +146,11 @@ def seconds_per_step(resolved: Resolved) -> float:
     """Measure the seconds of a training step of the demo's network; nearly 0 on an accelerator."""
     import msgspec
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.data.shapes import CLASSES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step
 
@@ -246,24 +246,16 @@ def echoed(arguments: Sequence[str]) -> list[str]:
 
 def held_out_images(data: Path) -> list[Path]:
     """Return the first four landscape validation images with at least three objects, no crowd."""
-    import msgspec
+    import numpy as np
 
-    from ssdctl.data.dataset import find_splits
-    from ssdctl.data.formats import coco
+    from ssdctl.data.open_dataset import annotations_of
+    from ssdctl.data.store_folder import default_store
 
-    files = find_splits(data)["val"]
-    content = msgspec.json.decode(coco.read_content(files.annotations)[:])
-    crowds: dict[int, list[int]] = {}
-    for box in content["annotations"]:
-        crowds.setdefault(box["image_id"], []).append(box["iscrowd"])
-    chosen = [
-        files.images / image["file_name"]
-        for image in content["images"]
-        if image["width"] > image["height"]
-        and len(flags := crowds.get(image["id"], [])) >= 3
-        and not any(flags)
-    ]
-    return chosen[:4]
+    val = annotations_of(data, default_store(data))["val"]
+    counts = np.bincount(val.rows, minlength=len(val.sizes))
+    crowds = np.bincount(val.rows, val.is_crowd, len(val.sizes))
+    is_chosen = (val.sizes[:, 0] > val.sizes[:, 1]) & (counts >= 3) & (crowds == 0)
+    return [val.folder / val.file_names[row] for row in np.nonzero(is_chosen)[0][:4]]
 
 
 def _drawn(folder: Path, image: Path) -> Path:

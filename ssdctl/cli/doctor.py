@@ -28,6 +28,7 @@ DEFAULT_WIDTH, MAX_WIDTH = 100, 120  # columns; the default is for output that i
         "ssdctl doctor -v   # every check",
         "ssdctl doctor --network --self-test",
         "ssdctl doctor --data /data/coco --json",
+        "ssdctl launch --gpus 8 -- doctor --collectives",
     ],
 )
 def doctor(
@@ -42,17 +43,28 @@ def doctor(
             help="Also test the disk, two ranks and a step",
         ),
     ] = False,
+    collectives: Annotated[
+        bool, typer.Option("--collectives", help="Only test all ranks of a launch")
+    ] = False,
 ) -> None:
     """Check this machine and suggest fixes.
 
     Exits with 2 if a check fails. Nothing is changed; --self-test briefly writes a temporary file.
     Output contains no secrets; safe to paste into an issue.
     """
-    from ssdctl.doctor.check import FAIL
+    from ssdctl.doctor.check import FAIL, Check
     from ssdctl.doctor.run_checks import ASCII_MARKS, MARKS, examine, problems, to_text
 
+    checks: list[Check]
     with stoppable("nothing was changed"):
-        checks = examine(call.config, network=network, self_test=self_test)
+        if collectives:
+            from ssdctl.doctor.collectives import check_collectives
+
+            checks = [c._replace(group="Collectives") for c in check_collectives(call.config)]
+            if not checks:  # of another rank, which prints nothing
+                return
+        else:
+            checks = examine(call.config, network=network, self_test=self_test)
     width = min(shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns, MAX_WIDTH)
     paint = call.console.painted
     if call.console.quiet:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +13,15 @@ from ssdctl.cli.console import aligned
 from ssdctl.cli.download_progress import fetching, retry_policy
 from ssdctl.errors import UsageError
 
+if TYPE_CHECKING:
+    from ssdctl.model.pretrained import Weights
+
 
 def _names() -> list[str]:
     from ssdctl.download.detectors import DETECTORS
-    from ssdctl.download.sources import WEIGHTS
+    from ssdctl.model.pretrained import all_weights
 
-    backbones = [name for weights in WEIGHTS for name in (weights.alias, weights.name) if name]
+    backbones = dict.fromkeys(name for w in all_weights() for name in (w.alias, w.name))
     return [*backbones, *(detector.name for detector in DETECTORS)]
 
 
@@ -65,10 +68,9 @@ def fetch_weights(
             raise UsageError("--list does not take a NAME")
         _list(call, dest)
         return
-    from ssdctl.download.backbone_weights import fetch_weights, weights_of
     from ssdctl.download.detectors import cached_path, fetch_detector, find_detector
     from ssdctl.download.fetch import sha256_of
-    from ssdctl.download.sources import weights_named
+    from ssdctl.model.pretrained import fetch_weights, weights_named, weights_of
 
     name = name or weights_of(call.config.model)
     if name is None or "/" in name:
@@ -91,7 +93,7 @@ def fetch_weights(
     data["bytes"] = path.stat().st_size
     if detector is None:
         weights = weights_named(name)
-        data |= {"name": weights.name, "alias": weights.alias, "sha256": weights.file.sha256}
+        data |= {"name": weights.name, "alias": _alias(weights), "sha256": weights.file.sha256}
     else:
         if cached_path(detector, dest) is None:  # its contents are checked instead of a checksum
             from ssdctl.inference.model_source import trust_first_use
@@ -106,18 +108,21 @@ def fetch_weights(
     call.console.closing(facts, [command])
 
 
+def _alias(weights: Weights) -> str | None:
+    return None if weights.alias == weights.name else weights.alias
+
+
 def _list(call: Call, dest: Path | None) -> None:
-    from ssdctl.download.backbone_weights import find_weights
-    from ssdctl.download.sources import WEIGHTS
+    from ssdctl.model.pretrained import all_weights, find_weights
 
     rows: list[dict[str, Any]] = []
-    for weights in WEIGHTS:
+    for weights in all_weights():
         path = find_weights(weights.name, dest)
         rows.append(
             {
                 "name": weights.name,
-                "alias": weights.alias,
-                "note": weights.note,
+                "alias": _alias(weights),
+                "note": weights.file.note,
                 "url": weights.file.url,
                 "sha256": weights.file.sha256,
                 "bytes": weights.file.bytes,

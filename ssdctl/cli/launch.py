@@ -110,6 +110,7 @@ def launch(
             hint="for example: ssdctl launch --cpus 2",
         )
     from ssdctl.cli.launch_request import make_request
+    from ssdctl.launch import sky
     from ssdctl.launch.node import read_node
     from ssdctl.launch.plan import make_plan
 
@@ -117,6 +118,11 @@ def launch(
     if write is not None:  # the script may run on other machines
         request = dataclasses.replace(request, local_address=None)
     request = dataclasses.replace(request, is_planned=dry_run or write is not None)
+    if write is not None and write.endswith(sky.SUFFIXES) and not dry_run:
+        files.write_text(Path(write), sky.to_task(request, read_node()))
+        call.console.info(f"wrote {write}; start it with sky launch --gpus TYPE:COUNT {write}")
+        call.console.result({"written": write}, None)
+        return
     plan = make_plan(request, read_node())
     for warning in plan.warnings:
         call.console.warning(warning)

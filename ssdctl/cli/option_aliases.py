@@ -8,14 +8,22 @@ refused with its replacement or the reason (exit 2).
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ssdctl.cli.help import HelpCommand
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.settings import Setting, all_settings, select
 from ssdctl.errors import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Aliases of options that are not settings: the first target that the command has.
 OUTPUT = ("--out", "--dest")
@@ -27,70 +35,18 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 CHECKPOINT_METAVAR = "CKPT"  # commands with this first argument also accept it as an option
 CHECKPOINT_ALIASES = ("--checkpoint", "--weights", "--model-dir")
 
-COUNT = "ssdctl launch with the number of devices: " + ", ".join(
-    f"{device.count_option} N" for device in DEVICE_TYPES.values()
-)
-BINDING = "ssdctl launch binds ranks to cores: --cores-per-node, --devices-per-node, --bind-to"
-IMAGE_SIZE = "the network takes 300 x 300 pixels, to which every picture is resized"
-USE_INSTEAD = {
-    "-s": "--seed N, or --steps N (its meaning in Habana's TensorFlow program)",
-    "--mode": "another command: ssdctl evaluate CKPT or ssdctl benchmark train",
-    "--inference": "another command: ssdctl predict CKPT IMAGE",
-    "--source": "ssdctl predict CKPT IMAGE for pictures, --data DIR for a dataset",
-    "--vis-dataloader": "another command: ssdctl prepare --preview FILE",
-    "--benchmark-iterations": "another command: ssdctl benchmark train --seconds S",
-    "--use-horovod": "another command: ssdctl launch --hpus N",
-    "--hvd-workers": "another command: ssdctl launch --hpus N",
-    "--num-cores": "ssdctl launch --tpus N, of chips: --num_cores 8 on a v3-8 is --tpus 4. "
-    "On TPU v2 and v3 --bs is the batch of all chips",
-    "-n": COUNT,
-    "-np": COUNT,
-    "--np": COUNT,
-    "--nproc-per-node": COUNT,
-    "--nnodes": "another command: ssdctl launch --nodes N",
-    "--map-by": BINDING,
-    "--json-summary": "RUN/metrics.jsonl, which every run writes, and --json for the result",
-    "-x": "ssdctl launch --export-env NAME: mpirun passes the variables that a run needs by itself",
-}
-NOT_NEEDED = {
-    "--local-rank": "launchers set it in the environment of each rank",
-    "--disable-distributed-validation": "ranks share the images, and each image is scored once",
-    "--imgsz": IMAGE_SIZE,
-    "--img-size": IMAGE_SIZE,
-    "--image-size": IMAGE_SIZE,
-    "--no-save": "a run always saves; --save-every and --keep set how often and how many",
-    "--warmup-factor": "the warm-up starts at 0, as with the factor 0 of every published script",
-    "--num-cropping-iterations": "a crop mode gets one attempt, the default of that option",
-    "--hpu-channels-last": "the device chooses the memory layout",
-    "--data-layout": "the device chooses the memory layout",
-    "--num-workers-per-hls": "ssdctl launch counts the ranks",
-    "--kubernetes-run": "ssdctl launch --launcher kubernetes submits a job",
-    "--num-examples-per-epoch": "the images of the dataset are counted",
-    "--use-cocoeval-cc": "scoring always uses a compiled engine; --verify compares pycocotools",
-    "--recipe-cache": "compiled recipes are kept in $TMPDIR/ssdctl-UID/hpu, or in the folder that "
-    "PT_HPU_RECIPE_CACHE_CONFIG sets",
-    "--static": "batches are always created from the dataset during training",
-    "--parallel-loader": "the next batches are always copied to the device in advance",
-    "--benchmark-warmup": "ssdctl benchmark train chooses its warm-up",
-    "--trace": "the batch size of a run does not change",
-    "--rule": "the batch size of a run does not change",
-    "--hmp-bf16": "autocast chooses the operators, without lists: --bf16",
-    "--hmp-fp32": "autocast chooses the operators, without lists: --bf16",
-    "--hmp-opt-level": "autocast chooses the operators, without lists: --bf16",
-    "--hmp-verbose": "autocast chooses the operators, without lists: --bf16",
-    "--allow-run-as-root": "ssdctl launch passes it to mpirun if the user is root",
-    "--report-bindings": "ssdctl launch --dry-run shows the bindings",
-    "--tag-output": "ssdctl launch passes it to mpirun",
-    "--merge-stderr-to-stdout": "each rank writes its own log, RUN/logs",
-    "--prefix": "ssdctl launch passes it to mpirun if MPI_ROOT is set",
-}
+# Options that are refused, and what to use instead or why they are not needed.
+OTHER_PROGRAMS = Path(__file__).with_name("other_programs.toml")
 
 
-LAUNCH_DOES = {
-    "--use-horovod": "ssdctl launch starts one rank per device, without Horovod",
-    "--hvd-workers": "ssdctl launch starts one rank per device, without Horovod",
-    "--map-by": BINDING,
-}
+@functools.cache
+def refused_options() -> dict[str, dict[str, Any]]:
+    """Return the tables of other_programs.toml: `settings` (by path), `other`,
+    `launch_does` and `not_needed`."""
+    count = ", ".join(f"{device.count_option} N" for device in DEVICE_TYPES.values())
+    tables = tomllib.loads(OTHER_PROGRAMS.read_text(encoding="utf-8"))
+    tables["other"] = {flag: text.format(count=count) for flag, text in tables["other"].items()}
+    return tables
 
 
 class AliasCommand(HelpCommand):
@@ -178,8 +134,10 @@ class AliasCommand(HelpCommand):
         """Return what each alias stands for: `--flag`, or `--flag=` if it takes a value."""
         templates: dict[str, str] = {}
         for setting in self.settings:
+            refused = refused_options()["settings"].get(setting.path, {})
             for alias in setting.aliases:
-                templates.setdefault(*_template(setting, alias))
+                if alias not in refused:
+                    templates.setdefault(*_template(setting, alias))
         if any(setting.path == "train.epochs" for setting in self.settings):
             for setting in select("evaluate.*"):  # training runs evaluations
                 for alias in setting.aliases:
@@ -225,7 +183,7 @@ def _split(
         return flag.replace("_", "-"), equals, value
     short = token[:2]
     is_alias = short not in own and templates.get(short, "").endswith("=")
-    if is_alias and token != short and token not in USE_INSTEAD:
+    if is_alias and token != short and token not in refused_options()["other"]:
         return short, "=", token[2:].removeprefix("=")
     return token, "", ""
 
@@ -239,15 +197,17 @@ def _refuse_removed(flag: str, typed: str, settings: Sequence[Setting]) -> None:
         settings: Those of the command.
     """
     flag = flag.partition("=")[0]
-    for setting in all_settings().values():
-        if flag in setting.removed_flags:
-            place = "" if setting in settings else f" (an option of ssdctl {setting.section})"
-            raise UsageError(
-                f"{typed} is not an option of ssdctl: use {setting.removed_flags[flag]}{place}"
-            )
-    if flag in LAUNCH_DOES and any(setting.section == "launch" for setting in settings):
-        raise UsageError(f"{typed} is not needed: {LAUNCH_DOES[flag]}", hint="leave it out")
-    if flag in USE_INSTEAD:
-        raise UsageError(f"{typed} is not an option of ssdctl: use {USE_INSTEAD[flag]}")
-    if flag in NOT_NEEDED:
-        raise UsageError(f"{typed} is not an option of ssdctl and not needed: {NOT_NEEDED[flag]}")
+    refused = refused_options()
+    for path, flags in refused["settings"].items():
+        if flag in flags:
+            setting = all_settings()[path]
+            where = "" if setting in settings else f" (an option of ssdctl {setting.section})"
+            raise UsageError(f"{typed} is not an option of ssdctl: use {flags[flag]}{where}")
+    if flag in refused["launch_does"] and any(s.section == "launch" for s in settings):
+        reason = refused["launch_does"][flag]
+        raise UsageError(f"{typed} is not needed: {reason}", hint="leave it out")
+    if flag in refused["other"]:
+        raise UsageError(f"{typed} is not an option of ssdctl: use {refused['other'][flag]}")
+    if flag in refused["not_needed"]:
+        reason = refused["not_needed"][flag]
+        raise UsageError(f"{typed} is not an option of ssdctl and not needed: {reason}")

@@ -15,7 +15,7 @@ from ssdctl.cli.command import Call, command
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from ssdctl.data.formats.coco_check import Finding
+    from ssdctl.data.annotations import Finding
     from ssdctl.data.prepare import Outcome
 
 MAX_EXAMPLES = 5  # of each kind of finding, in the table
@@ -89,13 +89,11 @@ def prepare(
 
 
 def _preview(call: Call, root: Path, folder: Path, path: Path) -> None:
-    from ssdctl.data.dataset import find_splits
-    from ssdctl.data.store import open_split
+    from ssdctl.data.store import open_splits
     from ssdctl.reporting.preview import preview
 
-    splits = find_splits(root, folder)
-    split = "train" if "train" in splits else "val"
-    num_images = preview(open_split(folder, split, splits[split]), call.config, path)
+    split, opened = next(iter(open_splits(root, folder).items()))
+    num_images = preview(opened, call.config, path)
     call.console.info(f"{path}: {num_images} images of {split} with their boxes")
 
 

@@ -1,12 +1,17 @@
 """Define the metadata of settings and the value types with bounds."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
+from ssdctl.runtime.packages import plugin_names
+
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
-BackboneName = Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg16"]
+BACKBONES = ("ssdctl.model.backbones", "ssdctl.backbones")  # package, group of entry points
+if TYPE_CHECKING:
+    BackboneName = str
+else:
+    BackboneName = Literal[tuple(plugin_names(*BACKBONES))]
 
 ClusterName = Literal["voyager"]
 PresetName = Literal[
@@ -22,7 +27,6 @@ def setting(
     metavar: str | None = None,
     choice_flags: bool = False,
     aliases: tuple[str, ...] = (),
-    removed_flags: Mapping[str, str] | None = None,
     choices: tuple[str, ...] = (),
 ) -> msgspec.Meta:
     """Describe one field.
@@ -37,8 +41,6 @@ def setting(
         aliases: Hidden spellings with the same meaning. `--fp=x` is a flag without a value that
             sets x. Long ones that take a value are key aliases too: `--batch-size` is
             `train.batch_size`.
-        removed_flags: Options of the replaced systems with another meaning or syntax, and their
-            replacement.
         choices: Values of a text setting that accepts others too. A Literal has its own.
     """
     extra = {
@@ -47,7 +49,6 @@ def setting(
         "metavar": metavar,
         "choice_flags": choice_flags,
         "aliases": aliases,
-        "removed_flags": dict(removed_flags or {}),
         "choices": choices,
     }
     return msgspec.Meta(description=help, extra=extra)

@@ -384,9 +384,9 @@ def nearest_key(path: str) -> str:
     """Return a hint that names the setting closest to a mistyped one."""
     settings = all_settings().values()
     section, _, name = path.rpartition(".")
-    paths: dict[str, str] = {}  # by names, options, and options of the replaced systems
+    paths: dict[str, str] = {}  # by names and options
     for setting in sorted(settings, key=lambda s: s.section != section):
-        options = (*setting.flags, *setting.aliases, *setting.removed_flags)
+        options = (*setting.flags, *setting.aliases)
         for word in (setting.name, *(o.lstrip("-").replace("-", "_") for o in options)):
             paths.setdefault(word, setting.path)
         paths.setdefault(setting.section, setting.section)

@@ -10,11 +10,12 @@ import typing
 import msgspec
 
 from ssdctl.config.augmentations import names_of, problem_of
-from ssdctl.config.fields import BackboneName
+from ssdctl.config.fields import BACKBONES, BackboneName
 from ssdctl.config.sections.data import DataConfig, DownloadConfig, PrepareConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig, PredictConfig
 from ssdctl.config.sections.launch import KubernetesConfig, LaunchConfig, SlurmConfig
 from ssdctl.config.sections.train import ModelConfig, TrainConfig
+from ssdctl.runtime.packages import load_plugin
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -44,8 +45,9 @@ def conflicts(config: Config) -> list[tuple[str, str]]:
         problems.append(
             ("model.weights", f"{config.model.weights} does not fit {config.model.backbone}")
         )
-    if config.model.backbone == "vgg16" and config.model.extra_norm != "none":
-        problems.append(("model.extra_norm", "the extra blocks of vgg16 have no batch norm"))
+    if config.model.extra_norm not in load_plugin(*BACKBONES, config.model.backbone).EXTRA_NORMS:
+        problem = f"{config.model.backbone} has no extra blocks with {config.model.extra_norm}"
+        problems.append(("model.extra_norm", problem))
     if config.train.lr_decay == "cosine" and len(decays) != 2:
         problems.append(("train.decay_epochs", "cosine needs two epochs, its start and its end"))
     if (unknown := problem_of(config.train.augment)) is not None:

@@ -40,7 +40,6 @@ class Setting(NamedTuple):
     choices: tuple[str, ...]
     choice_flags: bool
     aliases: tuple[str, ...]  # other spellings of the flags; `--fp16-flag=fp16` takes no value
-    removed_flags: dict[str, str]  # flag of a replaced system -> its replacement
 
     @property
     def section(self) -> str:
@@ -133,15 +132,13 @@ def _setting(section: str, field: msgspec.structs.FieldInfo) -> Setting:
         choices=choices,
         choice_flags=extra["choice_flags"],
         aliases=_aliases(field.name, extra, flags),
-        removed_flags=extra["removed_flags"],
     )
 
 
 def _aliases(name: str, extra: dict[str, Any], flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the declared aliases and `--FIELD-NAME`, unless that is the flag or was removed."""
+    """Return the declared aliases and `--FIELD-NAME`, unless that is the flag."""
     own = f"--{name.replace('_', '-')}"
-    flags_in_use = (*flags, *extra["aliases"], *extra["removed_flags"])
-    return extra["aliases"] if own in flags_in_use else (own, *extra["aliases"])
+    return extra["aliases"] if own in (*flags, *extra["aliases"]) else (own, *extra["aliases"])
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 from ssdctl.data.classes import ClassName
 from ssdctl.data.split_files import usable_splits
 from ssdctl.errors import DataError, UsageError
+from ssdctl.runtime.printable import listed
 
+MAX_NAMED = 5  # offenders named in a message
+UNLISTED = "annotation of a category that is not listed, dropped"
 DECIMALS = 3  # of a pixel, in boxes that are computed from fractions or corners
 
 
@@ -84,6 +87,7 @@ def from_images(
     classes: Sequence[str],
     folder: Path,
     origin: Path,
+    notes: Sequence[str] = (),
 ) -> dict[str, Annotations]:
     """Return the annotations of labeled images; ids count from 1 in the given order.
 
@@ -92,6 +96,7 @@ def from_images(
         classes: Their names, in the order of the labels; every box has one of them.
         folder: The folder that the file names are relative to.
         origin: The file or folder of the labels.
+        notes: How they were read, for the user; the first split has them.
 
     Raises:
         DataError: No classes, or no images to train on.
@@ -101,12 +106,17 @@ def from_images(
     usable = usable_splits(splits)
     if "train" not in usable:
         raise DataError(f"{origin}: no images to train on")
-    return {s: _columns(images, classes, folder, origin) for s, images in usable.items()}
+    result = {
+        split: annotations_of_split(images, classes, folder, origin)
+        for split, images in usable.items()
+    }
+    return {**result, "train": result["train"]._replace(notes=list(notes))}
 
 
-def _columns(
+def annotations_of_split(
     images: Sequence[LabeledImage], classes: Sequence[str], folder: Path, origin: Path
 ) -> Annotations:
+    """Return the annotations of one split; see `from_images`."""
     label_of = {name: label for label, name in enumerate(classes, 1)}
     objects = [box for image in images for box in image.boxes]
     boxes = [[round(v, DECIMALS) for v in (b.left, b.top, b.width, b.height)] for b in objects]
@@ -126,6 +136,12 @@ def _columns(
         is_crowd=np.array([box.is_crowd for box in objects], np.bool_),
     )
     return one_image_per_file(annotations)
+
+
+def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
+    """Raise a DataError that names the first few offenders, if there are any."""
+    if offenders:
+        raise DataError(f"{path}: {what}: {listed(offenders, MAX_NAMED)}", hint=hint)
 
 
 def one_image_per_file(annotations: Annotations) -> Annotations:
@@ -224,3 +240,31 @@ def _with_images(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annota
 def _with_objects(annotations: Annotations, is_kept: NDArray[np.bool_]) -> Annotations:
     names = ("ids", "rows", "labels", "boxes", "areas", "is_crowd")
     return annotations._replace(**{name: getattr(annotations, name)[is_kept] for name in names})
+
+
+def coco_document(annotations: Annotations) -> dict[str, Any]:
+    """Return annotations in COCO's format; an area that is not known is the box's."""
+    boxes, areas = annotations.boxes, annotations.areas
+    objects = zip(
+        annotations.ids.tolist(),
+        annotations.image_ids[annotations.rows].tolist(),
+        [annotations.classes[label - 1].id for label in annotations.labels.tolist()],
+        boxes.tolist(),
+        np.where(np.isnan(areas), boxes[:, 2] * boxes[:, 3], areas).tolist(),
+        annotations.is_crowd.astype(int).tolist(),
+        strict=True,
+    )
+    images = zip(
+        annotations.image_ids.tolist(),
+        annotations.file_names,
+        *annotations.sizes.T.tolist(),
+        strict=True,
+    )
+    names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+    return {
+        "images": [
+            dict(zip(("id", "file_name", "width", "height"), i, strict=True)) for i in images
+        ],
+        "annotations": [dict(zip(names, values, strict=True)) for values in objects],
+        "categories": [{"id": c.id, "name": c.name} for c in annotations.classes],
+    }

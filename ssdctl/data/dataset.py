@@ -1,39 +1,83 @@
-"""Find the splits of a dataset: named by a `dataset.toml`, or recognised by their layout.
+"""Find the annotations of a dataset, read them, and notice when their files change.
 
-[train]
-images = "photos"                     # folder of the images: below the dataset folder, or absolute
-annotations = "labels/train.json"     # COCO format
+    dataset = read_dataset(root, Conversion(split=0.9))
+    dataset.splits["train"]                                 # Annotations
 
-`[val]` and `[test]` are the same. A [made] table describes how `ssdctl prepare` wrote the file
-(convert.py).
+A `dataset.toml` of the user takes precedence over every format that can be recognized:
+
+    [train]
+    images = "photos"                 # folder of the images: below the dataset folder, or absolute
+    annotations = "labels/train.json" # COCO's format
+
+`[val]` and `[test]` are the same. Nothing is written.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from ssdctl.config.resolve import read_toml
-from ssdctl.data.formats.find_layout import Layout, find_layout
-from ssdctl.data.split_files import SPLITS
-from ssdctl.data.split_files import SplitFiles as SplitFiles  # part of this module's interface
+from ssdctl.data.annotations import Annotations, divided, with_classes
+from ssdctl.data.formats import coco, find
+from ssdctl.data.image_files import files_below
+from ssdctl.data.split_files import SPLITS, SplitFiles
 from ssdctl.errors import DataError, IntegrityError, UsageError
-from ssdctl.files import safe_join
+from ssdctl.files import open_regular, read_errors, safe_join
 
-MADE = "made"
 TOML = "dataset.toml"
-CONVERTED = "converted"  # folder in the store: annotations of layouts other than COCO's
+# Versions before 2 wrote a dataset.toml with a table [made] into the user's folder.
+MADE = "made"
+ORIGINAL = "dataset.original.toml"  # the user's own, which --split or --classes replaced
+LABEL_SUFFIXES = (".txt", ".xml", ".csv", ".yaml", ".yml", ".names", ".data")
+MAX_COMPARED = 20_000  # label files whose sizes and times are compared at the start of a run
+HASHED_BYTES = 4 << 20
 WHAT_IS_DROPPED = "`ssdctl prepare` lists what was dropped, and why, in the store's report.json"
-S = TypeVar("S")
-
 COCO_NUM_IMAGES = 117_266  # training images of COCO 2017 with boxes
 COCO_NUM_CLASSES = 80
+S = TypeVar("S")
+log = logging.getLogger(__name__)
 
 
-class NotConvertedError(DataError):
-    """Raised for a dataset of a layout that must be converted before it can be used."""
+class Conversion(msgspec.Struct, frozen=True):
+    """How annotations are read: options of `prepare`, which the index remembers."""
+
+    source: str | None = None  # voc, yolo, ...; None: recognize it
+    split: float | None = None  # share of the images to train on
+    classes: tuple[str, ...] = ()  # to keep; none: all
+
+    def __bool__(self) -> bool:
+        return bool(self.source or self.split or self.classes)
+
+    def __str__(self) -> str:
+        options = {"--from": self.source, "--split": self.split, "--classes": self.classes}
+        options["--classes"] = ",".join(self.classes)
+        return shlex.join(str(w) for item in options.items() if item[1] for w in item)
+
+
+AUTOMATIC = Conversion()
+
+
+class Labels(msgspec.Struct, frozen=True):
+    """A version of the files that contain a dataset's labels."""
+
+    state: str  # hash of their names, sizes and times; empty if there are none
+    content: str = ""  # hash of their content, if they are few; empty: not known
+
+
+class Dataset(NamedTuple):
+    """A dataset that was read."""
+
+    format: str
+    splits: dict[str, Annotations]  # in the order of SPLITS
 
 
 def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
@@ -50,38 +94,6 @@ def require_split(splits: Mapping[str, S], name: str, root: Path) -> S:
     raise DataError(f"{root}: has no split {name}, only {', '.join(splits) or 'none'}", hint=remedy)
 
 
-def find_splits(root: Path, folder: Path | None = None) -> dict[str, SplitFiles]:
-    """Return the splits of the dataset in `root`: train or val, and perhaps test.
-
-    Args:
-        root: The dataset folder, or a file such as data.yaml or instances_default.json.
-        folder: The store's folder, which has the annotations of converted layouts.
-
-    Raises:
-        DataError: No folder, no annotations, a broken dataset.toml, a layout that must be
-            converted first.
-    """
-    require_root(root)
-    splits = read_dataset_toml(root / TOML) if (root / TOML).is_file() else {}
-    if not splits and folder is not None and (folder / CONVERTED / TOML).is_file():
-        splits = read_dataset_toml(folder / CONVERTED / TOML, images_root=root_folder(root))
-    if not splits:
-        splits = _splits_of(find_layout(root), root)
-    for split, files in splits.items():
-        if not files.annotations.is_file():
-            raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-    return splits
-
-
-def _splits_of(layout: Layout, root: Path) -> dict[str, SplitFiles]:
-    if not layout.splits:
-        raise NotConvertedError(
-            f"{root}: recognised as {layout.describe()}, but not prepared",
-            hint=f"ssdctl prepare --data {root}",
-        )
-    return layout.splits
-
-
 def require_root(root: Path) -> None:
     """Check that the dataset folder or file exists.
 
@@ -95,6 +107,11 @@ def require_root(root: Path) -> None:
         )
 
 
+def root_folder(root: Path) -> Path:
+    """Return the dataset folder, or the folder of the dataset's file."""
+    return root.parent if root.is_file() else root
+
+
 def warning_without_validation(root: Path) -> str:
     """Return a warning that a dataset has no validation split, with the command that makes one."""
     return (
@@ -103,41 +120,177 @@ def warning_without_validation(root: Path) -> str:
     )
 
 
-def require_images(split: str, files: SplitFiles) -> None:
-    """Check that the image folder exists, which everything but a packed store needs.
+class Source(NamedTuple):
+    """Where the annotations of a dataset are."""
+
+    format: str
+    read: Callable[[], dict[str, Annotations]]
+
+
+def find_source(root: Path, conversion: Conversion) -> Source:
+    """Return the format of a dataset and how it is read.
 
     Raises:
-        DataError: It does not.
+        UsageError: It is described by a dataset.toml, and --from names another format.
+        DataError: No dataset, or several.
     """
-    if not files.images.is_dir():
-        raise DataError(
-            f"{files.images}: no such image folder (split {split})",
-            hint=f"the images of {files.annotations.name} belong there, or a link to them",
-        )
+    require_root(root)
+    toml = _toml_of(root, conversion)
+    if toml is not None:
+        splits = read_dataset_toml(toml)
+        for split, files in splits.items():
+            if not files.annotations.is_file():
+                raise DataError(f"{files.annotations}: no such annotation file (split {split})")
+        return Source("coco", lambda: coco.read_files(splits))
+    name, module = find(root, _original_source(root, conversion))
+    return Source(name, lambda: module.read(root))
 
 
-def root_folder(root: Path) -> Path:
-    """Return the dataset folder, or the folder of the dataset's file."""
-    return root.parent if root.is_file() else root
-
-
-def read_dataset_toml(path: Path, images_root: Path | None = None) -> dict[str, SplitFiles]:
-    """Return the splits that a `dataset.toml` names.
+def read_dataset(root: Path, conversion: Conversion, source: Source | None = None) -> Dataset:
+    """Read the annotations of a dataset.
 
     Args:
-        path: The file.
-        images_root: The folder that image folders are relative to; None is the file's own.
+        root: The dataset folder, or a file such as data.yaml or instances_default.json.
+        conversion: What to read.
+        source: The result of `find_source`, if it is known.
+
+    Raises:
+        UsageError: The options do not apply: a validation split exists already, no such class.
+        DataError: No dataset, or several; a broken dataset.toml; files that cannot be read.
+    """
+    source = source or find_source(root, conversion)
+    splits = source.read()
+    if conversion.classes:
+        splits = {s: with_classes(part, conversion.classes) for s, part in splits.items()}
+    if conversion.split is not None:
+        if "val" in splits:
+            raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
+        train, val = divided(require_split(splits, "train", root), conversion.split)
+        splits = {**splits, "train": train, "val": val}
+    return Dataset(source.format, {s: splits[s] for s in SPLITS if s in splits})
+
+
+def label_version(
+    root: Path, format_name: str, conversion: Conversion, *, content: bool = False
+) -> Labels:
+    """Return the version of a dataset's label files.
+
+    Args:
+        root: The dataset folder or file.
+        format_name: The name of its format.
+        conversion: How it is read.
+        content: Hash the content of COCO's files, too.
+
+    Raises:
+        DataError: There is no dataset any more.
+    """
+    if format_name != "coco":
+        folder = root_folder(root)
+        names = [n for n in files_below(folder) if Path(n).suffix in LABEL_SUFFIXES]
+        return Labels(_state(folder, sorted(names)))
+    paths = _coco_files(root, conversion)
+    folder = root_folder(root).absolute()
+    names = [os.path.relpath(path.absolute(), folder) for path in paths]
+    return Labels(_state(folder, names), _hash(paths) if content else "")
+
+
+def labels_changed(root: Path, format_name: str, conversion: Conversion, recorded: Labels) -> bool:
+    """Return whether label files changed since a version was recorded; not if all are gone."""
+    try:
+        version = label_version(root, format_name, conversion)
+        if version.state in ("", recorded.state):
+            return False
+        return not recorded.content or recorded.content != _hash(_coco_files(root, conversion))
+    except (DataError, OSError):
+        return False
+
+
+def _coco_files(root: Path, conversion: Conversion) -> list[Path]:
+    toml = _toml_of(root, conversion)
+    splits = coco.splits_of(root) if toml is None else read_dataset_toml(toml)
+    return [*([toml] if toml else []), *(files.annotations for files in splits.values())]
+
+
+def _state(folder: Path, names: list[str]) -> str:
+    digest = hashlib.sha256(os.fsencode("\n".join(names)))
+    for name in names[:MAX_COMPARED]:
+        with contextlib.suppress(OSError):
+            status = (folder / name).stat()
+            digest.update(b"%d %d\n" % (status.st_size, status.st_mtime_ns))
+    return digest.hexdigest() if names else ""
+
+
+def _hash(paths: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with read_errors(path), open_regular(path) as file:
+            while chunk := file.read(HASHED_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _toml_of(root: Path, conversion: Conversion) -> Path | None:
+    """Return the dataset.toml to read; None if there is none, or it was made from other files."""
+    path = root / TOML
+    if not path.is_file():
+        return None
+    made = read_conversion(path)
+    if made is None:
+        if conversion.source is not None:
+            raise UsageError(
+                f"--from {conversion.source}: {path} exists and was not written by ssdctl",
+                hint="omit --from to prepare what it names, or move it away",
+            )
+        return path
+    if not conversion:
+        return path
+    return root / ORIGINAL if made.source == ORIGINAL and not conversion.source else None
+
+
+def _original_source(root: Path, conversion: Conversion) -> str | None:
+    """Return the format to read: as chosen, else the one that a dataset.toml was made from."""
+    made = read_conversion(root / TOML) if (root / TOML).is_file() else None
+    if conversion.source is not None or made is None or made.source == ORIGINAL:
+        return conversion.source
+    return made.source
+
+
+def read_conversion(path: Path) -> Conversion | None:
+    """Return the options that an earlier version made a dataset.toml with.
+
+    Returns:
+        None if the file is the user's own.
+
+    Raises:
+        DataError: It is broken.
+    """
+    try:
+        values = {key: value for key, value, _ in read_toml(path)}
+    except UsageError as error:
+        raise DataError(str(error)) from None
+    prefix = f"{MADE}."
+    table = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
+    if not table:
+        return None
+    try:
+        return msgspec.convert(table, Conversion)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path}: [{MADE}]: {error}") from None
+
+
+def read_dataset_toml(path: Path) -> dict[str, SplitFiles]:
+    """Return the splits that a `dataset.toml` names.
 
     Raises:
         DataError: It is broken, names nothing, or names a path outside of its folder.
     """
     try:
-        return _from_toml(path, images_root or path.parent)
+        return _from_toml(path)
     except (UsageError, IntegrityError) as error:  # a broken file, a path that leaves the folder
         raise DataError(f"{path}: {error}", hint=error.hint) from None
 
 
-def _from_toml(path: Path, images_root: Path) -> dict[str, SplitFiles]:
+def _from_toml(path: Path) -> dict[str, SplitFiles]:
     paths: dict[str, dict[str, Path]] = {}
     for key, value, place in read_toml(path):
         split, _, name = key.partition(".")
@@ -151,9 +304,10 @@ def _from_toml(path: Path, images_root: Path) -> dict[str, SplitFiles]:
             )
         if not isinstance(value, str):
             raise DataError(f"{place}: {key} must be a path below {path.parent}, or absolute")
-        base = images_root if name == "images" else path.parent
         is_absolute = value.startswith("/") and "\0" not in value
-        paths.setdefault(split, {})[name] = Path(value) if is_absolute else safe_join(base, value)
+        paths.setdefault(split, {})[name] = (
+            Path(value) if is_absolute else safe_join(path.parent, value)
+        )
     for split, parts in paths.items():
         for name in ("images", "annotations"):
             if name not in parts:

@@ -1,6 +1,6 @@
-"""Write a prepared dataset to a folder in another layout: `ssdctl dataset export`.
+"""Write a prepared dataset to a folder in another format: `ssdctl dataset export`.
 
-    export_dataset(splits, store, Path("out"), "yolo")
+    export_dataset(splits, Path("out"), "yolo")
 
 Images are written with the bytes that the store has (a shrunk store's are smaller), and boxes in
 their pixels. Images that `prepare` dropped are left out.
@@ -21,9 +21,15 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.coco_writer import document
-from ssdctl.data.store import Split, index_path
+from ssdctl.data.annotations import (
+    LabeledBox,
+    LabeledImage,
+    annotations_of_split,
+    coco_document,
+)
+from ssdctl.data.check import CLIPPED, clip
+from ssdctl.data.index import read_annotations
+from ssdctl.data.store import Split
 from ssdctl.errors import UsageError
 from ssdctl.files import disk_errors, make_dir, write_bytes, write_text
 from ssdctl.runtime.progress import Progress
@@ -44,7 +50,6 @@ class _Exported(NamedTuple):
 
 def export_dataset(
     splits: Mapping[str, Split],
-    store: Path,
     out: Path,
     target: Target,
     progress: Progress | None = None,
@@ -53,7 +58,6 @@ def export_dataset(
 
     Args:
         splits: Those of the store.
-        store: Its folder.
         out: A new or empty folder; it appears when it is complete.
         target: The layout.
         progress: Wraps the iteration over images.
@@ -72,7 +76,7 @@ def export_dataset(
     shutil.rmtree(partial, ignore_errors=True)  # of a killed export
     make_dir(partial)
     try:
-        counts = _write(splits, store, partial, target, progress)
+        counts = _write(splits, partial, target, progress)
         with disk_errors(out, "writing"):
             partial.rename(out)
     finally:
@@ -81,9 +85,9 @@ def export_dataset(
 
 
 def _write(
-    splits: Mapping[str, Split], store: Path, out: Path, target: Target, progress: Progress | None
+    splits: Mapping[str, Split], out: Path, target: Target, progress: Progress | None
 ) -> dict[str, int]:
-    # Classes are names in every layout: those with equal names become one.
+    # Classes are names in every format: those with equal names become one.
     classes = list(dict.fromkeys(c.name for c in next(iter(splits.values())).classes))
     write = {"coco": _write_coco, "yolo": _write_yolo, "voc": _write_voc, "hf": _write_hf}[target]
     counts = {}
@@ -91,9 +95,7 @@ def _write(
         rows: Iterable[int] = np.nonzero(split.usable)[0].tolist()
         if progress is not None:
             rows = progress(rows, total=int(split.usable.sum()), label=name, unit="images")
-        with pa.memory_map(str(index_path(store, name))) as source:
-            index = pa.ipc.open_file(source).read_all()
-            counts[name] = write(out, name, _images(split, index, rows), classes)
+        counts[name] = write(out, name, _images(split, rows), classes)
     if target == "yolo":
         _write_yaml(out, splits, classes)
     elif target == "hf":
@@ -101,20 +103,25 @@ def _write(
     return counts
 
 
-def _images(split: Split, index: Any, rows: Iterable[int]) -> Iterator[_Exported]:
-    names = _unique_names(index.column("file_name").to_pylist(), split.image_ids.tolist())
+def _images(split: Split, rows: Iterable[int]) -> Iterator[_Exported]:
+    annotations = read_annotations(split.index_file)
+    names = _unique_names(annotations.file_names, split.image_ids.tolist())
+    ltrb, _, kinds = clip(annotations.boxes, annotations.sizes[annotations.rows])
+    starts = np.searchsorted(annotations.rows, np.arange(len(names) + 1))
     for row in rows:
         content = bytes(split.read(row))
         with Image.open(io.BytesIO(content)) as picture:
             suffix = SUFFIXES.get(picture.format or "") or f".{(picture.format or 'img').lower()}"
         width, height = (int(n) for n in split.pixel_sizes[row])
         scale = np.tile(split.pixel_sizes[row] / split.sizes[row], 2)  # of a shrunk image
-        columns = (index.column(name)[row].as_py() for name in ("boxes", "labels", "is_crowd"))
         boxes = []
-        for box, label, is_crowd in zip(*columns, strict=True):
-            left, top, right, bottom = (np.array(box) * scale).tolist()
-            name = split.classes[label - 1].name
-            boxes.append(LabeledBox(name, left, top, right - left, bottom - top, is_crowd))
+        for place in range(starts[row], starts[row + 1]):
+            if kinds[place] > CLIPPED:
+                continue
+            left, top, right, bottom = (ltrb[place] * scale).tolist()
+            name, is_crowd = split.classes[annotations.labels[place] - 1].name, annotations.is_crowd
+            size = right - left, bottom - top
+            boxes.append(LabeledBox(name, left, top, *size, bool(is_crowd[place])))
         labels = LabeledImage(names[row] + suffix, width, height, boxes)
         yield _Exported(int(split.image_ids[row]), labels, content)
 
@@ -135,7 +142,9 @@ def _write_coco(out: Path, split: str, images: Iterator[_Exported], classes: lis
         write_bytes(make_dir(out / f"{split}2017") / image.labels.file_name, image.content)
         listed.append(image.labels)
     name = f"instances_{split}2017.json"
-    write_bytes(make_dir(out / "annotations") / name, document(listed, classes))
+    folder = make_dir(out / "annotations")
+    annotations = annotations_of_split(listed, classes, out, folder)
+    write_bytes(folder / name, msgspec.json.encode(coco_document(annotations)))
     return len(listed)
 
 
@@ -169,9 +178,10 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list
     pictures, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
     stems = []
     for image_id, image, content in images:
-        stem = f"{split}_{PurePosixPath(image.file_name).stem}"  # one folder for all splits
-        if " " in stem:  # a list has one word for each image
-            stem = f"{'_'.join(stem.split())}-{image_id}"
+        # A list has one word for each image, and all splits have one folder.
+        stem = "_".join(PurePosixPath(image.file_name).stem.split())
+        if (annotations / f"{stem}.xml").exists():
+            stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
         write_bytes(pictures / name, content)
         write_bytes(annotations / f"{stem}.xml", _voc_xml(name, image))

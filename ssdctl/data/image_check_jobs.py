@@ -2,7 +2,7 @@
 
 A part is an Arrow file with a row for each image of a range of the annotation file: its problem,
 the fingerprint of its file and, if packed, its bytes. It is published atomically, and its metadata
-names the job (annotations and options) that it belongs to. A later run of the same job reuses a
+names the job (images and options) that it belongs to. A later run of the same job reuses a
 part if every image of it is still the same file. The parts of a packed store are its shards; the
 others are deleted once the index is written.
 """
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from ssdctl.data.formats.coco_json import ImageEntry
 from ssdctl.data.image_check import (
     AMBIGUOUS,
     CheckedImage,
@@ -30,7 +30,7 @@ from ssdctl.data.image_check import (
     changed_images,
     check_image,
 )
-from ssdctl.data.store import METADATA_KEY, Shard
+from ssdctl.data.index import METADATA_KEY, Shard
 from ssdctl.files import DECODE_ERRORS, atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
 from ssdctl.runtime.progress import Progress
@@ -54,8 +54,9 @@ class Job(NamedTuple):
 
     Attributes:
         split: Its name.
-        key: Hex digits that identify the annotations and the options.
-        images: The images, in the annotation file's order.
+        key: Hex digits that identify the images and the options.
+        file_names: The N images, in the order of the annotations.
+        sizes: N x 2, their annotated width and height.
         source: Their folder.
         target: The store's folder.
         options: What is done with each image.
@@ -64,7 +65,8 @@ class Job(NamedTuple):
 
     split: str
     key: str
-    images: list[ImageEntry]
+    file_names: list[str]
+    sizes: NDArray[np.int64]
     source: Path
     target: Path
     options: PackOptions
@@ -107,15 +109,15 @@ def check_images(job: Job, progress: Progress | None) -> Report:
         DiskError: A part cannot be written.
     """
     report = Report([], [], [], [])
-    while len(report.fingerprints) < len(job.images) and (part := _reusable_part(job, report)):
+    while len(report.fingerprints) < len(job.file_names) and (part := _reusable_part(job, report)):
         _extend(report, part)
     start = len(report.fingerprints)
     with ThreadPoolExecutor(job.threads, thread_name_prefix="check") as pool:
         batches: Iterator[list[CheckedImage]] = _check_in_threads(pool, job, start)
         if progress is not None:
-            batches = _with_progress(batches, progress, len(job.images), start, job.split)
+            batches = _with_progress(batches, progress, len(job.file_names), start, job.split)
         try:
-            while len(report.fingerprints) < len(job.images):
+            while len(report.fingerprints) < len(job.file_names):
                 _extend(report, _write_part(job, report, batches))
         finally:
             pool.shutdown(cancel_futures=True)
@@ -147,7 +149,7 @@ def _reusable_part(job: Job, before: Report) -> Report | None:
     lists = [columns[name] for name in FingerprintColumns._fields]
     fingerprints = [FileFingerprint(*triple) for triple in zip(*lists, strict=True)]
     recorded = FingerprintColumns(*(np.array(values, np.int64) for values in lists))
-    names = [image.file_name for image in job.images[start : start + len(fingerprints)]]
+    names = job.file_names[start : start + len(fingerprints)]
     if len(names) < len(fingerprints) or changed_images(job.source, names, recorded):
         return None
     shard = Shard(name, len(fingerprints))
@@ -160,15 +162,14 @@ def _check_in_threads(
     """Check images in order, some tasks ahead."""
 
     def check(first: int) -> list[CheckedImage]:
+        names, sizes = job.file_names[first : first + size], job.sizes[first : first + size]
         return [
-            check_image(
-                job.source / image.file_name, (image.width or 0, image.height or 0), job.options
-            )
-            for image in job.images[first : first + size]
+            check_image(job.source / name, (width, height), job.options)
+            for name, (width, height) in zip(names, sizes.tolist(), strict=True)
         ]
 
     size = TASK_RAW_IMAGES if job.options.encoding == "raw" else TASK_IMAGES
-    firsts = range(start, len(job.images), size)
+    firsts = range(start, len(job.file_names), size)
     yield from map_ahead(pool, check, firsts, job.threads + 2)
 
 

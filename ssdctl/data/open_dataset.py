@@ -10,49 +10,49 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
+import msgspec
 
 from ssdctl.config import Config
-from ssdctl.data import store
-from ssdctl.data.convert import (
-    AUTO,
-    Conversion,
-    convert,
-    convert_again,
-    convert_if_needed,
-    describe_conversion,
-    read_unconverted,
-    warn_of_changed_labels,
-)
+from ssdctl.data.annotations import MAX_NAMED, Annotations
+from ssdctl.data.check import check
 from ssdctl.data.dataset import (
-    CONVERTED,
-    NotConvertedError,
-    SplitFiles,
-    find_splits,
-    require_images,
+    TOML,
+    Conversion,
+    labels_changed,
+    read_conversion,
+    read_dataset,
+    require_root,
     require_split,
+    root_folder,
 )
-from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import MAX_NAMED
-from ssdctl.data.formats.coco_check import check
-from ssdctl.data.formats.file_names import resolve_images
 from ssdctl.data.image_check import changed_images
+from ssdctl.data.image_names import resolve_images
+from ssdctl.data.index import (
+    earlier_packing,
+    index_path,
+    is_prepared,
+    read_annotations,
+    read_fingerprints,
+    read_made,
+    read_metadata,
+)
 from ssdctl.data.prepare import Outcome, prepare
-from ssdctl.data.store import is_prepared
+from ssdctl.data.split_files import SPLITS
+from ssdctl.data.store import Split, image_folder, open_splits
 from ssdctl.data.store_folder import dataset_folders, is_cached_store, require_dataset
 from ssdctl.errors import DataError, UsageError
 from ssdctl.files import is_plain_name
 from ssdctl.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
+CONVERTED = "converted"  # folder in the store of versions before 2: annotations of other formats
 MAX_CHECKED = 200_000  # images of a split that are compared with their fingerprints at the start
 
 
 def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outcome:
-    """Convert the dataset of a config if its layout is not COCO's, and write its store.
+    """Check the dataset of a config and write its store.
 
-    With options of a conversion it is written to the dataset folder, else to the store; a
-    conversion that an earlier call wrote is only reported.
+    Without --from, --split and --classes those of the last time are used.
 
     Raises:
         UsageError: Options that exclude each other, or do not apply.
@@ -67,17 +67,17 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
         )
     require_dataset(config.data)
     root, folder = dataset_folders(config.data)
-    source = None if options.source == AUTO else options.source
+    source = None if options.source == "auto" else options.source
     conversion = Conversion(source, options.split, options.classes)
-    if conversion:
-        convert(root, conversion, folder / CONVERTED if root.is_file() else None)
-    elif description := describe_conversion(root):
-        log.info("%s", description)
-    else:
-        convert_again(root, folder)
+    if not conversion and (conversion := _last_conversion(root, folder)):
+        log.info("using %s, as the last time; other options replace them", conversion)
+    elif conversion and conversion.source is None:
+        last = _last_conversion(root, folder)
+        conversion = msgspec.structs.replace(conversion, source=last.source)
     return prepare(
         root,
         folder,
+        conversion,
         pack=options.pack,
         shrink=options.shrink,
         encoding=options.encoding,
@@ -90,52 +90,98 @@ def prepare_dataset(config: Config, *, force: bool, progress: Progress) -> Outco
     )
 
 
-def open_dataset(
-    root: Path,
-    folder: Path,
-    *,
-    progress: Progress | None = None,
-    check_images: bool = True,
-) -> dict[str, store.Split]:
+def _last_conversion(root: Path, folder: Path) -> Conversion:
+    """Return how the dataset was read the last time."""
+    if (made := read_made(folder)) is not None:
+        return made.conversion
+    path = folder / CONVERTED / TOML
+    earlier = read_conversion(path) if path.is_file() else None
+    has_choice = earlier is not None and (earlier.split or earlier.classes)
+    if earlier is not None and has_choice and not (root / TOML).is_file():
+        return earlier
+    return Conversion()
+
+
+def open_dataset(root: Path, folder: Path, *, progress: Progress | None = None) -> dict[str, Split]:
     """Return the dataset's splits, ready to read; one that was never prepared is indexed first.
 
     Args:
         root: The dataset folder.
         folder: The store's.
         progress: See `ssdctl.data.image_check_jobs`.
-        check_images: Check whether the images of a store that is not packed are unchanged.
 
     Raises:
         DataError: See `prepare`; or an image is missing or changed since.
     """
-    convert_if_needed(root, folder)
-    splits = find_splits(root, folder)
+    require_root(root)
     if not is_prepared(root, folder):
-        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
-        outcome = prepare(root, folder, pack=False, progress=progress)
-        for report in outcome.splits:
-            for kind, count in report.counts().items():
-                log.info("  %s: %d x %s", report.split, count, kind)
-            for warning in (*report.notes, *report.warnings):
-                log.info("  %s: %s", report.split, warning)
-        return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+        _prepare_again(root, folder, progress)
+        return open_splits(root, folder)
     if is_cached_store(folder):
         log.info("%s cannot be written: its index is in %s", root, folder)
-    if check_images:
-        for split, files in splits.items():
-            _refuse_changed(folder, split, files)
-    return {split: store.open_split(folder, split, files) for split, files in splits.items()}
+    made = read_made(folder)
+    if made and not made.labels.content:
+        _warn_of_changed_labels(root, folder)
+    splits = open_splits(root, folder)
+    for split in splits:
+        _refuse_changed(root, folder, split)
+    return splits
 
 
-def _refuse_changed(folder: Path, split: str, files: SplitFiles) -> None:
-    metadata = store.read_metadata(folder, split)
+def _prepare_again(root: Path, folder: Path, progress: Progress | None) -> None:
+    """Prepare a dataset that has no store, or one that is out of date or of an earlier version."""
+    conversion = _last_conversion(root, folder)
+    if (first := earlier_packing(folder)) is not None:
+        log.info("%s was prepared by an earlier version: writing its index again", root)
+        outcome = prepare(
+            root,
+            folder,
+            conversion,
+            pack=first.packed,
+            shrink=first.shrink,
+            encoding=first.encoding,
+            verify_images=first.verified != "no",
+            keep_damaged=first.verified == "damaged kept",
+            progress=progress,
+        )
+    else:
+        log.info("%s is not prepared yet: checking it, as `ssdctl prepare --no-pack` does", root)
+        outcome = prepare(root, folder, conversion, pack=False, progress=progress)
+    for report in outcome.splits:
+        for kind, count in report.counts().items():
+            log.info("  %s: %d x %s", report.split, count, kind)
+        for warning in (*report.notes, *report.warnings):
+            log.info("  %s: %s", report.split, warning)
+
+
+def _warn_of_changed_labels(root: Path, folder: Path) -> None:
+    """Log a warning if label files changed since they were read."""
+    made = read_made(folder)
+    if made is None or not made.labels.state:
+        return
+    if labels_changed(root, made.format, made.conversion, made.labels):
+        log.warning(
+            "labels in %s changed, or were copied, since they were read, and are used as read: "
+            "`ssdctl prepare --data %s` reads them",
+            root_folder(root),
+            root,
+        )
+
+
+def _refuse_changed(root: Path, folder: Path, split: str) -> None:
+    metadata = read_metadata(folder, split)
     if metadata is None or metadata.packed:
         return
-    require_images(split, files)
-    changed = changed_images(files.images, *store.read_fingerprints(folder, split, MAX_CHECKED))
+    images = image_folder(root, metadata)
+    if not images.is_dir():
+        raise DataError(
+            f"{images}: no such image folder (split {split})",
+            hint=f"the images of {Path(metadata.origin).name} belong there, or a link to them",
+        )
+    changed = changed_images(images, *read_fingerprints(folder, split, MAX_CHECKED))
     if changed:
         raise DataError(
-            f"{files.images}: {len(changed)} images are missing or changed since {folder} was "
+            f"{images}: {len(changed)} images are missing or changed since {folder} was "
             f"prepared: {', '.join(changed[:MAX_NAMED])}",
             hint="put them back, or run ssdctl prepare again with the same options",
         )
@@ -155,32 +201,37 @@ def count_images(root: Path, folder: Path) -> DatasetSize:
     Raises:
         DataError: The annotations are invalid, or there is no training split.
     """
-    try:
-        splits = find_splits(root, folder)
-        files = require_split(splits, "train", root)
-        warn_of_changed_labels(root, folder)
-        if is_prepared(root, folder):
-            split = store.open_split(folder, "train", files)
-            val = splits.get("val")
-            num_val = 0 if val is None else len(store.open_split(folder, "val", val).image_ids)
-            return DatasetSize(len(split.trainable), num_val, [c.name for c in split.classes])
-        contents = {
-            name: coco.read_content(files.annotations)
-            for name, files in splits.items()
-            if name != "test"
-        }
-    except NotConvertedError:
-        unconverted = read_unconverted(root)
-        splits = {name: files for name, (files, _) in unconverted.items()}
-        contents = {name: content for name, (_, content) in unconverted.items()}
-        files = require_split(splits, "train", root)
-    other_splits = [f.annotations for name, f in splits.items() if name != "train"]
-    annotations = coco.parse(contents["train"], files.annotations, other_splits)
-    unresolved = [i for i in annotations.images if not (i.width and is_plain_name(i.file_name))]
-    resolve_images(unresolved, files.images)
-    boxes, _ = check(annotations, files.annotations)
-    val_images = 0
-    if "val" in contents:
-        val_images = len(coco.parse(contents["val"], splits["val"].annotations).images)
-    classes = [c.name for c in annotations.categories]
-    return DatasetSize(int((np.diff(boxes.starts) > 0).sum()), val_images, classes)
+    require_root(root)
+    if is_prepared(root, folder):
+        _warn_of_changed_labels(root, folder)
+        splits = open_splits(root, folder)
+        train = require_split(splits, "train", root)
+        num_val = len(splits["val"].image_ids) if "val" in splits else 0
+        return DatasetSize(len(train.trainable), num_val, [c.name for c in train.classes])
+    parts = read_dataset(root, _last_conversion(root, folder)).splits
+    annotations = require_split(parts, "train", root)
+    if not (annotations.sizes.all() and all(map(is_plain_name, annotations.file_names))):
+        annotations = resolve_images(annotations).annotations
+    num_val = len(parts["val"].file_names) if "val" in parts else 0
+    trainable = int((check(annotations).objects.num_trained() > 0).sum())
+    return DatasetSize(trainable, num_val, [c.name for c in annotations.classes])
+
+
+def annotations_of(root: Path, folder: Path) -> dict[str, Annotations]:
+    """Return the annotations of a dataset: the index's if it is prepared, else the files'.
+
+    Nothing is written.
+
+    Raises:
+        DataError: There is no dataset, or it cannot be read.
+    """
+    require_root(root)
+    if not is_prepared(root, folder):
+        return read_dataset(root, _last_conversion(root, folder)).splits
+    return {
+        split: read_annotations(index_path(folder, split))._replace(
+            folder=image_folder(root, metadata)
+        )
+        for split in SPLITS
+        if (metadata := read_metadata(folder, split)) is not None
+    }

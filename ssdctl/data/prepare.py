@@ -15,7 +15,6 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -23,27 +22,42 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ssdctl.data import store
+from ssdctl._version import __version__
+from ssdctl.data import index as index_file
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations, Finding
+from ssdctl.data.check import check
+from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import (
-    SplitFiles,
-    find_splits,
-    require_images,
+    AUTOMATIC,
+    Conversion,
+    Dataset,
+    find_source,
+    label_version,
+    labels_changed,
+    read_dataset,
+    root_folder,
 )
-from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import MAX_NAMED, Annotations
-from ssdctl.data.formats.coco_check import (
-    Finding,
-    check,
-    format_warnings,
+from ssdctl.data.image_check import (
+    Encoding,
+    FileFingerprint,
+    FingerprintColumns,
+    PackOptions,
+    changed_images,
 )
-from ssdctl.data.formats.coco_slices import sha256
-from ssdctl.data.formats.file_names import is_image, resolve_images
-from ssdctl.data.image_check import Encoding, PackOptions, changed_images
-from ssdctl.data.image_check_jobs import Job, check_images
-from ssdctl.data.prepare_checks import check_files, image_findings, refuse_dropped
+from ssdctl.data.image_check_jobs import Job, Report, check_images
+from ssdctl.data.image_files import is_image
+from ssdctl.data.image_names import resolve_images
+from ssdctl.data.index import Made, Metadata, read_made, read_metadata, read_packing
+from ssdctl.data.prepare_checks import (
+    DROPPED_IMAGE,
+    NOTED_IMAGE,
+    check_files,
+    image_findings,
+    refuse_dropped,
+)
+from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import is_cached_store
-from ssdctl.data.store_writer import remove_unused, write_index
-from ssdctl.errors import DiskError
+from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
     DECODE_ERRORS,
     disk_errors,
@@ -62,7 +76,9 @@ from ssdctl.runtime.progress import Progress
 log = logging.getLogger(__name__)
 NO_BOXES = "no boxes (skipped in training)"
 NO_BOXES_NOT_TRAINED = "no boxes"  # of a split that is not trained on
+REPORT = "report.json"
 MAX_REPORT_BYTES = 1 << 28
+PARTS_FORMAT = 4  # of the files in which an interrupted check continues
 
 
 class SplitReport(msgspec.Struct, frozen=True):
@@ -114,6 +130,7 @@ class _RunOptions(NamedTuple):
 def prepare(
     root: Path,
     folder: Path,
+    conversion: Conversion = AUTOMATIC,
     *,
     pack: bool,
     shrink: int | None = None,
@@ -130,6 +147,7 @@ def prepare(
     Args:
         root: The dataset folder.
         folder: The store's folder.
+        conversion: How to read the annotations.
         pack: Copy the images into the store; else only the index is written.
         shrink: Re-encode packed images whose shorter side is longer than this, in pixels.
         encoding: Pack image files (`jpeg`; shrunk ones become JPEGs), or decoded pixels (`raw`).
@@ -155,23 +173,42 @@ def prepare(
     if not pack:
         options = options._replace(shrink=None, encoding="jpeg")
     run = _RunOptions(jobs, force, allow_dropped, progress)
-    splits = find_splits(root, folder)
-    if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
+    if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
         return outcome  # without the lock: the folder may be read-only
+    dataset, made = _read(root, conversion)  # before the folder is made: nothing may be wrong
     _make_store_dir(folder)
     with lock(folder / ".lock", f"waiting for another ssdctl that prepares {folder}"):
-        if not run.force and (outcome := _unchanged_outcome(folder, splits, options)):
+        if not force and (outcome := _unchanged_outcome(root, folder, conversion, options)):
             return outcome
         remove_stale_temporaries(folder)
-        reports = [_prepare_split(split, splits, folder, options, run) for split in splits]
-        reports = _with_unlisted(reports, splits, folder)
+        reports = []
+        for split in made.splits:
+            reports.append(_prepare_split(split, dataset.splits, folder, options, run, made, root))
+        reports = _with_unlisted(reports, root, folder)
         outcome = Outcome(str(root), str(folder), options.pack, False, reports)
-        write_bytes(folder / "report.json", msgspec.json.format(msgspec.json.encode(outcome)))
-        remove_unused(folder, splits)
+        write_bytes(folder / REPORT, msgspec.json.format(msgspec.json.encode(outcome)))
+        index_file.remove_unused(folder, made.splits)
     return outcome
 
 
-def _verified(options: PackOptions) -> store.Verified:
+def _read(root: Path, conversion: Conversion) -> tuple[Dataset, Made]:
+    """Read a dataset, and the version of its label files meanwhile.
+
+    Raises:
+        DataError: See `read_dataset`; or the files changed meanwhile.
+    """
+    source = find_source(root, conversion)
+    name = source.format
+    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
+        version = pool.submit(label_version, root, name, conversion, content=True)
+        dataset = read_dataset(root, conversion, source)
+        labels = version.result()
+    if label_version(root, name, conversion).state != labels.state:
+        raise DataError(f"{root}: labels changed while they were read", hint="run it again")
+    return dataset, Made(name, conversion, labels, list(dataset.splits), __version__)
+
+
+def _verified(options: PackOptions) -> index_file.Verified:
     if not options.verify:
         return "no"
     return "damaged kept" if options.keep_damaged else "damaged dropped"
@@ -188,131 +225,180 @@ def _make_store_dir(folder: Path) -> None:
         ) from None
 
 
-def _unchanged_outcome(
-    folder: Path, splits: dict[str, SplitFiles], options: PackOptions
-) -> Outcome | None:
-    """Return the last outcome if the dataset and the options are unchanged; else None."""
+def _read_report(folder: Path) -> Outcome | None:
     try:
-        outcome = msgspec.json.decode(
-            read_limited(folder / "report.json", MAX_REPORT_BYTES), type=Outcome
-        )
+        content = read_limited(folder / REPORT, MAX_REPORT_BYTES)
+        return msgspec.json.decode(content, type=Outcome)
     except (OSError, *DECODE_ERRORS):
         return None
+
+
+def _unchanged_outcome(
+    root: Path, folder: Path, conversion: Conversion, options: PackOptions
+) -> Outcome | None:
+    """Return the last outcome if the dataset and the options are unchanged; else None."""
+    outcome, made = _read_report(folder), read_made(folder)
+    if outcome is None or made is None or made.conversion != conversion:
+        return None
+    if made.labels.state and labels_changed(root, made.format, conversion, made.labels):
+        return None
     keys = {report.split: report.key for report in outcome.splits}
-    for split, files in splits.items():
-        metadata = store.read_metadata(folder, split)
+    for split in made.splits:
+        metadata = read_metadata(folder, split)
         if metadata is None or metadata.key != keys.get(split):
             return None
-        packed = (metadata.packed, metadata.shrink, metadata.encoding)
-        if packed != (options.pack, options.shrink, options.encoding):
+        if not _fits(metadata, folder, options):
             return None
-        if options.verify and metadata.verified != _verified(options):
-            return None
-        if not store.is_same(metadata.fingerprint, files.annotations):
-            return None
-        if not all((folder / shard.file).is_file() for shard in metadata.shards):
-            return None
-        if not options.pack:
-            require_images(split, files)
         # With a packed store the images may be gone; those that exist must be unchanged.
-        if files.images.is_dir() and changed_images(
-            files.images, *store.read_fingerprints(folder, split)
+        images = image_folder(root, metadata)
+        if (images.is_dir() or not options.pack) and changed_images(
+            images, *index_file.read_fingerprints(folder, split)
         ):
             return None
     return msgspec.structs.replace(outcome, unchanged=True)
 
 
+def _fits(packing: index_file.Packing, folder: Path, options: PackOptions) -> bool:
+    """Return whether the images of a split are stored as the options say, and are there."""
+    packed = (packing.packed, packing.shrink, packing.encoding)
+    if packed != (options.pack, options.shrink, options.encoding):
+        return False
+    if options.verify and packing.verified != _verified(options):
+        return False
+    return all((folder / shard.file).is_file() for shard in packing.shards)
+
+
 def _prepare_split(
     split: str,
-    splits: dict[str, SplitFiles],
+    splits: dict[str, Annotations],
     folder: Path,
     options: PackOptions,
     run: _RunOptions,
+    made: Made,
+    root: Path,
 ) -> SplitReport:
-    files = splits[split]
-    require_images(split, files)
-    other_splits = [other.annotations for name, other in splits.items() if name != split]
-    annotations, fingerprint = _read(files.annotations, other_splits)
-    sizes, notes = resolve_images(annotations.images, files.images)
-    notes += _notes_on_classes(annotations)
-    boxes, findings = check(annotations, files.annotations)
-    findings += [
-        Finding("image listed twice, merged with the first entry", i.id, None, i.file_name)
-        for i in annotations.merged
-    ]
-    warnings = format_warnings(annotations, boxes, findings)
-    if split == next(iter(splits)):  # all splits have the same classes
-        warnings += _duplicate_names(annotations)
-    num_boxes = len(annotations.annotations.id)
-    classes = coco.class_names(annotations)
-    images = annotations.images
+    """Check a split, which is taken from `splits` to free its memory, and write its index."""
+    annotations, num_bytes = resolve_images(splits.pop(split))
+    names, image_ids, sizes = annotations.file_names, annotations.image_ids, annotations.sizes
+    objects, findings, warnings = check(annotations)
+    if split == made.splits[0]:  # all splits have the same classes
+        warnings = warnings + _duplicate_names(annotations.classes)
+    num_boxes = len(annotations.ids) + sum(f.kind == UNLISTED for f in annotations.findings)
+    origin, classes, notes = annotations.origin, annotations.classes, [*annotations.notes]
+    source = annotations.folder
     del annotations  # hundreds of MB that are not needed any more
 
     # What a part depends on. With `force` no earlier part is valid.
     identity = [
-        store.FORMAT,
-        fingerprint.sha256,
+        PARTS_FORMAT,
+        hashlib.sha256(os.fsencode("\0".join(names))).hexdigest(),
+        hashlib.sha256(sizes.tobytes()).hexdigest(),
         options.shrink,
         _verified(options),
         time.time_ns() * run.force,
-        *([options.encoding] if options.encoding != "jpeg" else []),
+        options.encoding,
     ]
     key = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()
-    threads = run.jobs or usable_cores()
-    job = Job(split, key, images, files.images, folder, options, threads)
-    check_files(job, files, sizes)
-    index = store.index_path(folder, split)
-    metadata = store.read_metadata(folder, split)
-    if metadata is not None and metadata.key == key:
-        index.unlink()  # its parts are about to change
-    report = check_images(job, run.progress)
-    findings.extend(image_findings(images, report))
-    usable = np.array([problem is None for problem in report.problems], np.bool_)
-    counts = np.diff(boxes.starts)
-    for row in np.nonzero(usable & (counts == 0))[0]:
-        image = images[row]
+    job = Job(split, key, names, sizes, source, folder, options, run.jobs or usable_cores())
+    images = None if run.force else _known_images(job, num_bytes)
+    if images is None:
+        check_files(job, origin, num_bytes)
+        index_file.remove_if_it_has(folder, split, job.part_name(0))
+        images = check_images(job, run.progress)
+    findings += image_findings(names, image_ids, images)
+    is_usable = np.array([problem is None for problem in images.problems], np.bool_)
+    counts = objects.num_trained()
+    for row in np.nonzero(is_usable & (counts == 0))[0]:
         kind = NO_BOXES if split == "train" else NO_BOXES_NOT_TRAINED
-        findings.append(Finding(kind, image.id, None, image.file_name))
-
-    trainable = int((usable & (counts > 0)).sum())
+        findings.append(Finding(kind, int(image_ids[row]), None, names[row]))
+    trainable = int((is_usable & (counts > 0)).sum())
     if not run.allow_dropped:
-        refuse_dropped(split, files, num_boxes, trainable, len(images), findings)
-    shards = report.parts if options.pack else []
-    metadata = store.Metadata(
-        store.FORMAT,
-        classes,
-        fingerprint,
-        key,
-        options.pack,
-        shards,
-        options.shrink,
-        options.encoding,
-        _verified(options),
+        refuse_dropped(
+            split,
+            origin,
+            boxes=num_boxes,
+            images=len(names),
+            trainable=trainable,
+            findings=findings,
+        )
+    metadata = Metadata(
+        format=index_file.FORMAT,
+        packed=options.pack,
+        shards=images.parts if options.pack else [],
+        shrink=options.shrink,
+        encoding=options.encoding,
+        verified=_verified(options),
+        key=hashlib.sha256(f"{key}{time.time_ns()}".encode()).hexdigest(),
+        classes=classes,
+        images=_relative(source, root),
+        origin=str(origin),
+        made=made,
     )
-    write_index(index, images, boxes, report, metadata)
+    path = index_file.index_path(folder, split)
+    index_file.write_index(path, names, image_ids, sizes, objects, images, metadata)
     return SplitReport(
         split=split,
-        images=len(images),
-        boxes=len(boxes.labels),
+        images=len(names),
+        boxes=int(counts.sum()),
         classes=len(classes),
         trainable=trainable,
         findings=findings,
-        key=key,
-        warnings=warnings + report.warnings(),
+        key=metadata.key,
+        warnings=warnings + images.warnings(),
         notes=notes,
     )
 
 
-def _notes_on_classes(annotations: Annotations) -> list[str]:
-    if not annotations.supercategories:
-        return []
-    names = ", ".join(f"{c.name} (id {c.id})" for c in annotations.supercategories)
-    return [f"category {names} is the supercategory of others and has no boxes: not a class"]
+def _relative(path: Path, root: Path) -> str:
+    """Return a path relative to the dataset folder if it is below it, else absolute."""
+    path, base = path.absolute(), root_folder(root).absolute()
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
 
 
-def _duplicate_names(annotations: Annotations) -> list[str]:
-    counts = Counter(c.name for c in annotations.categories)
-    same = [c for c in annotations.categories if counts[c.name] > 1]
+def _known_images(job: Job, num_bytes: list[int | None]) -> Report | None:
+    """Return what the split's index, of this or an earlier version, knows of the same images.
+
+    So neither changed labels nor a new version of the index pack images again. Packed images may
+    have been deleted; those that exist must be unchanged.
+    """
+    packing, outcome = read_packing(job.target, job.split), _read_report(job.target)
+    if packing is None or outcome is None or not _fits(packing, job.target, job.options):
+        return None
+    if packing.verified != _verified(job.options):
+        return None
+    path = index_file.index_path(job.target, job.split)
+    try:
+        names, sizes, is_usable = index_file.read_images(path)
+        fingerprints = index_file.read_fingerprints(job.target, job.split)[1]
+    except DataError:
+        return None  # damaged
+    if names != job.file_names or not np.array_equal(sizes, job.sizes):
+        return None
+    there = [row for row, size in enumerate(num_bytes) if size is not None or not packing.packed]
+    recorded = FingerprintColumns(*(column[there] for column in fingerprints))
+    if changed_images(job.source, [names[row] for row in there], recorded):
+        return None
+    report = next((r for r in outcome.splits if r.split == job.split), None)
+    details: dict[str, dict[str, str]] = {DROPPED_IMAGE: {}, NOTED_IMAGE: {}}
+    for finding in report.findings if report else ():
+        if finding.kind in details:
+            name, _, text = finding.detail.partition(": ")
+            details[finding.kind][name] = text
+    problems = [
+        None if usable else details[DROPPED_IMAGE].get(name, "cannot be used")
+        for name, usable in zip(names, is_usable.tolist(), strict=True)
+    ]
+    return Report(
+        [FileFingerprint(*row) for row in zip(*(c.tolist() for c in fingerprints), strict=True)],
+        problems,
+        [details[NOTED_IMAGE].get(name) for name in names],
+        packing.shards,
+    )
+
+
+def _duplicate_names(classes: list[ClassName]) -> list[str]:
+    counts = Counter(c.name for c in classes)
+    same = [c for c in classes if counts[c.name] > 1]
     if not same:
         return []
     named = listed([f"{c.name} (id {c.id})" for c in same], MAX_NAMED)
@@ -322,19 +408,19 @@ def _duplicate_names(annotations: Annotations) -> list[str]:
     ]
 
 
-def _with_unlisted(
-    reports: list[SplitReport], splits: dict[str, SplitFiles], folder: Path
-) -> list[SplitReport]:
+def _with_unlisted(reports: list[SplitReport], root: Path, folder: Path) -> list[SplitReport]:
     """Add a note on image files that no split lists, for each image folder."""
     by_folder: dict[Path, list[str]] = {}
-    for split, files in splits.items():
-        by_folder.setdefault(files.images, []).append(split)
+    for report in reports:
+        metadata = read_metadata(folder, report.split)
+        if metadata is not None and (images := image_folder(root, metadata)).is_dir():
+            by_folder.setdefault(images, []).append(report.split)
     notes: dict[str, str] = {}  # of the first split of a folder
     for images, names in by_folder.items():
-        listed_names = {n for split in names for n in store.read_fingerprints(folder, split)[0]}
+        known = {n for s in names for n in index_file.read_fingerprints(folder, s)[0]}
         with os.scandir(images) as entries:
             names_there = {entry.name for entry in entries}
-        if unlisted := sorted(n for n in names_there - listed_names if is_image(Path(n))):
+        if unlisted := sorted(n for n in names_there - known if is_image(Path(n))):
             notes[names[0]] = (
                 f"{len(unlisted):,} images of {images} are not listed in the annotations and are "
                 f"left out, among them {unlisted[0]}"
@@ -345,13 +431,3 @@ def _with_unlisted(
         else report
         for report in reports
     ]
-
-
-def _read(path: Path, other_splits: Sequence[Path]) -> tuple[Annotations, store.Fingerprint]:
-    """Return an annotation file and its fingerprint, from the same bytes."""
-    stat = path.stat()
-    content = coco.read_content(path)
-    with ThreadPoolExecutor(1) as pool:  # hashing releases the interpreter lock
-        digest = pool.submit(sha256, content)
-        annotations = coco.parse(content, path, other_splits)
-        return annotations, store.Fingerprint(len(content), stat.st_mtime_ns, digest.result())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ssdctl.data.dataset import SplitFiles
-from ssdctl.data.formats.coco import MAX_NAMED
-from ssdctl.data.formats.coco_check import DROPPED_BOXES, Finding
-from ssdctl.data.formats.coco_json import ImageEntry, column
+from ssdctl.data.annotations import MAX_NAMED, Finding
+from ssdctl.data.check import DROPPED_BOXES
 from ssdctl.data.image_check_jobs import Job, Report
 from ssdctl.data.store import shrunk_sizes
 from ssdctl.errors import DataError, DiskError
@@ -19,18 +20,33 @@ from ssdctl.files import free_bytes
 
 log = logging.getLogger(__name__)
 DROPPED_IMAGE = "image dropped"
+NOTED_IMAGE = "image with a note"
 MAX_DROPPED = 0.05  # of the images or boxes of a split
 
 
-def check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
-    """Check that every image exists and that there is enough disk space."""
-    names = [image.file_name for image in job.images]
+def check_files(job: Job, origin: Path, sizes: list[int | None]) -> None:
+    """Check that every image exists and that there is enough disk space.
+
+    Args:
+        job: The checking of a split.
+        origin: The file or folder of its labels.
+        sizes: Those of the image files in bytes, None for a file that does not exist.
+
+    Raises:
+        DataError, DiskError: Images are missing; too little space.
+    """
+    names = job.file_names
+    if not job.source.is_dir():
+        raise DataError(
+            f"{job.source}: no such image folder (split {job.split})",
+            hint=f"the images of {origin.name} belong there, or a link to them",
+        )
     missing = [name for name, size in zip(names, sizes, strict=True) if size is None]
     if missing:
         raise DataError(
-            f"{files.images}: {len(missing)} of {len(names)} images are missing, "
+            f"{job.source}: {len(missing)} of {len(names)} images are missing, "
             f"among them {', '.join(missing[:MAX_NAMED])}",
-            hint=f"they are listed in {files.annotations}",
+            hint=f"they are listed in {origin}",
         )
     if job.options.pack and job.options.encoding == "raw":
         num_bytes = _raw_bytes(job)
@@ -44,8 +60,7 @@ def check_files(job: Job, files: SplitFiles, sizes: list[int | None]) -> None:
 
 def _raw_bytes(job: Job) -> int:
     """Return how many bytes the decoded pixels of a split take."""
-    sizes = [column(job.images, name) for name in ("width", "height")]
-    pixels = shrunk_sizes(np.stack(sizes, axis=1).astype(np.int32), job.options.shrink)
+    pixels = shrunk_sizes(job.sizes.astype(np.int32), job.options.shrink)
     return int(3 * pixels.astype(np.int64).prod(axis=1).sum())
 
 
@@ -67,35 +82,33 @@ def _require_space(job: Job, num_bytes: int) -> None:
         )
 
 
-def image_findings(images: list[ImageEntry], report: Report) -> list[Finding]:
+def image_findings(
+    names: Sequence[str], image_ids: NDArray[np.int64], report: Report
+) -> list[Finding]:
     findings = []
-    for image, problem, note in zip(images, report.problems, report.notes, strict=True):
-        if problem:
-            detail = f"{image.file_name}: {problem}"
-            findings.append(Finding(DROPPED_IMAGE, image.id, None, detail))
-        elif note:
-            findings.append(
-                Finding("image with a note", image.id, None, f"{image.file_name}: {note}")
-            )
+    for row, (problem, note) in enumerate(zip(report.problems, report.notes, strict=True)):
+        if problem or note:
+            kind = DROPPED_IMAGE if problem else NOTED_IMAGE
+            detail = f"{names[row]}: {problem or note}"
+            findings.append(Finding(kind, int(image_ids[row]), None, detail))
     return findings
 
 
 def refuse_dropped(
-    split: str,
-    files: SplitFiles,
-    num_boxes: int,
-    trainable: int,
-    num_images: int,
-    findings: list[Finding],
+    split: str, origin: Path, findings: list[Finding], *, boxes: int, images: int, trainable: int
 ) -> None:
-    """Refuse a split that loses too much, with the reasons counted."""
+    """Refuse a split that loses too many of its boxes or images, with the reasons counted.
+
+    Raises:
+        DataError: It does.
+    """
     kinds = Counter(f.kind for f in findings if f.kind in DROPPED_BOXES)
     reasons = Counter(_reason(f.detail) for f in findings if f.kind == DROPPED_IMAGE)
     dropped_images, dropped_boxes = sum(reasons.values()), sum(kinds.values())
     is_empty = split == "train" and not trainable
     if (
-        dropped_images <= MAX_DROPPED * num_images
-        and dropped_boxes <= MAX_DROPPED * num_boxes
+        dropped_images <= MAX_DROPPED * images
+        and dropped_boxes <= MAX_DROPPED * boxes
         and not is_empty
     ):
         return
@@ -103,8 +116,8 @@ def refuse_dropped(
     counts = ", ".join(f"{n:,} x {reason}" for reason, n in (*reasons.items(), *kinds.items()))
     counts = counts or "no training image has a box to learn from"
     raise DataError(
-        f"{files.annotations} ({split}): {prefix}{dropped_images:,} of {num_images:,} images and "
-        f"{dropped_boxes:,} of {num_boxes:,} boxes are dropped: {counts}",
+        f"{origin} ({split}): {prefix}{dropped_images:,} of {images:,} images and "
+        f"{dropped_boxes:,} of {boxes:,} boxes are dropped: {counts}",
         hint=_example(findings) + f"over {MAX_DROPPED:.0%} is not accepted: fix the files, or "
         "accept the loss with ssdctl prepare --allow-dropped",
     )

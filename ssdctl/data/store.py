@@ -1,13 +1,12 @@
 """The store that training reads: an index per split, and the packed images if there are any.
 
-    prepared/index-train.arrow                  a row per image: id, file, size, boxes, labels
+    prepared/index-train.arrow                  a row per image: id, file, size, its objects
     prepared/images-train-5be1c0de-00000.arrow  JPEG bytes in the index's order (with --pack), or
                                                 RGB pixels, row by row (with --encoding raw)
     prepared/report.json                        what prepare dropped or changed
 
 Arrow IPC files, which any Arrow reader opens. The index is read into memory, images when they are
-needed. The index is written last; its metadata holds the class table, the shards and a fingerprint
-of the annotations that it was made from, its rows a fingerprint of each image file.
+needed. The index (index.py) is written last.
 """
 
 from __future__ import annotations
@@ -20,76 +19,42 @@ import mmap
 import os
 import weakref
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
-import msgspec
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from ssdctl.data.classes import ClassName
-from ssdctl.data.dataset import SplitFiles, find_splits
-from ssdctl.data.formats.coco_slices import open_content, sha256
-from ssdctl.data.image_check import Encoding, FingerprintColumns
+from ssdctl.data.dataset import root_folder
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
+from ssdctl.data.index import Metadata, Shard, index_path, read_made, read_metadata
 from ssdctl.data.store_check import (
-    FINGERPRINT_COLUMNS,
     INDEX_COLUMNS,
-    check_boxes,
     check_names,
+    check_objects,
     image_spans,
+    numbers,
+    one_array,
     read_table,
 )
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import (
-    DECODE_ERRORS,
     disk_error,
     disk_errors,
     is_plain_name,
     open_regular,
     read_errors,
     retry_transient,
+    safe_join,
     unreadable,
 )
 from ssdctl.runtime.system import allow_open_files
 
-FORMAT = 3
-METADATA_KEY = b"ssdctl"
 POPULATE_READ = 22  # MADV_POPULATE_READ: load the pages, or fail
-Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
-
-
-class Fingerprint(msgspec.Struct, frozen=True):
-    """Identifies one version of an annotation file."""
-
-    bytes: int
-    modified_ns: int
-    sha256: str
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """A file of packed images."""
-
-    file: str
-    rows: int
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """The metadata of an index."""
-
-    format: int
-    classes: list[ClassName]
-    fingerprint: Fingerprint
-    key: str  # of the job that wrote the index
-    packed: bool  # else the images are read from the dataset folder
-    shards: list[Shard]
-    shrink: int | None = None
-    encoding: Encoding = "jpeg"  # of packed images; raw: decoded pixels
-    verified: Verified = msgspec.field(default="no", name="strictly_verified")
 
 
 class Split(NamedTuple):
-    """One split, open. Row i is the i-th image of the annotation file.
+    """One split, open. Row i is the i-th image of the annotations.
 
     `boxes[starts[i]:starts[i + 1]]` are image i's boxes, as left, top, right, bottom in fractions
     of its width and height; `labels` go with them.
@@ -106,7 +71,7 @@ class Split(NamedTuple):
     trainable: NDArray[np.int64]  # rows with an image that opens and at least one box
     most_boxes: int  # on one image
     images: ImageFiles | PackedImages
-    annotations: Path
+    index_file: Path  # what detections are scored against
     is_raw: bool = False  # whether the images are decoded pixels
 
     def read(self, row: int) -> bytes:
@@ -270,116 +235,68 @@ def shrunk_sizes(sizes: NDArray[np.int32], shorter: int | None) -> NDArray[np.in
     return np.rint(sizes * scale).astype(np.int32)
 
 
-def index_path(folder: Path, split: str) -> Path:
-    return folder / f"index-{split}.arrow"
-
-
-def is_same(fingerprint: Fingerprint, path: Path) -> bool:
-    """Return whether the file still has this fingerprint; read it only if its time differs."""
-    stat = path.stat()
-    if stat.st_size != fingerprint.bytes:
-        return False
-    if stat.st_mtime_ns == fingerprint.modified_ns:
-        return True
-    return sha256(open_content(path)) == fingerprint.sha256
-
-
-def read_metadata(folder: Path, split: str) -> Metadata | None:
-    """Return the metadata of a split's index; None if there is none that this version reads."""
-    path = index_path(folder, split)
-    if not path.is_file():
-        return None
-    try:
-        with pa.OSFile(str(path)) as source:
-            raw = pa.ipc.open_file(source).schema.metadata or {}
-        metadata = msgspec.json.decode(raw.get(METADATA_KEY, b"{}"), type=Metadata)
-    except (pa.ArrowException, OSError, *DECODE_ERRORS):
-        return None
-    return metadata if metadata.format == FORMAT else None
-
-
-def is_prepared(root: Path, folder: Path) -> bool:
-    """Return whether the store has every split of the dataset, with its current annotations."""
-    return all(
-        (metadata := read_metadata(folder, split)) is not None
-        and is_same(metadata.fingerprint, files.annotations)
-        for split, files in find_splits(root, folder).items()
+def image_folder(root: Path, metadata: Metadata) -> Path:
+    """Return the folder of a split's images."""
+    folder, name = root_folder(root), metadata.images
+    return (
+        Path(name) if name.startswith("/") else folder if name == "." else safe_join(folder, name)
     )
 
 
-def open_split(folder: Path, split: str, files: SplitFiles) -> Split:
-    """Open one split of the store.
+def open_splits(root: Path, folder: Path) -> dict[str, Split]:
+    """Open the splits of a store.
+
+    Args:
+        root: The dataset folder or file, for images that are not packed.
+        folder: The store's folder.
 
     Raises:
-        DataError: There is no index, or it was made from other annotations.
+        DataError: There is no store of this version, or it is damaged.
     """
+    made = read_made(folder)
+    if made is None:
+        raise DataError(f"{root}: not prepared", hint=f"ssdctl prepare --data {root}")
+    return {split: open_split(root, folder, split) for split in made.splits}
+
+
+def open_split(root: Path, folder: Path, split: str) -> Split:
+    """Open one split of the store; see `open_splits`."""
+    path = index_path(folder, split)
     metadata = read_metadata(folder, split)
     if metadata is None:
-        raise DataError(f"{index_path(folder, split)}: no index; run ssdctl prepare")
-    if not is_same(metadata.fingerprint, files.annotations):
-        raise DataError(
-            f"{files.annotations} changed since {folder} was prepared",
-            hint="run ssdctl prepare again",
-        )
-    path = index_path(folder, split)
+        raise DataError(f"{path}: no index; run ssdctl prepare")
     table = read_table(path, INDEX_COLUMNS)
-    sizes = np.stack([_numbers(table, "width"), _numbers(table, "height")], axis=1)
-    labels = _array(table, "labels")
-    boxes = _array(table, "fractions")
-    check_boxes(labels, boxes, len(metadata.classes), path)
-    starts = labels.offsets.to_numpy().astype(np.int64)
+    sizes = np.stack([numbers(table, "width"), numbers(table, "height")], axis=1)
+    starts = check_objects(table, len(metadata.classes), path)
+    labels, fractions, is_trained = (
+        one_array(table, name).flatten() for name in ("labels", "fractions", "is_trained")
+    )
+    boxes = fractions.flatten().to_numpy().reshape(-1, 4)
+    labels, is_trained = labels.to_numpy(), is_trained.to_numpy(zero_copy_only=False)
+    if not is_trained.all():
+        starts = np.concatenate([[0], np.cumsum(is_trained)])[starts]
+        boxes, labels = boxes[is_trained], labels[is_trained]
     counts = np.diff(starts)
-    fractions = boxes.flatten().flatten()
-    is_usable = _numbers(table, "usable")
+    is_usable = numbers(table, "usable")
     images: ImageFiles | PackedImages
     if metadata.packed:
         images = PackedImages(folder, metadata.shards)
     else:
-        names = _array(table, "file_name")
+        names = one_array(table, "file_name")
         check_names(names, path)
-        images = ImageFiles(files.images, names)
+        images = ImageFiles(image_folder(root, metadata), names)
     return Split(
         classes=metadata.classes,
-        image_ids=_numbers(table, "image_id"),
+        image_ids=numbers(table, "image_id"),
         sizes=sizes,
         pixel_sizes=shrunk_sizes(sizes, metadata.shrink),
         starts=starts,
-        boxes=fractions.to_numpy().reshape(-1, 4),
-        labels=labels.flatten().to_numpy(),
+        boxes=boxes,
+        labels=labels,
         usable=is_usable,
         trainable=np.nonzero(is_usable & (counts > 0))[0],
         most_boxes=int(counts.max(initial=0)),
         images=images,
-        annotations=files.annotations,
+        index_file=path,
         is_raw=metadata.packed and metadata.encoding == "raw",
     )
-
-
-def read_fingerprints(
-    folder: Path, split: str, at_most: int | None = None
-) -> tuple[list[str], FingerprintColumns]:
-    """Return the image files of a split and their fingerprints.
-
-    Args:
-        folder: The store's.
-        split: Its name.
-        at_most: Return only so many, evenly spaced; None: all.
-
-    Raises:
-        DataError: The index cannot be read.
-    """
-    table = read_table(index_path(folder, split), FINGERPRINT_COLUMNS)
-    if at_most is not None and table.num_rows > at_most:
-        table = table.take(np.linspace(0, table.num_rows - 1, at_most).astype(np.int64))
-    columns = (_numbers(table, name) for name in FingerprintColumns._fields)
-    return table.column("file_name").to_pylist(), FingerprintColumns(*columns)
-
-
-def _array(table: Any, column: str) -> Any:
-    """Return a column as one Arrow array."""
-    chunks = table.column(column)
-    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
-
-
-def _numbers(table: Any, column: str) -> NDArray[Any]:
-    return np.asarray(table.column(column).to_numpy())

@@ -20,19 +20,30 @@ from ssdctl.files import is_plain_name
 
 Types = Mapping[str, pa.DataType]
 
-IMAGE_COLUMNS: Types = {"image": pa.large_binary()}
+SHARD_COLUMNS: Types = {"image": pa.large_binary()}
 FINGERPRINT_COLUMNS: Types = {
     **dict.fromkeys(("bytes", "modified_ns", "sketch"), pa.int64()),
     "file_name": pa.string(),
 }
-INDEX_COLUMNS: Types = {
+IMAGE_COLUMNS: Types = {
     "image_id": pa.int64(),
     "file_name": pa.string(),
     "width": pa.int32(),
     "height": pa.int32(),
     "usable": pa.bool_(),
-    "fractions": pa.list_(pa.list_(pa.float32(), 4)),
+}
+INDEX_COLUMNS: Types = {
+    **IMAGE_COLUMNS,
     "labels": pa.list_(pa.int32()),
+    "is_trained": pa.list_(pa.bool_()),
+    "fractions": pa.list_(pa.list_(pa.float32(), 4)),
+}
+TRUTH_COLUMNS: Types = {
+    **IMAGE_COLUMNS,
+    "labels": pa.list_(pa.int32()),
+    "boxes": pa.list_(pa.list_(pa.float64(), 4)),
+    "areas": pa.list_(pa.float64()),
+    "is_crowd": pa.list_(pa.bool_()),
 }
 
 
@@ -55,6 +66,16 @@ def read_table(path: Path, types: Types) -> Any:
     return table
 
 
+def one_array(table: Any, column: str) -> Any:
+    """Return a column as one Arrow array."""
+    chunks = table.column(column)
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+
+def numbers(table: Any, column: str) -> NDArray[Any]:
+    return np.asarray(table.column(column).to_numpy())
+
+
 def image_spans(path: Path, mapped: mmap.mmap) -> list[NDArray[np.int64]]:
     """Return where the images of a shard are: an array for each chunk of the column.
 
@@ -67,10 +88,10 @@ def image_spans(path: Path, mapped: mmap.mmap) -> list[NDArray[np.int64]]:
         content = pa.py_buffer(mapped)
         table = pa.ipc.open_file(pa.BufferReader(content)).read_all()
         table.validate(full=True)
-        _require_once(table.schema.names, IMAGE_COLUMNS, path)
+        _require_once(table.schema.names, SHARD_COLUMNS, path)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         raise _damaged(path, error) from None
-    _check_columns(table, IMAGE_COLUMNS, path)
+    _check_columns(table, SHARD_COLUMNS, path)
     spans = []
     for chunk in table.column("image").chunks:
         _, offsets, data = chunk.buffers()
@@ -96,20 +117,35 @@ def _check_columns(table: Any, types: Types, path: Path) -> None:
             raise _damaged(path, f"empty values in the column {name}")
 
 
-def check_boxes(labels: Any, fractions: Any, num_classes: int, path: Path) -> None:
-    """Check that the lists of labels and boxes belong together, and that the labels exist.
+def check_objects(table: Any, num_classes: int, path: Path) -> NDArray[np.int64]:
+    """Check that the lists of objects belong together, and that their labels exist.
+
+    Returns:
+        Where the objects of each of the N images start, and the end of the last (N + 1).
 
     Raises:
         DataError: They do not.
     """
-    values, boxes = labels.flatten(), fractions.flatten()
-    if values.null_count or boxes.null_count or boxes.flatten().null_count:
-        raise _damaged(path, "empty values in its boxes")
-    if not np.array_equal(np.diff(labels.offsets), np.diff(fractions.offsets)):
-        raise _damaged(path, "it has more labels than boxes, or fewer")
-    numbers = values.to_numpy()
-    if len(numbers) and not (numbers.min() >= 1 and numbers.max() <= num_classes):
-        raise _damaged(path, f"a label is not one of its {num_classes} classes")
+    starts: NDArray[np.int64] | None = None
+    for name in table.schema.names:
+        if not pa.types.is_list(table.schema.field(name).type):
+            continue
+        lists = one_array(table, name)
+        values = lists.flatten()
+        while pa.types.is_fixed_size_list(values.type) and not values.null_count:
+            values = values.flatten()
+        if values.null_count:
+            raise _damaged(path, "empty values in its boxes")
+        offsets = lists.offsets.to_numpy().astype(np.int64)
+        if starts is not None and not np.array_equal(np.diff(offsets), np.diff(starts)):
+            raise _damaged(path, "it has more labels than boxes, or fewer")
+        starts = offsets - offsets[0]
+        if name == "labels":
+            labels = values.to_numpy()
+            if len(labels) and not (labels.min() >= 1 and labels.max() <= num_classes):
+                raise _damaged(path, f"a label is not one of its {num_classes} classes")
+    assert starts is not None
+    return starts
 
 
 def check_names(names: Any, path: Path) -> None:

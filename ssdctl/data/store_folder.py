@@ -34,7 +34,7 @@ def require_dataset(config: DataConfig) -> None:
         UsageError: A folder is a URL.
         DataError: Neither is true; the hint names the datasets in the working folder.
     """
-    from ssdctl.data.formats.find_layout import datasets_in
+    from ssdctl.data.formats import datasets_in
 
     dataset_folders(config)
     if config.root or default_root().exists():
@@ -92,7 +92,7 @@ def is_cached_store(folder: Path) -> bool:
 
 
 def _is_prepared(root: Path, folder: Path) -> bool:
-    from ssdctl.data.store import is_prepared
+    from ssdctl.data.index import is_prepared
 
     try:
         return is_prepared(root, folder)

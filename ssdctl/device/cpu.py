@@ -42,6 +42,10 @@ class Cpu(Device):
         # takes 8 seconds of CPU time in each rank.
         self.ddp_bucket_mb = 100 if self.execution == "compile" else None
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return ("compiled",) if self.execution == "compile" else ()
+
     def place(self, model: Module) -> Module:
         return channels_last(model.to(self.torch_device))
 
@@ -82,9 +86,6 @@ class Cpu(Device):
         return isinstance(error, MemoryError) or (
             isinstance(error, RuntimeError) and any(w in str(error) for w in ALLOCATION_FAILED)
         )
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 def open_cpu(local_rank: int, execution: str | None) -> Cpu:

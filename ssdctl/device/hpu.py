@@ -55,6 +55,10 @@ class Hpu(Device):
         self._hpu = importlib.import_module(f"{BRIDGE}.torch.hpu")
         self.torch_device = torch.device(TORCH_DEVICE)
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return ("compiled", "no_scatter") if self.execution == "compile" else ("no_scatter",)
+
     def place(self, model: Module) -> Module:
         with _clear_errors():  # the first tensor acquires the card
             return model.to(self.torch_device)
@@ -96,9 +100,6 @@ class Hpu(Device):
         return isinstance(error, RuntimeError) and (
             "out of memory" in message or "allocation failed" in message
         )
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 def _set_recipe_cache() -> tuple[str, ...]:

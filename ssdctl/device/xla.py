@@ -69,6 +69,10 @@ class Xla(Device):
         cores = f", {self.num_cores} cores" if self.num_cores > 1 else ""
         self.label = f"XLA {runtime.device_type()}{cores}"
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return ("no_scatter", "no_gather")
+
     def place(self, model: Module) -> Module:
         return model.to(self.torch_device)  # the compiler chooses the layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ssdctl.data.open_dataset import open_dataset
-from ssdctl.data.store import Split
+from ssdctl.data.store import Split, open_splits
 from ssdctl.distributed.process_group import wait_for_main
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.runtime.progress import Progress
@@ -22,4 +22,4 @@ def open_on_all_ranks(
     if ranks.is_main:
         splits = open_dataset(root, folder, progress=progress)
     wait_for_main(ranks, f"dataset {root}")
-    return splits if ranks.is_main else open_dataset(root, folder, check_images=False)
+    return splits if ranks.is_main else open_splits(root, folder)

@@ -11,16 +11,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ssdctl.config import Config
-from ssdctl.data import store
-from ssdctl.data.dataset import TOML, SplitFiles, find_splits
+from ssdctl.data.dataset import AUTOMATIC, TOML, find_source, labels_changed
+from ssdctl.data.index import index_path, read_made, read_metadata
+from ssdctl.data.split_files import SPLITS
+from ssdctl.data.store import image_folder
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
-from ssdctl.download.backbone_weights import cache_dir, find_weights, weights_of
+from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy
-from ssdctl.download.sources import COCO2017, PinnedFile, weights_named
+from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes
+from ssdctl.model.pretrained import find_weights, weights_named, weights_of
 from ssdctl.runtime.background import run_in_daemon_thread
 
 COCO_BYTES = sum((f.bytes or 0) + (f.unpacked_bytes or 0) for f in COCO2017.values())
@@ -54,14 +57,16 @@ def nearest_folder(path: Path) -> Path:
 
 
 def _dataset(root: Path, folder: Path) -> Check:
-    try:
-        splits = find_splits(root, folder)
-    except SsdctlError as error:
-        is_broken = (root / TOML).is_file()  # else there is no dataset yet
-        return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
-    missing = [str(files.images) for files in splits.values() if not files.images.is_dir()]
-    detail = f"{root}: {' and '.join(splits)}"
-    if missing:
+    made = read_made(folder)
+    if made is None or not root.exists():
+        try:
+            return ok("dataset", f"{root}: {find_source(root, AUTOMATIC).format}")
+        except SsdctlError as error:
+            is_broken = (root / TOML).is_file()  # else there is no dataset yet
+            return bad("dataset", str(error), error.hint or "", is_wanted=is_broken)
+    images = [image_folder(root, m) for s in made.splits if (m := read_metadata(folder, s))]
+    detail = f"{root}: {' and '.join(made.splits)}"
+    if missing := [str(path) for path in images if not path.is_dir()]:
         detail += f"; no image folder {', '.join(missing)}: only a packed store works"
     return ok("dataset", detail)
 
@@ -69,25 +74,18 @@ def _dataset(root: Path, folder: Path) -> Check:
 def _store(root: Path, folder: Path) -> Check:
     again = f"ssdctl prepare --data {shlex.quote(str(root))}"
     again += "" if folder == root / "prepared" else f" --store {shlex.quote(str(folder))}"
-    splits = find_splits(root, folder).items()
-    states = {split: _state(folder, split, files) for split, files in splits}
-    if wrong := [f"{split} {state}" for split, state in states.items() if state != "prepared"]:
-        return bad("store", f"{folder}: {', '.join(wrong)}", again)
-    packed = [m for s in states if (m := store.read_metadata(folder, s)) and m.packed]
-    return ok("store", f"{folder}: prepared{', packed' if packed else ''}")
-
-
-def _state(folder: Path, split: str, files: SplitFiles) -> str:
-    """Return the state of a split's store in a few words: `prepared` if it can be used."""
-    metadata = store.read_metadata(folder, split)
-    if metadata is None:
-        has_index = store.index_path(folder, split).is_file()
-        return "unreadable, or of another version" if has_index else "not prepared"
-    if not store.is_same(metadata.fingerprint, files.annotations):
-        return "stale (its annotations changed since)"
-    if not all((folder / shard.file).is_file() for shard in metadata.shards):
-        return "incomplete (a shard is missing)"
-    return "prepared"
+    made = read_made(folder)
+    if made is None:
+        has_index = any(index_path(folder, split).is_file() for split in SPLITS)
+        state = "incomplete, unreadable, or of another version" if has_index else "not prepared"
+        return bad("store", f"{folder}: {state}", again)
+    metadata = [m for split in made.splits if (m := read_metadata(folder, split))]
+    if not all((folder / shard.file).is_file() for m in metadata for shard in m.shards):
+        return bad("store", f"{folder}: incomplete (a shard is missing)", again)
+    if labels_changed(root, made.format, made.conversion, made.labels):
+        return bad("store", f"{folder}: stale (its labels changed since)", again)
+    packed = ", packed" if any(m.packed for m in metadata) else ""
+    return ok("store", f"{folder}: prepared{packed}")
 
 
 def _space(root: Path, folder: Path, has_dataset: bool, is_prepared: bool) -> Check:
@@ -114,7 +112,7 @@ def _weights(config: Config) -> Check:
         path = find_weights(name)
     except SsdctlError as error:
         return bad("weights", str(error), error.hint or "", is_wanted=True)
-    cached = cache_dir() / file.name
+    cached = torch_cache_dir() / file.name
     if path is not None:
         return ok("weights", f"{path}, {path.stat().st_size:,} bytes, SHA-256 verified")
     remedy = f"ssdctl fetch-weights {name}"

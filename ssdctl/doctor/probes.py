@@ -141,12 +141,12 @@ def probe_step() -> None:
     import msgspec
     import torch
 
-    from ssdctl.checkpoint.format import Architecture
     from ssdctl.config import Resolved
     from ssdctl.data.dataset import COCO_NUM_IMAGES
     from ssdctl.device import open_device
     from ssdctl.distributed.ranks import SINGLE_PROCESS
     from ssdctl.input.fake import random_batch
+    from ssdctl.model.ssd300 import Architecture
     from ssdctl.training.light_optimizer import without_dynamo
     from ssdctl.training.run import finalize
     from ssdctl.training.step import build_step

@@ -34,7 +34,7 @@ NARROW = 60  # below this width, details are on separate lines
 ACCELERATORS = ("hpu", "cuda", "tpu")  # in the order in which `--device auto` chooses them
 # Shown without -v even if they are fine.
 BASIC = ("python", "torch", "cpu", *ACCELERATORS, "cores", "memory", "dataset", "disk", "weights")
-REQUESTED = ("Network", "Self-test")  # groups of options
+REQUESTED = ("Network", "Self-test", "Collectives")  # groups of options
 Paint = Callable[[str, str], str]
 
 
@@ -165,6 +165,8 @@ def _verdict(checks: Sequence[Check], next_command: str) -> str:
     counted = f"{warnings} warning{'s' * (warnings != 1)}"
     if failures:
         return f"Not ready: {', '.join(failures)}" + (f" ({counted})" if warnings else "")
+    if all(check.group == "Collectives" for check in checks):
+        return "All ranks answer" + (f", {counted}" if warnings else "")
     by_name = {check.name: check for check in checks}
     usable = [by_name[n] for n in ACCELERATORS if n in by_name and by_name[n].state == OK]
     cores = by_name["cores"].detail.partition(" ")[0] if "cores" in by_name else "?"

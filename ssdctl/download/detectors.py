@@ -12,16 +12,16 @@ import difflib
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ssdctl.download.backbone_weights import cache_dir
 from ssdctl.download.fetch import (
     DEFAULT_POLICY,
     fetch_one,
     is_whole,
     no_progress,
     sha256_of,
+    torch_cache_dir,
 )
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
+from ssdctl.download.pinned_files import WEIGHTS_URL, PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import write_text
@@ -103,7 +103,7 @@ def cached_path(detector: DetectorSource, dest: Path | None = None) -> Path | No
     Raises:
         IntegrityError: A file without published checksum has changed since its first use.
     """
-    path = (dest or cache_dir()) / detector.file.name
+    path = (dest or torch_cache_dir()) / detector.file.name
     if detector.trust == "first use":
         if not path.is_file() or not _checksum_path(path).is_file():
             return None
@@ -137,7 +137,7 @@ def fetch_detector(
             f"no detector is called {name!r}",
             hint=(f"did you mean {near!r}? " if near else "") + "`ssdctl models` lists them",
         )
-    folder = dest or cache_dir()
+    folder = dest or torch_cache_dir()
     if (path := cached_path(detector, folder)) is not None:
         return path
     return fetch_one(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.partial_file import Part, part_paths, remove_part
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join
@@ -29,6 +29,14 @@ DEFAULT_POLICY = RetryPolicy()
 
 def no_progress(label: str, done: int, total: int) -> None:
     """Ignore the progress."""
+
+
+def torch_cache_dir() -> Path:
+    """Return the folder of torch.hub's checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
+    `~/.cache/torch` ($XDG_CACHE_HOME honored)."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
+    return Path(home).expanduser() / "hub" / "checkpoints"
 
 
 def fetch(
@@ -84,7 +92,7 @@ def fetch_one(
     retry_policy: RetryPolicy,
     progress: Progress,
 ) -> Path:
-    """Do what `fetch` does for weights called `name`.
+    """Like `fetch`, but for weights called `name`.
 
     Raises:
         NetworkError: See `fetch`; the hint names the file and its folder.

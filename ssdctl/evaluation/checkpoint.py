@@ -14,9 +14,9 @@ from ssdctl.checkpoint.reader import Checkpoint, read_model
 from ssdctl.config import Config, DataConfig
 from ssdctl.config.sections.evaluate import EvaluateConfig
 from ssdctl.data.classes import UNUSED, ClassName, class_differences, match_classes
-from ssdctl.data.convert import is_converted
 from ssdctl.data.dataset import require_split
-from ssdctl.data.store import Split, is_prepared
+from ssdctl.data.index import earlier_packing, is_prepared
+from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.device.base import Device
 from ssdctl.distributed.collectives import run_and_gather
@@ -107,7 +107,7 @@ def evaluate_checkpoint(
         write_bytes(detections_file, msgspec.json.encode(detections.to_coco()))
         log.info("%d detections written to %s", len(detections.scores), detections_file)
     ids = split.image_ids[rows]
-    truth = read_ground_truth(split.annotations)
+    truth = read_ground_truth(split.index_file)
     scoring = run_scoring(truth, detections, image_ids=ids, verify=settings.verify)
     if scoring.has_no_objects:
         log.warning("%s", NO_OBJECTS)
@@ -215,9 +215,8 @@ def choose_data(checkpoint: Checkpoint, data: DataConfig, given: set[str]) -> Da
     fallback, own_folder = dataset_folders(data)
     if root.exists():
         # A checkpoint is an untrusted file: only the user chooses folders that are written to.
-        if (root, folder) != (fallback, own_folder) and not (
-            is_converted(root, folder) and is_prepared(root, folder)
-        ):
+        is_chosen = (root, folder) == (fallback, own_folder)
+        if not (is_chosen or is_prepared(root, folder) or earlier_packing(folder)):
             raise DataError(
                 f"{checkpoint.path} was trained on {root}, which has no store in {folder} any more",
                 hint=f"--data {root} prepares it again",

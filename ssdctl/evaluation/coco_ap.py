@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.formats._coco_json import Content, Int64, Number, decode
 from ssdctl.data.formats.coco import read_content
-from ssdctl.data.formats.coco_json import Content, Int64, Number, decode
 from ssdctl.errors import DataError, IntegrityError
 from ssdctl.evaluation.ground_truth import (
     DenseIds,

@@ -1,6 +1,6 @@
 """The annotations that detections are scored against, as this package's reader parsed them.
 
-    truth = read_ground_truth(Path("instances_val2017.json"))
+    truth = read_ground_truth(Path("prepared/index-val.arrow"))     # or instances_val2017.json
 
 The user's file itself never reaches a scoring engine: engines are stricter than the reader about
 fields that scoring does not use, and pycocotools mishandles an annotation id of 0. Torch-free.
@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.annotations import Annotations
 from ssdctl.data.classes import ClassName
-from ssdctl.data.formats import coco
-from ssdctl.data.formats.coco import BoxColumns
-from ssdctl.data.formats.coco_json import column
+from ssdctl.data.split_files import SplitFiles
+
+
+class BoxColumns(NamedTuple):
+    """M annotated boxes, unclipped."""
+
+    image_ids: NDArray[np.int64]  # M
+    category_ids: NDArray[np.int64]  # M
+    bbox: NDArray[np.float64]  # M x 4: left, top, width, height in pixels
+    area: NDArray[np.float64]  # M, square pixels; width * height if the file gives none
+    is_crowd: NDArray[np.bool_]  # M
 
 
 class GroundTruth(NamedTuple):
@@ -44,19 +53,41 @@ class GroundTruth(NamedTuple):
 def read_ground_truth(path: Path) -> GroundTruth:
     """Read the annotations of a split.
 
+    Args:
+        path: An index of a store, or an annotation file in COCO's format.
+
     Raises:
         DataError: The file cannot be read, is not in COCO's format, or its ids are not unique or
             refer to entries that it does not list.
     """
-    parsed = coco.read(path)
-    coco.link(parsed, path)
+    if path.suffix == ".arrow":
+        from ssdctl.data.index import read_annotations  # late: pyarrow
+
+        return ground_truth(read_annotations(path))
+    from ssdctl.data.formats import coco
+
+    files = SplitFiles(path.parent, path)
+    return ground_truth(coco.read_files({"val": files})["val"])
+
+
+def ground_truth(annotations: Annotations) -> GroundTruth:
+    """Return what detections are scored against: every object that has a box."""
+    has_box = ~np.isnan(annotations.boxes).any(axis=1)
+    bbox, areas = annotations.boxes[has_box], annotations.areas[has_box]
+    category_ids = np.array([c.id for c in annotations.classes], np.int64)
     return GroundTruth(
-        path=path,
-        image_ids=column(parsed.images, "id"),
-        file_names=[image.file_name for image in parsed.images],
-        sizes=np.array([(i.width or 0, i.height or 0) for i in parsed.images], np.int64),
-        classes=coco.class_names(parsed),
-        boxes=coco.box_columns(parsed),
+        path=annotations.origin,
+        image_ids=annotations.image_ids,
+        file_names=annotations.file_names,
+        sizes=annotations.sizes,
+        classes=annotations.classes,
+        boxes=BoxColumns(
+            annotations.image_ids[annotations.rows[has_box]],
+            category_ids[annotations.labels[has_box] - 1],
+            bbox,
+            np.where(np.isnan(areas), bbox[:, 2] * bbox[:, 3], areas),
+            annotations.is_crowd[has_box],
+        ),
     )
 
 

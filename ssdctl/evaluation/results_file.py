@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from ssdctl.config import Config
-from ssdctl.data.dataset import find_splits, require_split
+from ssdctl.data.dataset import require_split
+from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.evaluation.analysis import analyse
 from ssdctl.evaluation.coco_ap import NO_OBJECTS, Detections, read_detections, run_scoring
-from ssdctl.evaluation.ground_truth import GroundTruth, read_ground_truth
+from ssdctl.evaluation.ground_truth import GroundTruth, ground_truth
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 
 logger = logging.getLogger(__name__)
@@ -31,14 +32,13 @@ def evaluate_results(path: Path, config: Config) -> Evaluation:
     """
     settings = config.evaluate
     root, store = dataset_folders(config.data)
-    annotations = require_split(find_splits(root, store), settings.split, root).annotations
-    truth = read_ground_truth(annotations)
+    truth = ground_truth(require_split(annotations_of(root, store), settings.split, root))
     detections = read_detections(path)
     image_ids = truth.annotated_image_ids if settings.annotated_only else truth.image_ids
     scoring = run_scoring(
         truth, detections, image_ids=image_ids[: settings.limit], verify=settings.verify
     )
-    logger.info("%d detections against %s", len(detections.scores), annotations)
+    logger.info("%d detections against %s", len(detections.scores), truth.path)
     if scoring.has_no_objects:
         logger.warning("%s", NO_OBJECTS)
     elif not len(detections.scores):

@@ -36,7 +36,7 @@ class BackgroundScoring:
     """An evaluation that a background process computes.
 
     Args:
-        annotations: COCO annotations.
+        annotations: The index of a store, or annotations in COCO's format.
         detections: The detections on their images.
         about: What was evaluated.
         image_ids: Score only these images; None scores all.

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from ssdctl.device.base import Device
 from ssdctl.inference.detector import Output
 from ssdctl.input.batch import Batch
+from ssdctl.model import fused
 from ssdctl.model.constants import constants_of_model
-from ssdctl.model.loss import Losses, Targets, multibox_loss
+from ssdctl.model.loss import Losses, MultiboxLoss
 
 
 class ValidationLoss:
@@ -29,8 +30,9 @@ class ValidationLoss:
 
     def __init__(self, model: nn.Module, device: Device) -> None:
         constants = constants_of_model(model)
-        self._targets = Targets(constants=constants).to(device.torch_device)
-        self._divisor = constants.loss_divisor
+        self._loss = MultiboxLoss(constants=constants).to(device.torch_device)
+        # It runs eagerly: only what the device cannot do is replaced.
+        fused.swap_in(self._loss, [f for f in device.forms if f.startswith("no_")])
         self._device = device
         self._sums = torch.zeros(len(Losses._fields) + 1, device=device.torch_device)
 
@@ -46,10 +48,10 @@ class ValidationLoss:
         labels = F.pad(batch.labels[:count], (0, 0, 0, size - count))
         place = self._device.torch_device
         with torch.no_grad(), torch.autocast(place.type, enabled=False):
-            target_B4N, label_BN = self._targets(boxes.to(place), labels.to(place))
+            target_B4N, label_BN = self._loss.targets(boxes.to(place), labels.to(place))
             offsets, logits = (part.to(target_B4N.dtype) for part in output)
-            losses = multibox_loss(offsets, logits, target_B4N, label_BN, divisor=self._divisor)
-            if self._divisor == "image":
+            losses = self._loss.compare(offsets, logits, target_B4N, label_BN)
+            if self._loss.divisor == "image":
                 weight = (labels > 0).any(dim=1).sum().to(place)
                 sums = [size * loss for loss in losses]
             else:

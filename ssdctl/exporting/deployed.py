@@ -1,8 +1,8 @@
 """The network as other runtimes run it, and its comparison with PyTorch before a file is written.
 
-Input `images`: (B, 300, 300, 3) uint8 RGB pictures; normalisation is inside. Outputs by `nms`:
+Input `images`: (B, 300, 300, 3) uint8 RGB images; normalization is inside. Outputs by `nms`:
 
-- `onnx`: `boxes` (B, 200, 4) ltrb in fractions of the picture, `scores` and `labels` (B, 200), the
+- `onnx`: `boxes` (B, 200, 4) ltrb in fractions of the image, `scores` and `labels` (B, 200), the
   best first and padded with label 0, `count` (B)
 - `none`: `all_boxes` (B, 8732, 4), `all_scores` (B, C - 1, 8732) without background
 - `raw`: `offsets` (B, 4, 8732) and `logits` (B, C, 8732)
@@ -28,7 +28,7 @@ from ssdctl.model.constants import ModelConstants
 from ssdctl.model.normalize import Normalize
 from ssdctl.model.postprocess import boxes_and_scores, detect
 
-TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the picture
+TOLERANCE = 1e-3  # of scores, and of boxes in fractions of the image
 TOLERANCE_FP16 = 1e-2
 # Share of detections: at an overlap of almost exactly the threshold, rounding decides.
 MAX_DIFFERENT = 0.01
@@ -44,7 +44,7 @@ class ExportOptions(NamedTuple):
 
     Args:
         nms: The outputs; see the module.
-        batch: Pictures of a call; None: any number.
+        batch: Images of a call; None: any number.
         is_fp16: Store the weights of convolutions in half precision; the arithmetic is fp32.
         score_threshold, nms_iou: Of NMS. None: the network's own.
     """
@@ -73,7 +73,7 @@ class Comparison(NamedTuple):
     """The difference between another runtime's outputs and PyTorch's."""
 
     pictures: int
-    box_difference: float  # the largest, in fractions of the picture
+    box_difference: float  # the largest, in fractions of the image
     score_difference: float
     # OpenVINO without INFERENCE_PRECISION_HINT; None: of other runtimes.
     default_precision: str | None = None
@@ -86,7 +86,7 @@ class Comparison(NamedTuple):
 
 
 class Deployed(nn.Module):
-    """Compute boxes and scores, or the raw heads, from uint8 pictures.
+    """Compute boxes and scores, or the raw heads, from uint8 images.
 
     Args:
         checkpoint: Of the weights.
@@ -131,12 +131,12 @@ class HalfConv2d(nn.Conv2d):
 
 
 def example(options: ExportOptions) -> Tensor:
-    """Return pictures to trace with; an exporter treats a batch of 1 as a constant."""
+    """Return images to trace with; an exporter treats a batch of 1 as a constant."""
     return torch.zeros(options.batch or 2, IMAGE_SIZE, IMAGE_SIZE, 3, dtype=torch.uint8)
 
 
 def in_batches(run: Runner, pictures: Pictures, batch: int | None) -> list[NDArray[Any]]:
-    """Run a model on pictures in batches of its size, or of 1 and of the others."""
+    """Run a model on images in batches of its size, or of 1 and of the others."""
     if batch is None:
         parts = [run(pictures[:1]), run(pictures[1:])]
     else:
@@ -145,7 +145,7 @@ def in_batches(run: Runner, pictures: Pictures, batch: int | None) -> list[NDArr
 
 
 class Reference:
-    """PyTorch's results on pictures, to compare another runtime's with.
+    """PyTorch's results on images, to compare another runtime's with.
 
     Args:
         checkpoint: Of the weights, in full precision.

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.checkpoint.third_party import label_map, to_third_party
 from ssdctl.data import shapes
-from ssdctl.data.dataset import find_splits
-from ssdctl.data.store import open_split
+from ssdctl.data.open_dataset import annotations_of
+from ssdctl.data.store import open_splits
 from ssdctl.errors import DataError, UsageError, missing_package
 from ssdctl.exporting import nvidia
 from ssdctl.exporting.deployed import Comparison, ExportOptions
@@ -101,15 +101,15 @@ def safetensors_bytes(state: Mapping[str, torch.Tensor], metadata: dict[str, str
 def export_graph(
     checkpoint: Checkpoint, kind: str, target: Path, data: tuple[Path, Path], options: ExportOptions
 ) -> tuple[Comparison, str]:
-    """Write the network for another runtime if it gives PyTorch's outputs on pictures of a dataset.
+    """Write the network for another runtime if it gives PyTorch's outputs on images of a dataset.
 
     Args:
         kind: `onnx`, `openvino` or `pt2`.
-        data: The dataset folder and the store; if both are absent, pictures are generated.
+        data: The dataset folder and the store; if both are absent, images are generated.
         options: What the file computes.
 
     Returns:
-        The largest differences, and the source of the pictures.
+        The largest differences, and the source of the images.
 
     Raises:
         UsageError: A package is absent, or the file name does not suit the format.
@@ -126,7 +126,7 @@ def export_graph(
 
 
 def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
-    """Return pictures to compare two programs on, and their source."""
+    """Return images to compare two programs on, and their source."""
     pictures = _of_dataset(root, store)
     if len(pictures) == NUM_PICTURES:
         return np.stack(pictures), str(root)
@@ -137,7 +137,7 @@ def pictures_of(root: Path, store: Path) -> tuple[NDArray[np.uint8], str]:
 
 
 def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
-    """Return (P, 300, 300, 3) pictures of the training split, evenly spaced; at most `count`.
+    """Return (P, 300, 300, 3) images of the training split, evenly spaced; at most `count`.
 
     Raises:
         DataError: There is none.
@@ -154,19 +154,19 @@ def training_pictures(root: Path, store: Path, count: int) -> NDArray[np.uint8]:
 def _of_dataset(
     root: Path, store: Path, count: int = NUM_PICTURES, names: tuple[str, ...] = ("val", "train")
 ) -> list[NDArray[np.uint8]]:
-    """Return images that open: the store's or, without a store, the image folder's.
+    """Return images that open: the store's or, without a store, those of the annotations.
 
     Args:
         names: Splits, in the order of preference.
     """
     try:
-        splits = find_splits(root, store)
-        name = next(name for name in names if name in splits)
-        files = splits[name]
         try:
-            split = open_split(store, name, files)
+            splits = open_splits(root, store)
         except DataError:
-            return _opened(sorted(files.images.iterdir()), count)
+            read = annotations_of(root, store)
+            part = next(read[name] for name in names if name in read)
+            return _opened((part.folder / name for name in sorted(part.file_names)), count)
+        split = next(splits[name] for name in names if name in splits)
         rows = range(0, len(split.image_ids), max(len(split.image_ids) // count, 1))
         return _opened((io.BytesIO(split.read(row)) for row in rows), count)
     except (DataError, OSError, StopIteration):
@@ -176,7 +176,7 @@ def _of_dataset(
 def _opened(
     sources: Iterable[Path | IO[bytes]], count: int = NUM_PICTURES
 ) -> list[NDArray[np.uint8]]:
-    """Return the first pictures that open."""
+    """Return the first images that open."""
     pictures: list[NDArray[np.uint8]] = []
     for source in itertools.islice(sources, MAX_TRIED * count):
         try:

@@ -22,8 +22,7 @@ from ssdctl._version import __version__
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.checkpoint.format import FORMAT
 from ssdctl.checkpoint.reader import Checkpoint
-from ssdctl.data.dataset import find_splits
-from ssdctl.data.store import open_split
+from ssdctl.data.store import open_splits
 from ssdctl.device import open_device
 from ssdctl.download.hub import CONFIG, WEIGHTS
 from ssdctl.errors import DataError, SsdctlError
@@ -36,7 +35,7 @@ from ssdctl.files import atomic_write, write_bytes, write_text
 from ssdctl.inference.detector import DetectorConfig, open_detector
 from ssdctl.inference.drawing import draw
 from ssdctl.inference.predict import ImageDetector, Predictor, class_names, open_image
-from ssdctl.model.constants import constants_of
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir
 from ssdctl.runs.reader import RunData, read_run
@@ -99,7 +98,7 @@ def write_model_folder(
 
 def model_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the content of config.json: what the reader needs, and what other programs need."""
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     return {
         "model_type": "ssd300",
         "ssdctl_version": __version__,
@@ -174,9 +173,8 @@ def _images(checkpoint: Checkpoint) -> Iterator[io.BytesIO]:
         return
     try:
         root, store = data_of(checkpoint)
-        splits = find_splits(root, store)
-        name = "val" if "val" in splits else "train"
-        split = open_split(store, name, splits[name])
+        splits = open_splits(root, store)
+        split = splits.get("val") or next(iter(splits.values()))
         for row in range(len(split.image_ids)):
             yield io.BytesIO(split.read(row))
     except (DataError, OSError):

@@ -1,7 +1,7 @@
 """Quantize an ONNX graph to int8 and measure what it costs: AP, size and latency before and after.
 
 Static quantization by onnxruntime: QDQ format, weights per channel, activations by the ranges on
-pictures of the training split. Decoding and NMS stay in fp32.
+images of the training split. Decoding and NMS stay in fp32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
     ap: float
     size: int  # bytes
-    latency_ms: float  # of a call without NMS: the batch size of the graph, else one picture
+    latency_ms: float  # of a call without NMS: the batch size of the graph, else one image
 
 
 class Quantized(NamedTuple):
@@ -62,7 +62,7 @@ def int8_model(
     Args:
         checkpoint: Ours or a third-party one.
         options: Of the file.
-        calibration: (P, 300, 300, 3) RGB pictures for the ranges of the activations.
+        calibration: (P, 300, 300, 3) RGB images for the ranges of the activations.
         config: Names the dataset and the settings of the evaluation.
         max_ap_loss: The AP may fall by this much.
         progress: Shows the progress of an iteration.
@@ -113,7 +113,7 @@ def quantize(graph: Any, calibration: Pictures, batch: int | None, *, keep_heads
 
     Args:
         graph: Of `network_graph`.
-        calibration: Pictures for the ranges of the activations.
+        calibration: Images for the ranges of the activations.
         batch: The batch size of the graph; None: any.
         keep_heads: Leave the heads in fp32.
     """

@@ -1,6 +1,6 @@
-"""Export to ONNX, compared with PyTorch on real pictures by onnxruntime before it is written.
+"""Export to ONNX, compared with PyTorch on real images by onnxruntime before it is written.
 
-    content, comparison = onnx_model(checkpoint, pictures, ExportOptions())
+    content, comparison = onnx_model(checkpoint, images, ExportOptions())
 
 Inputs and outputs: see `ssdctl.exporting.deployed`. Classes and thresholds are in the metadata.
 """
@@ -27,13 +27,13 @@ from ssdctl.exporting.deployed import (
     example,
 )
 from ssdctl.inference.onnx_detector import DECODED
-from ssdctl.model.constants import constants_of
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runtime.cores import quota_cores
 
 OPSET = 18
 
-# The 200 best of each class, NMS within each class, the 200 best of the picture: as
+# The 200 best of each class, NMS within each class, the 200 best of the image: as
 # ssdctl.model.postprocess does it, in ONNX's own operators.
 NMS = """
 <ir_version: {ir}, opset_import: ["" : {opset}]>
@@ -83,7 +83,7 @@ nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] al
 """
 
 # TensorRT's plugin, which takes the place of NMS when an engine is built. Its classes start at 0.
-# The plugin considers the 4096 best candidates of a picture.
+# The plugin considers the 4096 best candidates of an image.
 EFFICIENT_NMS = """
 <ir_version: {ir}, opset_import: ["" : {opset}, "TRT" : 1]>
 nms (float[{batch}, boxes_in, 4] all_boxes, float[{batch}, classes, boxes_in] all_scores)
@@ -158,7 +158,7 @@ def with_nms(model: Any, checkpoint: Checkpoint, options: ExportOptions) -> Any:
     """Return a graph with NMS after the boxes and scores."""
     import onnx
 
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     score_threshold, nms_iou = options.thresholds(constants)
     text = (NMS if options.nms == "onnx" else EFFICIENT_NMS).format(
         ir=model.ir_version,
@@ -193,7 +193,7 @@ def clean_opsets(model: Any) -> None:
 
 def description(checkpoint: Checkpoint, options: ExportOptions) -> OnnxDescription:
     """Return what a reader needs in addition to the graph."""
-    constants = constants_of(checkpoint.architecture.backbone)
+    constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
     score_threshold, nms_iou = options.thresholds(constants) if options.has_nms else (None, None)
     return OnnxDescription(
         format=1,

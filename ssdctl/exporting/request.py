@@ -35,10 +35,10 @@ class ExportRequest(NamedTuple):
     out: Path
     nms: str | None = None  # None: the format's default
     raw: bool = False
-    batch: int | None = None  # pictures of a call; None: any number
+    batch: int | None = None  # images of a call; None: any number
     fp16: bool = False
     int8: bool = False
-    calibrate: int | None = None  # pictures; None: CALIBRATION_PICTURES
+    calibrate: int | None = None  # images; None: CALIBRATION_PICTURES
     max_ap_loss: float | None = None  # None: MAX_AP_LOSS
 
 

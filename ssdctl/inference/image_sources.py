@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES
+from ssdctl.data.image_files import IMAGE_SUFFIXES
 from ssdctl.errors import NetworkError, UsageError
 from ssdctl.runtime.redact import redact_url
 

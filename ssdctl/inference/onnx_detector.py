@@ -20,7 +20,7 @@ from ssdctl.checkpoint.reader import Checkpoint
 from ssdctl.device.base import Device
 from ssdctl.errors import IntegrityError, UsageError, missing_package
 from ssdctl.inference.detector import DEFAULTS, DetectorConfig, refuse_non_finite
-from ssdctl.model.constants import constants_of
+from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import ImageDetections, boxes_and_scores, select_detections
 from ssdctl.runtime.cores import quota_cores
 
@@ -63,7 +63,7 @@ class OnnxDetector:
         self._num_classes = checkpoint.architecture.num_classes
         self._session = _session(checkpoint, device)
         self._outputs, self._batch = self._check_signature()
-        self._constants = constants_of(checkpoint.architecture.backbone)
+        self._constants = find_backbone(checkpoint.architecture.backbone).CONSTANTS
         self._has_nms = self._outputs == DETECTIONS
         least, iou = checkpoint.nms if self._has_nms else (None, None)
         if self._has_nms and (least is None or iou is None):

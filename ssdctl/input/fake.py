@@ -89,5 +89,5 @@ def fake_split() -> Split:
         trainable=rows,
         most_boxes=COCO_MOST_BOXES,
         images=ImageFiles(Path(), []),
-        annotations=Path(),
+        index_file=Path(),
     )

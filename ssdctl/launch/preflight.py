@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from ssdctl.config import Config
 from ssdctl.config.devices import DEVICE_TYPES
 from ssdctl.config.resolve import Resolved
+from ssdctl.data.index import is_prepared
 from ssdctl.data.open_dataset import count_images
-from ssdctl.data.store import is_prepared
 from ssdctl.data.store_folder import DEFAULT_ROOTS, dataset_folders
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import DataError, UsageError

@@ -1,47 +1,97 @@
-"""ResNets cut after conv4_x, as in SSD300: (B, 3, 300, 300) images to a 38 x 38 feature map."""
+"""The interface of backbones: the network up to the 38 x 38 map, and the blocks behind it.
+
+Shapes: B batch; the six maps have 38, 19, 10, 5, 3 and 1 rows and columns.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from ssdctl.model.resnet import BUILDERS, BasicBlock, Bottleneck
-
-OUT_CHANNELS = {
-    "resnet18": 256,
-    "resnet34": 256,
-    "resnet50": 1024,
-    "resnet101": 1024,
-    "resnet152": 1024,
-}
-
-STAGES = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",))  # what `--freeze N` counts
+EXTRA_WIDTHS = (256, 256, 128, 128, 128)  # of the 1x1 convolutions
 
 
-def build_backbone(name: str) -> nn.Sequential:
-    """Return the ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).
+class Backbone(nn.Sequential):
+    """A network from normalized (B, 3, 300, 300) images to (B, channels[0], 38, 38).
 
-    The modules keep torchvision's names, so its weights load as they are.
+    It runs its modules in order, unless `forward` is overridden.
+
+    Attributes:
+        channels: Of the six feature maps.
+        stages: Names of its modules by stage, for `--freeze`.
+        stem: Names of the modules that `--freeze-stem` stops training.
+        extra_widths: Of the 1x1 convolutions of the extra blocks.
     """
-    network = BUILDERS[name]()
-    first: Any = network.layer3[0]
-    # A basic block strides in its first convolution, a bottleneck in its second.
-    strided = first.conv1 if isinstance(first, BasicBlock) else first.conv2
-    strided.stride = (1, 1)
-    first.downsample[0].stride = (1, 1)
-    names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
-    return nn.Sequential(OrderedDict((name, getattr(network, name)) for name in names))
+
+    channels: tuple[int, ...]
+    stages: tuple[tuple[str, ...], ...]
+    stem: tuple[str, ...]
+    extra_widths: tuple[int, ...] = EXTRA_WIDTHS
+
+    def first_map_norm(self) -> nn.Module:
+        """Return what the heads of the first map see it through."""
+        return nn.Identity()
+
+    def extra_blocks(self, norm: str) -> list[nn.Sequential]:
+        """Return five blocks, each from a feature map to the next.
+
+        Args:
+            norm: `none` (biased convolutions) or `batch` (batch norm).
+        """
+        outer, widths = self.channels, self.extra_widths
+        return [
+            extra_block(outer[i], widths[i], outer[i + 1], strided=i < 3, norm=norm)
+            for i in range(5)
+        ]
+
+    def pretrained_parts(
+        self, state: Mapping[str, Tensor], extra: nn.ModuleList
+    ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+        """Return the modules that pretrained weights are for, each with its state dict.
+
+        Args:
+            state: A state dict of ImageNet's classifier.
+            extra: The blocks of `extra_blocks`.
+        """
+        return [(self, dict(state))]
 
 
-def freeze_stem(backbone: nn.Sequential) -> None:
-    """Stop training conv1 and layer1 up to its first 3x3 convolution, with their batch norms.
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """Build modules on the meta device: names and shapes, no memory and no random numbers."""
+    with torch.device("meta"), _NoRandomNumbers():
+        yield
 
-    Their running statistics are still updated (as in Habana-TF).
-    """
-    names = ["conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1"]
-    if isinstance(backbone.get_submodule("layer1.0"), Bottleneck):
-        names += ["layer1.0.conv2", "layer1.0.bn2"]  # its 3x3 convolution is the second
-    for name in names:
-        backbone.get_submodule(name).requires_grad_(False)
+
+class _NoRandomNumbers(TorchFunctionMode):
+    """Drawing them on the meta device would import the compiler, a second of CPU time."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.normal_, Tensor.uniform_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def extra_block(
+    in_channels: int, width: int, out_channels: int, *, strided: bool, norm: str = "none"
+) -> nn.Sequential:
+    """Return a 1x1 and a 3x3 convolution with ReLUs; half the rows and columns, or two less."""
+    stride, padding = (2, 1) if strided else (1, 0)
+    has_norm = norm == "batch"
+    layers: list[nn.Module] = []
+    for convolution in (
+        nn.Conv2d(in_channels, width, 1, bias=not has_norm),
+        nn.Conv2d(width, out_channels, 3, stride, padding, bias=not has_norm),
+    ):
+        layers.append(convolution)
+        if has_norm:
+            layers.append(nn.BatchNorm2d(convolution.out_channels))
+        layers.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*layers)

@@ -19,7 +19,7 @@ class ModelConstants(NamedTuple):
     score_threshold: float  # of an evaluation, unless the user sets another one
     nms_iou: float
     candidates_per_class: int  # the best before NMS
-    clips_boxes: bool  # to the picture, before NMS
+    clips_boxes: bool  # to the image, before NMS
 
     def thresholds(self, score: float | None, nms_iou: float | None) -> tuple[float, float]:
         """Return the thresholds of score and NMS; None becomes the network's own."""
@@ -29,7 +29,7 @@ class ModelConstants(NamedTuple):
         )
 
 
-# MLPerf, Habana, NVIDIA, DALI.
+# The ResNets of MLPerf, Habana, NVIDIA and DALI.
 RESNET = ModelConstants(
     mean=(0.485, 0.456, 0.406),
     std=(0.229, 0.224, 0.225),
@@ -40,23 +40,6 @@ RESNET = ModelConstants(
     candidates_per_class=200,
     clips_boxes=False,
 )
-
-# torchvision.models.detection.ssd300_vgg16.
-TORCHVISION_VGG16 = ModelConstants(
-    mean=(0.48235, 0.45882, 0.40784),
-    std=(1 / 255, 1 / 255, 1 / 255),
-    matches_at_threshold=True,
-    loss_divisor="batch",
-    score_threshold=0.01,
-    nms_iou=0.45,
-    candidates_per_class=400,
-    clips_boxes=True,
-)
-
-
-def constants_of(backbone: str) -> ModelConstants:
-    """Return the constants of the networks on a backbone."""
-    return TORCHVISION_VGG16 if backbone == "vgg16" else RESNET
 
 
 def constants_of_model(model: Any) -> ModelConstants:

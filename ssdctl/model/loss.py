@@ -4,13 +4,13 @@ Per image: smooth L1 over the positives, plus cross-entropy over the positives a
 negatives (three per positive), divided by the image's number of positives; then the mean over
 the batch. An image without positives counts as 0. Masks select with `where`, never by
 multiplication, so an infinity outside the mask does not reach the loss. (The gradient of an
-infinite logit is still NaN: the guard in train/step.py checks gradients too.)
+infinite logit is still NaN: the guard in training/step.py checks gradients too.)
 Shapes: B batch, C classes with background, G ground-truth boxes (padded), N default boxes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +18,15 @@ from torch.nn import functional as F
 
 from ssdctl.boxes.coder import encode
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.boxes.matcher import match
-from ssdctl.boxes.ops import (
-    box_cxcywh_to_ltrb,
-    box_ltrb_to_cxcywh,
-    column_major,
-    gather_by_comparison,
-)
-from ssdctl.model import tensor_device
+from ssdctl.boxes.matcher import Matcher
+from ssdctl.boxes.ops import box_cxcywh_to_ltrb, box_ltrb_to_cxcywh, column_major
 from ssdctl.model.constants import RESNET, ModelConstants
 
 NEGATIVES_PER_POSITIVE = 3
 
 
 class Losses(NamedTuple):
-    """Means over the batch; `total` is what is minimised, the others are its terms."""
+    """Means over the batch; `total` is what is minimized, the others are its terms."""
 
     total: Tensor
     box: Tensor
@@ -54,7 +48,7 @@ class Targets(nn.Module):
         self, dtype: torch.dtype = torch.float32, *, constants: ModelConstants = RESNET
     ) -> None:
         super().__init__()
-        self._at_threshold = constants.matches_at_threshold
+        self.matcher = Matcher(at_threshold=constants.matches_at_threshold)
         defaults = default_boxes_cxcywh(dtype)
         corners = box_cxcywh_to_ltrb(defaults)
         self.register_buffer("defaults_cxcywh", column_major(defaults), persistent=False)
@@ -67,20 +61,9 @@ class Targets(nn.Module):
             boxes_BG4: Ground truth as ltrb fractions of the image.
             labels_BG: Their labels; 0 marks padding.
         """
-        by_comparison = tensor_device.is_xla(boxes_BG4)
-        assigned_BN, label_BN = match(
-            boxes_BG4,
-            labels_BG,
-            self.defaults_ltrb,
-            at_threshold=self._at_threshold,
-            fused=torch.compiler.is_compiling() and tensor_device.is_gpu(boxes_BG4),
-            by_comparison=by_comparison,
-        )
-        centres_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
-        if by_comparison:
-            matched_B4N = gather_by_comparison(centres_B4G, assigned_BN)
-        else:
-            matched_B4N = centres_B4G.gather(2, assigned_BN.unsqueeze(1).expand(-1, 4, -1))
+        assigned_BN, label_BN = self.matcher(boxes_BG4, labels_BG, self.defaults_ltrb)
+        centers_B4G = box_ltrb_to_cxcywh(boxes_BG4).transpose(1, 2)
+        matched_B4N = self.matcher.take(centers_B4G, assigned_BN)
         offsets_BN4 = encode(matched_B4N.transpose(1, 2), self.defaults_cxcywh)
         return offsets_BN4.transpose(1, 2), label_BN
 
@@ -98,7 +81,7 @@ class MultiboxLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.targets = Targets(dtype, constants=constants)
-        self._divisor = constants.loss_divisor
+        self.divisor = constants.loss_divisor
 
     def forward(
         self,
@@ -118,71 +101,42 @@ class MultiboxLoss(nn.Module):
         with torch.autocast(offsets_B4N.device.type, enabled=False):
             target_B4N, label_BN = self.targets(boxes_BG4, labels_BG)
             dtype = target_B4N.dtype
-            return multibox_loss(
-                offsets_B4N.to(dtype),
-                logits_BCN.to(dtype),
-                target_B4N,
-                label_BN,
-                divisor=self._divisor,
-            )
+            return self.compare(offsets_B4N.to(dtype), logits_BCN.to(dtype), target_B4N, label_BN)
 
+    def compare(
+        self, offsets_B4N: Tensor, logits_BCN: Tensor, target_B4N: Tensor, label_BN: Tensor
+    ) -> Losses:
+        """Return the loss against targets that are already matched and coded."""
+        is_positive = label_BN > 0
+        num_positives = is_positive.sum(dim=1)
+        zero = offsets_B4N.new_zeros(())
 
-def multibox_loss(
-    offsets_B4N: Tensor,
-    logits_BCN: Tensor,
-    target_B4N: Tensor,
-    label_BN: Tensor,
-    *,
-    divisor: Literal["image", "batch"] = "image",
-) -> Losses:
-    """Return the loss against targets that are already matched and coded.
+        distance = F.smooth_l1_loss(offsets_B4N, target_B4N, reduction="none").sum(dim=1)
+        box_loss = torch.where(is_positive, distance, zero).sum(dim=1)
 
-    `divisor`: divide each image's sum by its own positives and average over the batch (image), or
-    divide the batch's sum by all of its positives (batch, torchvision).
-    """
-    is_positive = label_BN > 0
-    num_positives = is_positive.sum(dim=1)
-    zero = offsets_B4N.new_zeros(())
+        entropy = self.cross_entropy(logits_BCN, label_BN)
+        positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
+        # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager
+        # mode sorts on the host unless the sort is stable; elsewhere that costs nothing.)
+        negatives = torch.where(is_positive, zero, entropy)
+        hardest = negatives.sort(dim=1, descending=True, stable=True).values
+        rank = torch.arange(hardest.shape[1], device=hardest.device)
+        num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
+        negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
 
-    distance = F.smooth_l1_loss(offsets_B4N, target_B4N, reduction="none").sum(dim=1)
-    box_loss = torch.where(is_positive, distance, zero).sum(dim=1)
+        # Without positives both sums are 0 (no box, no negative), so the image counts as 0.
+        if self.divisor == "image":
+            share = num_positives.clamp(min=1) * label_BN.shape[0]
+        else:
+            share = num_positives.sum().clamp(min=1)
+        box = (box_loss / share).sum()
+        classification = ((positive_loss + negative_loss) / share).sum()
+        return Losses(box + classification, box, classification)
 
-    entropy = _cross_entropy(logits_BCN, label_BN)
-    positive_loss = torch.where(is_positive, entropy, zero).sum(dim=1)
-    # Only the sum of the k hardest is needed: sort once, add up the first k. (Gaudi's eager mode
-    # sorts on the host unless the sort is stable; elsewhere that costs nothing.)
-    negatives = torch.where(is_positive, zero, entropy)
-    hardest = negatives.sort(dim=1, descending=True, stable=True).values
-    rank = torch.arange(hardest.shape[1], device=hardest.device)
-    num_negatives = (NEGATIVES_PER_POSITIVE * num_positives).unsqueeze(1)
-    negative_loss = torch.where(rank < num_negatives, hardest, zero).sum(dim=1)
-
-    # Without positives both sums are 0 (no box, no negative), so the image counts as 0.
-    if divisor == "image":
-        share = num_positives.clamp(min=1) * label_BN.shape[0]
-    else:
-        share = num_positives.sum().clamp(min=1)
-    box = (box_loss / share).sum()
-    classification = ((positive_loss + negative_loss) / share).sum()
-    return Losses(box + classification, box, classification)
-
-
-def _cross_entropy(logits_BCN: Tensor, label_BN: Tensor) -> Tensor:
-    """Return the cross-entropy of each box, (B, N).
-
-    Compilers fuse a comparison with every class into their passes over the logits, also those of
-    backward, where a gather becomes a table of zeros. They cannot fuse a custom function, nor cache
-    its code.
-    """
-    if torch.compiler.is_compiling() or tensor_device.is_xla(logits_BCN):
-        class_C1 = torch.arange(logits_BCN.shape[1], device=label_BN.device).unsqueeze(1)
-        is_target_BCN = label_BN.unsqueeze(1) == class_C1
-        target_logit_BN = logits_BCN.where(is_target_BCN, logits_BCN.new_zeros(())).sum(dim=1)
-        largest_BN = logits_BCN.detach().amax(dim=1)
-        total_BN = (logits_BCN - largest_BN.unsqueeze(1)).exp().sum(dim=1)
-        return total_BN.log() - (target_logit_BN - largest_BN)
-    entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
-    return entropy
+    def cross_entropy(self, logits_BCN: Tensor, label_BN: Tensor) -> Tensor:
+        """Return the cross-entropy of each box, (B, N); `model/fused.py` has another form."""
+        entropy: Tensor = _CrossEntropy.apply(logits_BCN, label_BN)
+        return entropy
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ssdctl.model import tensor_device
-
 LUMA = (0.299, 0.587, 0.114)
 RGB_TO_YIQ = (LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
@@ -55,13 +53,14 @@ class Normalize(nn.Module):
             pixels = images_BHW3.to(self.mean.dtype) / 255
             return ((pixels - self.mean) / self.std).permute(0, 3, 1, 2)
         jitter_B4 = jitter_B4.to(self.mean.dtype)
-        if torch.compiler.is_compiling():
-            channels_last = tensor_device.is_gpu(images_BHW3)
-            return self.as_fused_sums(images_BHW3, jitter_B4, channels_last=channels_last)
+        return self.jittered(images_BHW3, jitter_B4)
+
+    def jittered(self, images_BHW3: Tensor, jitter_B4: Tensor) -> Tensor:
+        """Return the images with jittered colors, normalized; `model/fused.py` has other forms."""
         if images_BHW3.device.type == "cpu":
             return self._as_plane_product(images_BHW3, jitter_B4)
         pixels = images_BHW3.to(self.mean.dtype) / 255
-        matrix_B33, offset_B3 = self._map(jitter_B4, pixels.mean(dim=(1, 2)))
+        matrix_B33, offset_B3 = self.map_and_normalize(jitter_B4, pixels.mean(dim=(1, 2)))
         flat = torch.baddbmm(offset_B3[:, None], pixels.flatten(1, 2), matrix_B33.transpose(1, 2))
         return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
 
@@ -69,49 +68,11 @@ class Normalize(nn.Module):
         """Return the colors on the CPU, where products with rows of three are ten times slower and
         bytes are cheaper to move than floats."""
         planes = images_BHW3.permute(0, 3, 1, 2).contiguous().flatten(2).to(self.mean.dtype)
-        matrix_B33, offset_B3 = self._map(jitter_B4, planes.mean(dim=2) / 255)
+        matrix_B33, offset_B3 = self.map_and_normalize(jitter_B4, planes.mean(dim=2) / 255)
         mapped = torch.baddbmm(offset_B3.unsqueeze(2), matrix_B33 / 255, planes)
         return mapped.unflatten(2, images_BHW3.shape[1:3])
 
-    def as_fused_sums(
-        self, images_BHW3: Tensor, jitter_B4: Tensor, *, channels_last: bool
-    ) -> Tensor:
-        """Return the colors in terms that a compiler fuses, which it does with no matrix product.
-
-        Each plane is a sum of three. The mean is taken over the rows first: their pixels are
-        adjacent in memory.
-        """
-        dtype = self.mean.dtype
-        num_values = 255 * images_BHW3.shape[1] * images_BHW3.shape[2]
-        mean_rgb_B3 = images_BHW3.to(dtype).sum(dim=1).sum(dim=1) / num_values
-        red, green, blue = (plane.to(dtype) for plane in images_BHW3.unbind(dim=3))  # B x H x W
-        if channels_last:
-            # One expression over (B, H, W, 3): a concatenation would be written to memory in fp32.
-            # Products with a matrix are stored, so that the expression has few inputs: a compiler
-            # splits one with many.
-            matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
-            weights_B33 = torch.matmul(self.inverse_std, matrix_B33) / 255
-            offset_B3 = torch.matmul(offset_B3 - self.mean, self.inverse_std)
-            red_w, green_w, blue_w = weights_B33[:, None, None].unbind(dim=-1)  # B x 1 x 1 x 3
-            pixels_BHW3 = (
-                red[..., None] * red_w
-                + green[..., None] * green_w
-                + blue[..., None] * blue_w
-                + offset_B3[:, None, None]
-            )
-            return pixels_BHW3.permute(0, 3, 1, 2)
-        matrix_B33, offset_B3 = self._map(jitter_B4, mean_rgb_B3)
-        weights_B3311 = (matrix_B33 / 255)[..., None, None]
-        planes = [
-            weights_B3311[:, c, 0] * red
-            + weights_B3311[:, c, 1] * green
-            + weights_B3311[:, c, 2] * blue
-            + offset_B3[:, c, None, None]
-            for c in range(3)
-        ]
-        return torch.stack(planes, dim=1)
-
-    def _map(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
+    def map_and_normalize(self, jitter_B4: Tensor, mean_rgb_B3: Tensor) -> tuple[Tensor, Tensor]:
         """Return the color map followed by the normalization."""
         matrix_B33, offset_B3 = self.color_map(jitter_B4, mean_rgb_B3)
         return matrix_B33 / self.std[:, None], (offset_B3 - self.mean) / self.std

@@ -7,13 +7,15 @@ because importing torchvision takes 9 seconds of CPU time in every process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ssdctl.model import tensor_device
+from ssdctl.model.backbone import EXTRA_WIDTHS, Backbone
 
 CLASSES = 1000  # of ImageNet
 
@@ -22,39 +24,6 @@ def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1
     return nn.Conv2d(
         in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False
     )
-
-
-class StemConv(nn.Conv2d):
-    """The first convolution, of images with three planes."""
-
-    def forward(self, images_B3HW: Tensor) -> Tensor:
-        """(B, 3, H, W) -> (B, 64, H / 2, W / 2)."""
-        if torch.compiler.is_compiling() and tensor_device.is_gpu(images_B3HW):
-            return self.with_fourth_plane(images_B3HW)
-        return super().forward(images_B3HW)
-
-    def with_fourth_plane(self, images_B3HW: Tensor) -> Tensor:
-        """Return the same from four planes, the last of zeros.
-
-        Tensor cores need aligned pixels; the compiler writes the plane with the colors.
-        """
-        plane = (0, 0, 0, 0, 0, 1)
-        return self._conv_forward(F.pad(images_B3HW, plane), F.pad(self.weight, plane), self.bias)
-
-
-class NormReLU(nn.ReLU):
-    """ReLU directly after a batch norm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return max(x, 0), of NaN NaN."""
-        if torch.compiler.is_compiling() and tensor_device.is_gpu(x):
-            return self.as_comparison(x)
-        return super().forward(x)
-
-    def as_comparison(self, x: Tensor) -> Tensor:
-        """Return the same; backward compares x again, which the compiler computes from the input of
-        the batch norm, so that it need not read the result."""
-        return torch.where(x <= 0, x.new_zeros(()), x)
 
 
 class BasicBlock(nn.Module):
@@ -68,7 +37,7 @@ class BasicBlock(nn.Module):
         super().__init__()
         self.conv1 = _conv(in_channels, width, 3, stride)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = NormReLU(inplace=True)
+        self.relu = nn.ReLU(inplace=True)
         self.conv2 = _conv(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = downsample
@@ -97,7 +66,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = _conv(width, width * self.expansion, 1)
         self.bn3 = nn.BatchNorm2d(width * self.expansion)
-        self.relu = NormReLU(inplace=True)
+        self.relu = nn.ReLU(inplace=True)
         self.downsample = downsample
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,20 +85,24 @@ class ResNet(nn.Module):
     Args:
         block: `BasicBlock` or `Bottleneck`.
         depths: Blocks of each of the four layers.
+        width: Channels of the stem.
     """
 
-    def __init__(self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...]) -> None:
+    def __init__(
+        self, block: type[BasicBlock | Bottleneck], depths: tuple[int, ...], width: int = 64
+    ) -> None:
         super().__init__()
-        self.conv1 = StemConv(3, 64, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.relu = NormReLU(inplace=True)
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
-        self.layer1 = _layer(block, 64, 64, depths[0], stride=1)
-        self.layer2 = _layer(block, 64 * block.expansion, 128, depths[1], stride=2)
-        self.layer3 = _layer(block, 128 * block.expansion, 256, depths[2], stride=2)
-        self.layer4 = _layer(block, 256 * block.expansion, 512, depths[3], stride=2)
+        outer = [width, *(width * 2**n * block.expansion for n in range(4))]
+        self.layer1 = _layer(block, outer[0], width, depths[0], stride=1)
+        self.layer2 = _layer(block, outer[1], width * 2, depths[1], stride=2)
+        self.layer3 = _layer(block, outer[2], width * 4, depths[2], stride=2)
+        self.layer4 = _layer(block, outer[3], width * 8, depths[3], stride=2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(512 * block.expansion, CLASSES)
+        self.fc = nn.Linear(outer[4], CLASSES)
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -139,6 +112,51 @@ class ResNet(nn.Module):
         x = self.maxpool(self.relu(self.bn1(self.conv1(images_B3HW))))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class ResNetBackbone(Backbone):
+    """A ResNet up to layer3, with stride 1 in layer3 (38 x 38 cells instead of 19 x 19).
+
+    Args:
+        block: `BasicBlock` or `Bottleneck`.
+        depths: Blocks of each of the four layers; layer4 is built for its random numbers.
+        width: Channels of the stem, 64; all others are proportional to it.
+        last_channels: Of the last feature map, with a stem of 64.
+    """
+
+    stages = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",))
+
+    def __init__(
+        self,
+        block: type[BasicBlock | Bottleneck],
+        depths: tuple[int, ...],
+        *,
+        width: int = 64,
+        last_channels: int = 256,
+    ) -> None:
+        network = ResNet(block, depths, width)
+        first: Any = network.layer3[0]
+        strided = first.conv2 if block is Bottleneck else first.conv1
+        strided.stride = first.downsample[0].stride = (1, 1)
+        names = ("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3")
+        super().__init__(OrderedDict((name, getattr(network, name)) for name in names))
+        others = (512, 512, 256, 256, last_channels)
+        self.channels = (
+            4 * width * block.expansion,
+            *(channels * width // 64 for channels in others),
+        )
+        self.extra_widths = tuple(channels * width // 64 for channels in EXTRA_WIDTHS)
+        # Up to the first 3x3 convolution of layer1, as in Habana-TF.
+        number = 2 if block is Bottleneck else 1
+        inner = [f"layer1.0.{part}{n}" for n in range(1, number + 1) for part in ("conv", "bn")]
+        self.stem = ("conv1", "bn1", *inner)
+
+    def pretrained_parts(
+        self, state: Mapping[str, Tensor], extra: nn.ModuleList
+    ) -> list[tuple[nn.Module, dict[str, Tensor]]]:
+        """Return torchvision's weights without the layers behind layer3."""
+        unused = ("layer4.", "fc.")
+        return [(self, {k: v for k, v in state.items() if not k.startswith(unused)})]
 
 
 def _layer(
@@ -153,12 +171,3 @@ def _layer(
         )
     first = block(in_channels, width, stride, downsample)
     return nn.Sequential(first, *(block(out_channels, width, 1, None) for _ in range(depth - 1)))
-
-
-BUILDERS: dict[str, Callable[[], ResNet]] = {
-    "resnet18": lambda: ResNet(BasicBlock, (2, 2, 2, 2)),
-    "resnet34": lambda: ResNet(BasicBlock, (3, 4, 6, 3)),
-    "resnet50": lambda: ResNet(Bottleneck, (3, 4, 6, 3)),
-    "resnet101": lambda: ResNet(Bottleneck, (3, 4, 23, 3)),
-    "resnet152": lambda: ResNet(Bottleneck, (3, 8, 36, 3)),
-}

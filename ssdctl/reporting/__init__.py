@@ -1,1 +1,1 @@
-"""Pictures with boxes and the report page."""
+"""Images with boxes and the report page."""

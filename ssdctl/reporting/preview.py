@@ -3,7 +3,7 @@
     preview(split, config, Path("preview.png"))
 
 Each row is an image of the run's first batch: as annotated, then as the network gets it in the
-first epochs, with the crops, flips and colours of the run's own random numbers.
+first epochs, with the crops, flips and colors of the run's own random numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Boxes = NDArray[Any]  # N x 4: left, top, right, bottom in fractions
 
 
 def check_target(path: Path) -> None:
-    """Check that the file name is that of a picture.
+    """Check that the file name is that of an image.
 
     Raises:
         UsageError: It has another suffix.
@@ -48,11 +48,11 @@ def check_target(path: Path) -> None:
 
 
 def preview(split: Split, config: Config, path: Path) -> int:
-    """Draw the picture; return the number of images in it.
+    """Draw the image; return the number of images in it.
 
     Raises:
         DataError: There is no image to train on, or one cannot be decoded.
-        DiskError: The picture cannot be written.
+        DiskError: The image cannot be written.
     """
     if not len(split.trainable):
         raise DataError("no training image has a box to draw", hint=WHAT_IS_DROPPED)

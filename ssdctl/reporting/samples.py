@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from ssdctl.data.dataset import find_splits, require_split
-from ssdctl.data.formats import coco
+from ssdctl.data.dataset import require_split
 from ssdctl.data.image_decode import Pixels, decode
+from ssdctl.data.index import is_prepared
+from ssdctl.data.open_dataset import annotations_of
 from ssdctl.data.store import open_split
 from ssdctl.errors import DataError, SsdctlError
 from ssdctl.files import safe_join
@@ -59,33 +60,29 @@ def embed_samples(evaluation: Evaluation | None, limit: int) -> tuple[list[Embed
 
 
 def _reader(evaluation: Evaluation) -> Reader:
-    """Return a function that decodes an image: from the store if there is one, else its file.
+    """Return a function that decodes an image: of the store if there is one, else its file.
 
     The function returns the pixels and the width of the image in the annotations.
+
+    Raises:
+        DataError: There is no such dataset or split any more.
     """
     about = evaluation.about
     root, store = Path(about.data), Path(about.store)
-    files = require_split(find_splits(root, store), about.split, root)
-    try:
-        split = open_split(Path(about.store), about.split, files)
-    except DataError:
-        sizes = {i.id: (i.width or 0, i.height or 0) for i in coco.read(files.annotations).images}
-
-        def read_file(sample: SampleImage) -> tuple[Pixels, int]:
-            if sample.image_id not in sizes:
-                raise DataError("it is no longer in the dataset")
-            content = safe_join(files.images, sample.file_name).read_bytes()
-            pixels = decode(content, sizes[sample.image_id])
-            return pixels, sizes[sample.image_id][0] or pixels.shape[1]
-
-        return read_file
-    rows = {int(image_id): row for row, image_id in enumerate(split.image_ids)}
+    annotations = require_split(annotations_of(root, store), about.split, root)
+    split = open_split(root, store, about.split) if is_prepared(root, store) else None
+    rows = {int(image_id): row for row, image_id in enumerate(annotations.image_ids)}
 
     def read(sample: SampleImage) -> tuple[Pixels, int]:
-        if sample.image_id not in rows:
+        row = rows.get(sample.image_id)
+        if row is None:
             raise DataError("it is no longer in the dataset")
-        row = rows[sample.image_id]
-        return split.decode(row), int(split.sizes[row][0])
+        if split is not None:
+            return split.decode(row), int(split.sizes[row][0])
+        width, height = annotations.sizes[row].tolist()
+        content = safe_join(annotations.folder, annotations.file_names[row]).read_bytes()
+        pixels = decode(content, (width, height))
+        return pixels, width or pixels.shape[1]
 
     return read
 

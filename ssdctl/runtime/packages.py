@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 import traceback
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ssdctl.errors import UsageError
@@ -115,6 +117,39 @@ def _importing_package(error: BaseException) -> str:
         for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     return next((name for name in names if name in NATIVE_PACKAGES), "")
+
+
+def plugin_names(package: str, group: str) -> list[str]:
+    """Return the names of the modules of a package of ours and of a group of entry points.
+
+    They are the files' names: nothing is imported.
+    """
+    return sorted({*_module_names(package), *entry_point_names(group)}, key=_by_number)
+
+
+def _module_names(package: str) -> list[str]:
+    folder = Path(__file__).parents[1].joinpath(*package.split(".")[1:])
+    return [path.stem for path in folder.glob("[!_]*.py")]
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts resnet18 before resnet101."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in parts]
+
+
+def load_plugin(package: str, group: str, name: str) -> Any:
+    """Import and return a module of a package of ours, else an entry point.
+
+    Raises:
+        UsageError: There is none of that name, or it cannot be imported.
+    """
+    if name in _module_names(package):
+        return importlib.import_module(f"{package}.{name}")
+    plugin = load_entry_point(group, name)
+    if plugin is None:
+        raise UsageError(f"there is no {name} in {package} or among the plugins of {group}")
+    return plugin
 
 
 def entry_point_names(group: str) -> list[str]:

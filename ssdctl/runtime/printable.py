@@ -26,7 +26,7 @@ def printable(text: str) -> str:
 
 
 def printable_line(text: str) -> str:
-    """Do the same with tabs and newlines, too: the result is one line."""
+    """Like `printable`, but tabs and newlines are escaped too: the result is one line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

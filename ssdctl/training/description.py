@@ -10,7 +10,7 @@ from ssdctl.config import Config
 from ssdctl.config.resolve import Resolved
 from ssdctl.config.sources import Kind
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.download.backbone_weights import weights_of
+from ssdctl.model.pretrained import weights_of
 from ssdctl.runtime.printable import listed
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 

@@ -152,7 +152,7 @@ class Evaluator:
             detections=len(detections.scores),
             precision=run.precision,
         )
-        self._scoring = BackgroundScoring(setup.val.annotations, detections, about, image_ids)
+        self._scoring = BackgroundScoring(setup.val.index_file, detections, about, image_ids)
 
     def scored(self, *, wait: bool) -> tuple[Evaluation, bool] | None:
         """Return the evaluation finished since the last call and whether it is the best, if any."""

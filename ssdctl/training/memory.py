@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import TrainConfig
 from ssdctl.device.base import Device
 from ssdctl.device.cpu import Cpu
@@ -25,6 +24,7 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.errors import UsageError
 from ssdctl.input.fake import random_batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.training.step import LossModule, build_step
 
 USED_SHARE = 0.9  # of the memory: the rest is for fragmentation and workspaces

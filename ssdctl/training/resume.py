@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint, same_classes
 from ssdctl.config.render import values
 from ssdctl.config.settings import EARLIER_VALUES, Setting, all_settings, with_current_keys
@@ -14,7 +15,6 @@ from ssdctl.config.sources import Kind
 from ssdctl.data.classes import ClassName, class_differences
 from ssdctl.distributed import collectives
 from ssdctl.errors import IntegrityError, UsageError
-from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.runs.layout import RunDir
 from ssdctl.training.restore import step_of_plan
 
@@ -55,7 +55,7 @@ def _find(setup: Setup) -> Checkpoint | None:
             )
         return None
     if resume == "auto":
-        checkpoint, warnings = CheckpointDir(out, config.keep).newest_intact()
+        checkpoint, warnings = CheckpointFolder(out, config.keep).newest_intact()
         for warning in warnings:
             log.warning("%s", warning)
         if checkpoint is None:

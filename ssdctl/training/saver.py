@@ -6,10 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import Ranks
-from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.training.schedule import every
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ class Saver:
 
     def __init__(self, run: SettledRun, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._folder = CheckpointDir(run.out, run.config.train.keep)
-        self._writer = AsyncCheckpointWriter(self._folder)
+        self._folder = CheckpointFolder(run.out, run.config.train.keep)
         self._every = every(run.config.train.save_every, run.plan)
         self._since = time.monotonic()  # the last save, or the last time that one was due
         self.saved_step: int | None = None
@@ -68,22 +66,22 @@ class Saver:
     def save(self, state: dict[str, Any]) -> None:
         """Start to write a checkpoint; its tensors are copied before this returns."""
         if self._ranks.is_main:
-            self._writer.save(state)
+            self._folder.save(state)
         self.saved_step, self._since = state["step"], time.monotonic()
 
     def mark_best(self, step: int) -> None:
         """Publish the checkpoint of a step as the best."""
-        self._writer.mark_best(step)
+        self._folder.mark_best(step)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest intact checkpoint, on all ranks."""
-        self._writer.wait()
+        self._folder.wait()
         checkpoint = self._folder.newest_intact()[0] if self._ranks.is_main else None
         return collectives.broadcast(checkpoint, self._ranks)
 
     def check(self) -> None:
         """Raise the DiskError of the last save, if it failed. Does not wait."""
-        self._writer.check()
+        self._folder.check()
 
     def wait(self) -> None:
         """Wait for the save in progress.
@@ -91,8 +89,8 @@ class Saver:
         Raises:
             DiskError: It could not be written.
         """
-        self._writer.wait()
+        self._folder.wait()
 
     def close(self) -> None:
         """Finish the save in progress, ignoring its error: for a run that ends by another one."""
-        self._writer.close()
+        self._folder.close()

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ssdctl.config import TrainConfig
 from ssdctl.errors import UsageError
+from ssdctl.model.backbones import find_backbone
 
 COSINE_FLOOR = 0.01  # Habana-TF adds it to the cosine: 1.01 before the decay, 0.01 at the end
 DECAY_FACTOR = 0.1
@@ -185,17 +186,6 @@ def next_evaluation(config: TrainConfig, plan: TrainSchedule, step: int) -> int:
     return min((s for s in steps if s > step), default=plan.total_steps)
 
 
-# Shared parameters, and parameters per class (background included), without --extra-norm.
-PARAMETERS = {
-    "resnet18": (6_578_360, 92_190),
-    "resnet34": (12_131_896, 96_798),
-    "resnet50": (12_812_088, 124_446),
-    "resnet101": (31_804_216, 124_446),
-    "resnet152": (47_447_864, 124_446),
-    "vgg16": (23_478_584, 133_662),
-}
-
-
 def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> int:
     """Return the approximate size of a checkpoint: weights, EMA, optimizer state.
 
@@ -205,5 +195,5 @@ def checkpoint_bytes(backbone: str, num_classes: int, config: TrainConfig) -> in
         config: The run.
     """
     copies = 1 + bool(config.ema) + (2 if config.optimizer == "adamw" else 1)
-    shared, per_class = PARAMETERS[backbone]
+    shared, per_class = find_backbone(backbone).PARAMETERS
     return 4 * copies * (shared + num_classes * per_class)

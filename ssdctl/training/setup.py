@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ssdctl.checkpoint.format import Architecture
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.reader import (
     Checkpoint,
     load_backbone,
@@ -41,14 +41,13 @@ from ssdctl.distributed import collectives
 from ssdctl.distributed.dataset import open_on_all_ranks
 from ssdctl.distributed.process_group import process_group, wait_for_main
 from ssdctl.distributed.ranks import Ranks, find_ranks
-from ssdctl.download.backbone_weights import fetch_weights, weights_of
 from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
 from ssdctl.input.loader import check_pipeline
-from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.model.pretrained import fetch_weights, weights_of
+from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.default_folder import run_dir
 from ssdctl.runs.lock import exclusive_run
 from ssdctl.runs.metrics import Record
@@ -128,6 +127,7 @@ def open_trainer(
             if checkpoint is None:
                 load_first_weights(setup, init)
             trainer = Trainer(setup, checkpoint, emit)
+            exit_stack.callback(trainer.close)
             trainer.run_log.start(trainer.step, describe_run(setup, trainer.step))
             del checkpoint
         if warning := warning_of_cut(setup.run.resolved, setup.run.plan):
@@ -135,7 +135,6 @@ def open_trainer(
         if setup.val is None and not setup.run.config.train.fake_data:
             root, _ = dataset_folders(setup.run.config.data)
             log.warning("%s", warning_without_validation(root))
-        exit_stack.callback(trainer.close)
         yield trainer
 
 
@@ -274,7 +273,7 @@ def _network_of_init(resolved: Resolved, init: InitCheckpoint, ranks: Ranks) -> 
 
 def _network_of(config: Config, init: InitCheckpoint) -> Network:
     """Return the network of the run to resume, else of the checkpoint of `--init`."""
-    checkpoint, _ = CheckpointDir(run_dir(config).path, config.train.keep).newest_intact()
+    checkpoint, _ = CheckpointFolder(run_dir(config).path, config.train.keep).newest_intact()
     architecture = (checkpoint or init.read()).architecture
     return Network(architecture.backbone, architecture.extra_norm)
 

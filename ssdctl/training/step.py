@@ -66,6 +66,10 @@ class LossModule(nn.Module):
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self.device = device
         self._precision = precision
+        if device.forms:
+            from ssdctl.model import fused  # late: the step of the paper does not need it
+
+            fused.swap_in(self, device.forms)
 
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor

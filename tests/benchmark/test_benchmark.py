@@ -18,9 +18,9 @@ from conftest import Result
 
 from ssdctl.benchmark.data import required_cores
 from ssdctl.benchmark.train import timed, train_flops
-from ssdctl.checkpoint.format import Architecture
+from ssdctl.model.ssd300 import Architecture
 
-pytestmark = pytest.mark.full_network
+pytestmark = pytest.mark.process
 
 Cli = Callable[..., Result]
 LINE = "benchmark train --json --fp32 --device cpu --backbone resnet18 --bs 1 --seconds 0.1"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ssdctl.boxes.matcher import match
+from ssdctl.boxes.matcher import Matcher
 from ssdctl.boxes.ops import pairwise_iou
 
 Truth = tuple[reference.Box, int]  # ltrb, label
@@ -28,6 +28,7 @@ def ltrb_boxes(draw: st.DrawFn) -> tuple[float, float, float, float]:
     return (left, top, right, bottom)
 
 
+match = Matcher()
 TRUTHS = st.lists(st.tuples(ltrb_boxes(), st.integers(1, 80)), max_size=6)
 
 

@@ -41,10 +41,10 @@ def payload(num_classes: int = 3) -> Payload:
     """The contents of a checkpoint of the first step."""
     return {
         "format": 1,
-        "model": SSD300("resnet18", num_classes, "none").state_dict(),
+        "model": SSD300("tiny", num_classes, "none").state_dict(),
         "trained": None,
         "architecture": {
-            "backbone": "resnet18",
+            "backbone": "tiny",
             "extra_norm": "none",
             "num_classes": num_classes,
         },
@@ -150,19 +150,19 @@ def test_hostile_heads_are_refused_for_other_classes_too(tmp_path: Path) -> None
     set_weight(content, torch.zeros(7))
     read = read_checkpoint(save(content, tmp_path))
     with pytest.raises(IntegrityError, match=r"class_heads\.0\.bias is \(7,\)"):
-        with_classes(read, SSD300("resnet18", 2, "none"), [ClassName(1, "class 1")])
+        with_classes(read, SSD300("tiny", 2, "none"), [ClassName(1, "class 1")])
 
 
 @pytest.mark.parametrize("value", [1.5, [1], torch.zeros(3), {1: torch.zeros(2)}], ids=repr)
 def test_label_maps_of_third_party_files(value: object, tmp_path: Path) -> None:
-    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     with pytest.raises(IntegrityError, match="label_map"):
         read_checkpoint(save({"model": state, "label_map": value}, tmp_path))
 
 
 @pytest.mark.parametrize("numbers", [{"iteration": 10**400}, {"epoch": float("nan")}])
 def test_numbers_of_third_party_files(numbers: dict[str, Any], tmp_path: Path) -> None:
-    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     with pytest.raises(IntegrityError, match="not a number"):
         read_checkpoint(save({"model": state, **numbers}, tmp_path))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from ssdctl.checkpoint.async_writer import AsyncCheckpointWriter
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.checkpoint.reader import (
     Architecture,
     load_backbone,
@@ -27,7 +27,6 @@ from ssdctl.checkpoint.third_party import to_third_party
 from ssdctl.data.classes import ClassName
 from ssdctl.errors import DiskError, IntegrityError, UsageError
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.checkpoints import CheckpointDir
 
 
 class Malice:
@@ -46,7 +45,7 @@ def test_payload_is_plain(checkpoint: Path) -> None:
     assert payload["step"] == 3
     assert payload["samples_seen"] == 6
     assert payload["classes"][3] == {"id": 7, "name": "star"}
-    assert payload["config"]["model.backbone"] == "resnet18"
+    assert payload["config"]["model.backbone"] == "tiny"
     assert payload["architecture"]["num_classes"] == 6
 
 
@@ -85,9 +84,9 @@ def _with(**changes: object) -> Callable[[dict[str, Any]], object]:
         _with(classes=[{"id": 1}]),
         _with(classes=7),
         _with(architecture={"backbone": "vgg11", "extra_norm": "none", "num_classes": 6}),
-        _with(architecture={"backbone": "resnet18"}),
-        _with(architecture={"backbone": "resnet18", "extra_norm": "odd", "num_classes": 6}),
-        _with(architecture={"backbone": "resnet18", "extra_norm": "none", "num_classes": "six"}),
+        _with(architecture={"backbone": "tiny"}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "odd", "num_classes": 6}),
+        _with(architecture={"backbone": "tiny", "extra_norm": "none", "num_classes": "six"}),
         _with(step="x"),
         _with(samples_seen=-1),
         _with(global_batch=0),
@@ -134,7 +133,7 @@ def test_what_only_resembles_a_third_party_file(
 @pytest.mark.parametrize("changes", [{"iteration": "x"}, {"iteration": [1]}, {"epoch": 10**400}])
 def test_a_third_party_file_with_invalid_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "peer.pt"
-    state = to_third_party(SSD300("resnet18", 4, "none").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "none").state_dict(), "nvidia")
     torch.save({"model": state, **changes}, path)
     with pytest.raises(IntegrityError, match="is not a number"):
         read_checkpoint(path)
@@ -142,7 +141,7 @@ def test_a_third_party_file_with_invalid_numbers(changes: dict[str, Any], tmp_pa
 
 def test_a_checkpoint_is_no_backbone(checkpoint: Path) -> None:
     with pytest.raises(IntegrityError, match="not a state dict"):
-        load_backbone(SSD300("resnet18", 3, "none"), checkpoint)
+        load_backbone(SSD300("tiny", 3, "none"), checkpoint)
 
 
 def test_a_folder_is_a_usage_error(tmp_path: Path) -> None:
@@ -195,7 +194,7 @@ def test_malicious_pickle_is_not_run(tmp_path: Path, as_zip: bool) -> None:
     with pytest.raises(IntegrityError):
         read_checkpoint(path)
     with pytest.raises(IntegrityError):
-        load_backbone(SSD300("resnet18", 3, "none"), path)
+        load_backbone(SSD300("tiny", 3, "none"), path)
     assert not mark.exists()
 
 
@@ -212,7 +211,7 @@ def test_missing_extra_and_misshapen_weights_are_listed(checkpoint: Path) -> Non
 
 
 @pytest.mark.slow(in_ci=True)
-@pytest.mark.full_network
+@pytest.mark.process
 def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
     """resnet34-333f7ec4 and resnet50-19c8e357 have no num_batches_tracked."""
     from torchvision.models import resnet18
@@ -227,11 +226,11 @@ def test_weights_from_before_batch_norm_counted_fit(tmp_path: Path) -> None:
 
 
 def test_third_party_file_from_before_zip_is_read(tmp_path: Path) -> None:
-    state = to_third_party(SSD300("resnet18", 4, "batch").state_dict(), "nvidia")
+    state = to_third_party(SSD300("tiny", 4, "batch").state_dict(), "nvidia")
     path = tmp_path / "epoch_1.pt"
     torch.save({"model": state}, path, _use_new_zipfile_serialization=False)
     read = read_checkpoint(path)
-    assert read.architecture == Architecture("resnet18", "batch", 4)
+    assert read.architecture == Architecture("tiny", "batch", 4)
     load_network(read)
 
 
@@ -254,13 +253,13 @@ def test_none_intact_is_an_error(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "step-00000001.pt").write_bytes(b"PK spoiled")
     with pytest.raises(IntegrityError, match="all 1 checkpoints") as error:
-        CheckpointDir(tmp_path, keep=1).newest_intact()
+        CheckpointFolder(tmp_path, keep=1).newest_intact()
     assert "trying the one before" not in str(error.value)
 
 
 def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
-    folder = CheckpointDir(tmp_path, keep=2)
+    folder = CheckpointFolder(tmp_path, keep=2)
     (good,) = folder.steps()
     later = good.with_name("step-00000009.pt")
     later.write_bytes(good.read_bytes()[:-1000])
@@ -272,7 +271,7 @@ def test_newest_intact_wins(tiny_run: Path, tmp_path: Path) -> None:
 
 
 def test_the_newest_few_stay_and_the_best(tmp_path: Path) -> None:
-    folder = CheckpointDir(tmp_path, keep=2)
+    folder = CheckpointFolder(tmp_path, keep=2)
     for step in range(1, 6):
         folder.write({"step": step})
         if step == 2:
@@ -286,13 +285,13 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
     """Training continues with the same tensors while they are written."""
     moved = threading.Event()
 
-    class Slow(CheckpointDir):
+    class Slow(CheckpointFolder):
         def write(self, payload: dict[str, Any]) -> None:
             assert moved.wait(30)
             super().write(payload)
 
     weights, momentum = torch.zeros(3), torch.zeros(2)
-    saver = AsyncCheckpointWriter(Slow(tmp_path, keep=1))
+    saver = Slow(tmp_path, keep=1)
     saver.save({"step": 1, "model": {"w": weights}, "optimizer": {"state": [(0, momentum)]}})
     weights += 1
     momentum += 1
@@ -304,7 +303,7 @@ def test_a_save_contains_the_state_at_its_request(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
-    class Full(CheckpointDir):
+    class Full(CheckpointFolder):
         def write(self, payload: dict[str, Any]) -> None:
             raise DiskError("no space left")
 
@@ -313,7 +312,7 @@ def test_a_failed_save_is_reported_at_the_next_check(tmp_path: Path) -> None:
             saver.check()
             time.sleep(0.01)
 
-    saver = AsyncCheckpointWriter(Full(tmp_path, keep=1))
+    saver = Full(tmp_path, keep=1)
     saver.save({"step": 1})
     with pytest.raises(DiskError):
         look()
@@ -326,12 +325,12 @@ def test_stale_temporaries_are_removed(tmp_path: Path) -> None:
     dead, foreign = folder / ".step-00000001.pt.0123456789ab.999999999.tmp", folder / "notes.tmp"
     dead.touch()
     foreign.touch()
-    CheckpointDir(tmp_path, keep=1).clean()
+    CheckpointFolder(tmp_path, keep=1).clean()
     assert not dead.exists()
     assert foreign.exists()
 
 
-@pytest.mark.full_network
+@pytest.mark.process
 @pytest.mark.process
 def test_backbone_weights_of_torchvision_fit(tmp_path: Path) -> None:
     from torchvision.models import resnet18

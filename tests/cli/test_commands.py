@@ -479,7 +479,7 @@ def test_benchmark_of_evaluation(shapes: Path, tmp_path: Path) -> None:
     from ssdctl.config.sources import of_call
     from ssdctl.data.open_dataset import open_dataset
 
-    backbone = Override("model.backbone", "resnet18", of_call("--backbone"))
+    backbone = Override("model.backbone", "tiny", of_call("--backbone"))
     config = resolve(
         overrides=[backbone, Override("evaluate.batch_size", 2, of_call("--bs"))]
     ).config

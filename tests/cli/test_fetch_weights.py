@@ -11,8 +11,8 @@ from download.http_server import Server, file
 
 import ssdctl.cli.fetch_weights  # noqa: F401 - registers the command
 from ssdctl.cli.main import main
-from ssdctl.download import sources
-from ssdctl.download.sources import PinnedFile, Weights
+from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.model.backbones import resnet34, tiny
 
 CONTENT = bytes(range(256)) * 100
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -23,8 +23,7 @@ STEM = f"tiny-{DIGEST[:8]}"
 def _tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     url = server.route(f"/models/{STEM}.pth", file(CONTENT))
-    weights = Weights(PinnedFile(f"{STEM}.pth", url, DIGEST), "tiny-v1", "for tests")
-    monkeypatch.setattr(sources, "WEIGHTS", (weights,))
+    monkeypatch.setitem(tiny.WEIGHTS, "v1", PinnedFile(f"{STEM}.pth", url, DIGEST))
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -39,8 +38,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def test_the_default_is_the_weights_of_the_preset(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tiny,) = sources.WEIGHTS
-    monkeypatch.setattr(sources, "WEIGHTS", (tiny._replace(alias="resnet34-imagenet-v1"),))
+    monkeypatch.setitem(resnet34.WEIGHTS, "imagenet-v1", tiny.WEIGHTS["v1"])
     code, out, _ = run(capsys, "--json")
     assert (code, json.loads(out)["alias"]) == (0, "resnet34-imagenet-v1")
 
@@ -102,7 +100,7 @@ def test_training_without_network_names_a_remedy(
 ) -> None:
     with Server() as stopped:
         monkeypatch.setenv("SSDCTL_DOWNLOAD__MIRROR", stopped.url)
-    options = "--backbone resnet18 --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1"
+    options = "--backbone tiny --backbone-weights tiny-v1 --device cpu --bs 2 --steps 1"
     with pytest.raises(SystemExit) as end:
         main(["train", "--data", str(shapes), "--out", "run", *options.split(), "--warmup", "1st"])
     err = capsys.readouterr().err

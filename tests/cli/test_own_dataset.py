@@ -49,9 +49,7 @@ def make(folder: Path, images: str, annotations: Path, count: int, suffix: str) 
 
 
 def trained(cli: Callable[..., Result], root: Path) -> str:
-    options = (
-        "--backbone resnet18 --backbone-weights none --steps 2 --warmup 1st --bs 2 --device cpu"
-    )
+    options = "--backbone tiny --backbone-weights none --steps 2 --warmup 1st --bs 2 --device cpu"
     result = cli("train", "--data", root, "--out", root / "run", *options.split())
     assert result.code == 0, result.err
     return result.err

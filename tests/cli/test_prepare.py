@@ -89,17 +89,19 @@ def test_yolo_becomes_a_dataset_that_trains(tmp_path: Path, cli: Callable[..., R
     assert result.code == 0, result.err
     train, val = json.loads(result.out)["splits"]
     assert (train["images"], train["boxes"], train["classes"], val["images"]) == (4, 8, 2, 2)
-    words = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+    words = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
     result = cli("train", "--data", "mine", "--out", "run", *words.split())
     assert result.code == 0, result.err
     result = cli("prepare", "--data", "mine")
-    assert "was made by ssdctl prepare (source yolo, split 0.67" in result.err
+    assert "--from yolo --split 0.67 --classes dog,bird" in result.err
+    # Only the store was written.
+    assert {p.name for p in Path("mine").iterdir()} == {"data.yaml", "images", "labels", "prepared"}
 
 
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
-        (["--from", "kitti"], 2, "voc, yolo"),
+        (["--from", "none"], 2, "voc, yolo"),
         (["--split", "1.5"], 2, "--split"),
         (["--split", "0.9"], 2, "has validation images already"),
         (["--classes", "bal"], 2, "did you mean 'ball'"),

@@ -35,7 +35,7 @@ def test_runs_are_listed_with_the_newest_first(
         "runs/broken", "runs/sweep/deep", "runs/new", "runs/old",
     ]  # fmt: skip
     _, deep, new, old = entries
-    assert (new["data"], new["network"], new["steps"]) == ("shapes", "resnet18", 3)
+    assert (new["data"], new["network"], new["steps"]) == ("shapes", "tiny", 3)
     assert new["ap"] == max(
         r["AP"]
         for r in map(json.loads, Path("runs/new/metrics.jsonl").read_text().splitlines())

@@ -59,7 +59,7 @@ RUNS = {
     "overfit": "--overfit 3 --epochs 1 --limit-train 20 --eval-every 3",
     "accumulate": "--accumulate 3 --epochs 1 --save-every 1st --optimizer adamw --warmup 1st",
 }
-COMMON = "--device cpu --backbone resnet18 --extra-norm none --backbone-weights none --workers 1"
+COMMON = "--device cpu --backbone tiny --extra-norm none --backbone-weights none --workers 1"
 
 # By default an evaluation has the precision of the training now.
 CHANGED_SINCE = {"evaluate.precision"}
@@ -146,7 +146,6 @@ if __name__ == "__main__":  # write the file, with the version that is installed
 
     from ssdctl.data.shapes import generate
 
-    os.environ["TEST_NETWORK"] = "narrow"
     os.chdir(tempfile.mkdtemp())
     generate(Path("shapes"), num_train=24, num_val=9, seed=0)
     show: dict[str, Settings] = {}

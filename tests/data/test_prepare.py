@@ -22,11 +22,12 @@ from conftest import Result
 from PIL import Image
 
 from ssdctl.data import image_check_jobs
-from ssdctl.data.dataset import find_splits
+from ssdctl.data.dataset import AUTOMATIC, read_dataset
 from ssdctl.data.image_check import DAMAGED
+from ssdctl.data.index import is_prepared, read_metadata
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import NO_BOXES, prepare
-from ssdctl.data.store import Split, is_prepared, open_split, read_metadata
+from ssdctl.data.store import Split, open_split
 from ssdctl.errors import DataError, DiskError
 from ssdctl.files import lock
 
@@ -40,7 +41,7 @@ def dataset(shapes: Path, tmp_path: Path) -> Path:
 
 
 def opened(root: Path, folder: Path, split: str = "train") -> Split:
-    return open_split(folder, split, find_splits(root)[split])
+    return open_split(root, folder, split)
 
 
 @pytest.mark.parametrize("pack", [True, False])
@@ -139,10 +140,7 @@ def test_changed_annotations_are_noticed(dataset: Path, tmp_path: Path) -> None:
     document["annotations"].pop()
     path.write_text(json.dumps(document))
     assert not is_prepared(dataset, store)
-    with pytest.raises(DataError, match="changed since"):
-        opened(dataset, store)
-    assert not prepare(dataset, store, pack=False).unchanged
-    assert len(opened(dataset, store).labels) == len(document["annotations"])
+    assert len(open_dataset(dataset, store)["train"].labels) == len(document["annotations"])
 
 
 def test_annotations_of_the_same_size_are_distinguished(dataset: Path, tmp_path: Path) -> None:
@@ -226,7 +224,7 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
     shutil.move(dataset / "train2017", root / "photos")
     shutil.move(dataset / "annotations/instances_train2017.json", root / "labels.json")
     (root / "dataset.toml").write_text('[train]\nimages = "photos"\nannotations = "labels.json"\n')
-    splits = find_splits(root)
+    splits = read_dataset(root, AUTOMATIC).splits
     assert set(splits) == {"train"}
     assert len(open_dataset(root, tmp_path / "store")["train"].image_ids) == 24
 
@@ -244,16 +242,17 @@ def test_dataset_toml_names_the_folders(dataset: Path, tmp_path: Path) -> None:
 def test_bad_dataset_toml(tmp_path: Path, text: str, error: type[Exception], words: str) -> None:
     (tmp_path / "dataset.toml").write_text(text)
     with pytest.raises(error, match=words):
-        find_splits(tmp_path)
+        read_dataset(tmp_path, AUTOMATIC)
 
 
 def test_errors_about_wrong_folders_name_what_is_expected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such dataset folder"):
-        find_splits(tmp_path / "none")
+        read_dataset(tmp_path / "none", AUTOMATIC)
     with pytest.raises(DataError, match=r"dataset\.toml.*data\.yaml"):
-        find_splits(tmp_path)
+        read_dataset(tmp_path, AUTOMATIC)
     (tmp_path / "annotations").mkdir()
-    (tmp_path / "annotations/instances_train2017.json").write_text("{}")
+    empty = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "a"}]}
+    (tmp_path / "annotations/instances_train2017.json").write_text(json.dumps(empty))
     with pytest.raises(DataError, match="no such image folder"):
         prepare(tmp_path, tmp_path / "store", pack=False)
 
@@ -643,5 +642,5 @@ def test_image_folders_may_be_links(dataset: Path, tmp_path: Path, pack: bool) -
 
 def test_a_folder_in_a_dataset_names_the_dataset(dataset: Path) -> None:
     with pytest.raises(DataError, match="no dataset found") as caught:
-        find_splits(dataset / "train2017")
+        read_dataset(dataset / "train2017", AUTOMATIC)
     assert f"--data {dataset}" in str(caught.value.hint)

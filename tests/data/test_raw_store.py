@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import ExifTags, Image
 
-from ssdctl.data.dataset import find_splits
 from ssdctl.data.export_dataset import export_dataset
 from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
@@ -35,7 +34,7 @@ def dataset(shapes: Path, tmp_path: Path) -> Path:
 
 def prepared(dataset: Path, store: Path, encoding: str, shrink: int | None = None) -> Split:
     prepare(dataset, store, pack=True, encoding=encoding, shrink=shrink)  # type: ignore[arg-type]
-    return open_split(store, "train", find_splits(dataset)["train"])
+    return open_split(dataset, store, "train")
 
 
 def train_batches(split: Split, augment: str = "ssd") -> list[Batch]:
@@ -145,7 +144,7 @@ def test_an_image_can_be_read_as_a_file(dataset: Path, tmp_path: Path) -> None:
     with Image.open(io.BytesIO(split.read(2))) as picture:
         np.testing.assert_array_equal(np.asarray(picture), split.decode(2))
     splits = open_dataset(dataset, tmp_path / "raw")
-    export_dataset(splits, tmp_path / "raw", tmp_path / "out", "coco", None)
+    export_dataset(splits, tmp_path / "out", "coco", None)
     exported = open_dataset(tmp_path / "out", tmp_path / "again")["train"]
     np.testing.assert_array_equal(exported.decode(2), split.decode(2))
 
@@ -155,6 +154,6 @@ def test_a_broken_image_is_dropped(dataset: Path, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
     outcome = prepare(dataset, tmp_path / "raw", pack=True, encoding="raw", allow_dropped=True)
     assert any("000000000002.jpg" in f.detail for f in outcome.splits[0].findings)
-    split = open_split(tmp_path / "raw", "train", find_splits(dataset)["train"])
+    split = open_split(dataset, tmp_path / "raw", "train")
     assert not split.usable[1]
     assert split.decode(2).shape[2] == 3

@@ -16,13 +16,13 @@ import torch
 from conftest import TINY_RUN, Result
 from tiny_network import config
 
-from ssdctl.checkpoint.format import Architecture
 from ssdctl.config import resolve
 from ssdctl.device.base import Module
 from ssdctl.device.cpu import Cpu
 from ssdctl.distributed.ranks import SINGLE_PROCESS
 from ssdctl.errors import UsageError
 from ssdctl.input.batch import Batch
+from ssdctl.model.ssd300 import Architecture
 from ssdctl.training import memory
 from ssdctl.training.memory import (
     MemoryEstimate,
@@ -33,7 +33,7 @@ from ssdctl.training.memory import (
 )
 
 Cli = Callable[..., Result]
-pytestmark = pytest.mark.full_network  # estimates are of the real networks
+pytestmark = pytest.mark.process  # estimates are of the real networks
 R18 = Architecture("resnet18", "none", 6)
 
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from narrow_network.narrow_ssd300 import narrow_backbone
 from processes import Ended, run_ranks, run_script, wait_for
 from run_processes import last
 
 from ssdctl.distributed.collectives import average_buffers
 from ssdctl.distributed.ranks import Ranks
 from ssdctl.launch.run import free_port
+from ssdctl.model.backbones import find_backbone
 
 # Both scenarios run in one pair of processes: starting a pair costs more than what they test.
 SCENARIOS = """
@@ -60,11 +60,11 @@ with process_group(ranks, device, 60):
     ]
 print(json.dumps({"steps": steps, "agreed": flags, "later": later}), flush=True)
 
-from ssdctl.download import sources
-from ssdctl.download.sources import PinnedFile, Weights
+from ssdctl.download.pinned_files import PinnedFile
+from ssdctl.model.backbones import tiny
 
 os.environ["MASTER_PORT"], name, url, digest = sys.argv[1:5]
-sources.WEIGHTS = (Weights(PinnedFile(name, url, digest), "tiny-v1", "for tests"),)
+tiny.WEIGHTS["v1"] = PinnedFile(name, url, digest)
 from ssdctl.cli.main import main
 
 main(sys.argv[5:])
@@ -87,7 +87,7 @@ def pair(shapes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Take four steps, one of them bad on rank 1; then train with backbone weights to download."""
     folder = tmp_path_factory.mktemp("pair")
     content = io.BytesIO()
-    torch.save(narrow_backbone("resnet18").state_dict(), content)
+    torch.save(find_backbone("tiny").build().state_dict(), content)
     digest = hashlib.sha256(content.getvalue()).hexdigest()
     name = f"tiny-{digest[:8]}.pth"
     options = [*TINY_RUN.split(), "--backbone-weights", "tiny-v1", "--steps", "1"]

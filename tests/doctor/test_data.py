@@ -18,8 +18,8 @@ from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
 from ssdctl.doctor import data as network
-from ssdctl.download import sources
-from ssdctl.download.sources import COCO2017, PinnedFile, Weights
+from ssdctl.download.pinned_files import COCO2017, PinnedFile
+from ssdctl.model.backbones import resnet34
 
 
 @pytest.mark.process
@@ -31,24 +31,20 @@ def test_the_states_of_a_dataset(
     assert "store" not in run_doctor("--data", data)[1]
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
     _, checks = run_doctor("--data", data)
-    assert state(checks["dataset"]) == ("ok", f"{data}: train and val")
-    assert state(checks["store"]) == (
-        "warn",
-        f"{data}/prepared: train not prepared, val not prepared",
-    )
+    assert state(checks["dataset"]) == ("ok", f"{data}: coco")
+    assert state(checks["store"]) == ("warn", f"{data}/prepared: not prepared")
     assert checks["store"]["remedy"] == f"ssdctl prepare --data {data}"
     assert cli("prepare", "--data", data).code == 0
-    assert state(run_doctor("--data", data)[1]["store"]) == (
-        "ok",
-        f"{data}/prepared: prepared, packed",
-    )
+    checks = run_doctor("--data", data)[1]
+    assert state(checks["dataset"]) == ("ok", f"{data}: train and val")
+    assert state(checks["store"]) == ("ok", f"{data}/prepared: prepared, packed")
     annotations = data / "annotations" / "instances_val2017.json"
     annotations.write_text(annotations.read_text() + " ")
-    assert "val stale" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "stale" in run_doctor("--data", data)[1]["store"]["detail"]
     next((data / "prepared").glob("images-train-*")).unlink()
-    assert "train incomplete" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "incomplete (a shard" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "prepared" / "index-train.arrow", "no arrow")
-    assert "train unreadable" in run_doctor("--data", data)[1]["store"]["detail"]
+    assert "unreadable" in run_doctor("--data", data)[1]["store"]["detail"]
     machine.put(data / "dataset.toml", "[train]\nimages = 3")
     code, checks = run_doctor("--data", data)
     assert (code, checks["dataset"]["state"]) == (2, "fail")
@@ -93,7 +89,7 @@ def test_backbone_weights(
     content = b"weights" * 100
     pin = hashlib.sha256(content).hexdigest()
     file = PinnedFile("tiny.pth", "http://127.0.0.1:1/tiny.pth", pin)
-    monkeypatch.setattr(sources, "WEIGHTS", (Weights(file, "resnet34-imagenet-v1", ""),))
+    monkeypatch.setitem(resnet34.WEIGHTS, "imagenet-v1", file)
     cache = Path(os.environ["TORCH_HOME"]) / "hub" / "checkpoints"
     check = run_doctor()[1]["weights"]
     assert check["state"] == "absent"

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from download.http_server import Server, file
 
-from ssdctl.download import sources
-from ssdctl.download.backbone_weights import cache_dir, fetch_weights, find_weights
+from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import PinnedFile, Weights
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
+from ssdctl.model.backbones import tiny as tiny_backbone
+from ssdctl.model.pretrained import fetch_weights, find_weights
 
 CONTENT = bytes(range(256)) * 1000
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -28,8 +29,8 @@ QUICK = RetryPolicy(connect_s=1, read_s=1, stall_s=2, connect_retries=0)
 def tiny(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Weights that the loopback server has, pinned by the start of their hash."""
     url = server.route(f"/models/{STEM}.pth", file(CONTENT))
-    weights = Weights(PinnedFile(f"{STEM}.pth", url, DIGEST[:8]), "tiny-v1", "for tests")
-    monkeypatch.setattr(sources, "WEIGHTS", (weights,))
+    pinned = PinnedFile(f"{STEM}.pth", url, DIGEST[:8])
+    monkeypatch.setitem(tiny_backbone.WEIGHTS, "v1", pinned)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     return STEM
 
@@ -49,7 +50,7 @@ def test_the_cache_follows_the_environment(
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if value:
         monkeypatch.setenv(name, value)
-    assert str(cache_dir()) == expected
+    assert str(torch_cache_dir()) == expected
 
 
 @pytest.mark.slow

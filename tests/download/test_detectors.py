@@ -25,7 +25,7 @@ NAMES = ("ssd300-vgg16-coco", "nvidia-ssd300-coco")
 def nvidia_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in NVIDIA's layout, of random weights, without a table of names."""
     torch.manual_seed(0)
-    state = SSD300("resnet18", 81, "batch").state_dict()
+    state = SSD300("tiny", 81, "batch").state_dict()
     payload = {
         "epoch": 64,
         "iteration": 7500,
@@ -85,7 +85,7 @@ def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, sh
     assert "classes" in result.err
     result = cli(
         "train", "--init", "nvidia-ssd300-coco", "--data", shapes, "--out", "r", "--steps", 1,
-        "--backbone", "resnet18", "--extra-norm", "batch", "--bs", 2, "--warmup", "0st",
+        "--backbone", "tiny", "--extra-norm", "batch", "--bs", 2, "--warmup", "0st",
         "--device", "cpu", "--fp32", "--workers", 1,
     )  # fmt: skip
     assert result.code == 0, result.err

@@ -31,11 +31,11 @@ def files() -> dict[str, bytes]:
 
     torch.manual_seed(0)
     config = {
-        "architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 3},
+        "architecture": {"backbone": "tiny", "extra_norm": "none", "num_classes": 3},
         "classes": [{"id": 7, "name": "disc"}, {"id": 9, "name": "box"}],
         "step": 12,
     }
-    state = SSD300("resnet18", 3, "none").state_dict()
+    state = SSD300("tiny", 3, "none").state_dict()
     return {"config.json": json.dumps(config).encode(), "model.safetensors": save(state)}
 
 
@@ -183,8 +183,8 @@ def test_a_folder_with_the_files(cli: Cli, files: dict[str, bytes], shapes: Path
 @pytest.mark.parametrize(
     "change",
     [
-        {"architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 10**9}},
-        {"architecture": {"backbone": "resnet18", "extra_norm": "none", "num_classes": 90_001}},
+        {"architecture": {"backbone": "tiny", "extra_norm": "none", "num_classes": 10**9}},
+        {"architecture": {"backbone": "tiny", "extra_norm": "none", "num_classes": 90_001}},
         {"architecture": {"backbone": "vit", "extra_norm": "none", "num_classes": 3}},
         {"classes": [{"id": 1, "name": 5}, {"id": 2, "name": "b"}]},
         {"classes": [{"id": 10**30, "name": "a"}, {"id": 2, "name": "b"}]},

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import Result
-from narrow_network.narrow_ssd300 import DIVISOR
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
 Cli = Callable[..., Result]
+DIVISOR = 8  # of the channels of ResNet-18: the backbone `tiny`
 CLASSES = 6  # the shapes dataset's with background; 81 in NVIDIA's program
 BASE_LR, MOMENTUM, WEIGHT_DECAY = 2.6e-3, 0.9, 5e-4
 BATCH = 2
 TRAIN = [
-    "train", "--preset", "nvidia-r50", "--backbone", "resnet18", "--backbone-weights", "none",
+    "train", "--preset", "nvidia-r50", "--backbone", "tiny", "--backbone-weights", "none",
     "--fp32", "--device", "cpu", "--bs", BATCH, "--workers", 1, "--limit-train", 4,
     "--epochs", 6, "--warmup", "1st", "--decay-epochs", "1,4", "--steps", 5, "--out", "run",
 ]  # fmt: skip

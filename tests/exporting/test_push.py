@@ -62,7 +62,7 @@ def test_a_run_is_pushed_and_used_by_its_name(
     assert cli("evaluate", f"hf://{REPOSITORY}", "--data", shapes, *common).code == 0
     trained = cli(
         "train", "--init", f"hf://{REPOSITORY}", "--data", shapes, "--out", "again", "--steps", 1,
-        "--backbone", "resnet18", "--bs", 2, "--warmup", "0st", "--device", "cpu", "--fp32",
+        "--backbone", "tiny", "--bs", 2, "--warmup", "0st", "--device", "cpu", "--fp32",
         "--workers", 1, "--set", "train.eval_every=100ep",
     )  # fmt: skip
     assert trained.code == 0, trained.err

@@ -29,20 +29,12 @@ def _prepare(root: Path, store: Path) -> Callable[[], Result]:
 
 
 def _read_any(root: Path) -> None:
-    """Read the annotations of a dataset of any layout, up to the check of the images."""
-    from ssdctl.data.convert import read_unconverted
-    from ssdctl.data.dataset import NotConvertedError, find_splits
-    from ssdctl.data.formats import coco_check
-    from ssdctl.data.formats.coco import parse, read
+    """Read the annotations of a dataset of any format, up to the check of the images."""
+    from ssdctl.data.check import check
+    from ssdctl.data.dataset import AUTOMATIC, read_dataset
 
-    try:
-        splits = {k: (v.annotations, read(v.annotations)) for k, v in find_splits(root).items()}
-    except NotConvertedError:
-        parts = read_unconverted(root).items()
-        splits = {k: (v.annotations, parse(text, v.annotations)) for k, (v, text) in parts}
-    for path, content in splits.values():
-        boxes, findings = coco_check.check(content, path)
-        coco_check.format_warnings(content, boxes, findings)
+    for part in read_dataset(root, AUTOMATIC).splits.values():
+        check(part)
 
 
 # Annotations
@@ -114,15 +106,15 @@ def results(folder: Path) -> Iterator[Target]:
 @contextmanager
 def store(folder: Path) -> Iterator[Target]:
     """The files that `prepare` leaves in a dataset folder: its report, and an index in Arrow."""
-    from ssdctl.data.dataset import find_splits
+    from ssdctl.data.dataset import AUTOMATIC
     from ssdctl.data.image_check import PackOptions
+    from ssdctl.data.index import read_annotations
     from ssdctl.data.prepare import _unchanged_outcome, prepare
     from ssdctl.data.store import open_split
 
     root, prepared = folder / "data", folder / "data" / "prepared"
     generate(root, num_train=2, num_val=1, seed=0)
     prepare(root, prepared, pack=True)
-    splits = find_splits(root, prepared)
     paths = [prepared / "report.json", *prepared.glob("*train*.arrow")]
     whole = {path: path.read_bytes() for path in paths}
     inputs = [st.tuples(st.just(path), mutated_bytes([content])) for path, content in whole.items()]
@@ -130,8 +122,9 @@ def store(folder: Path) -> Iterator[Target]:
     inputs.append(st.tuples(st.just(paths[0]), mutated_json([report])))
 
     def read() -> None:
-        _unchanged_outcome(prepared, splits, PackOptions(True, None, False))
-        split = open_split(prepared, "train", splits["train"])
+        _unchanged_outcome(root, prepared, AUTOMATIC, PackOptions(True, None, False))
+        split = open_split(root, prepared, "train")
+        read_annotations(split.index_file)
         for row in range(len(split.image_ids)):
             split.read(row)
 
@@ -336,7 +329,7 @@ def archive(folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def manifest(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.sources import read_manifest
+    from ssdctl.download.pinned_files import read_manifest
 
     text = (
         b'[[file]]\nname = "a.zip"\nurl = "https://host/a.zip"\nbytes = 100\n'
@@ -365,7 +358,7 @@ def http(folder: Path) -> Iterator[Target]:
 
     from ssdctl.download.fetch import fetch
     from ssdctl.download.http import RetryPolicy
-    from ssdctl.download.sources import PinnedFile
+    from ssdctl.download.pinned_files import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()

@@ -25,7 +25,7 @@ pytest.importorskip("onnxruntime")
 Cli = Callable[..., Result]
 FACTS = OnnxDescription(
     format=1,
-    backbone="resnet18",
+    backbone="tiny",
     num_classes=4,
     classes=["ball", "brick", "cone"],
     category_ids=[1, 2, 5],

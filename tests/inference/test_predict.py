@@ -119,7 +119,7 @@ def test_a_predictor_has_few_names(predictor: Predictor) -> None:
     assert names == ["model", "predict", "predict_iter"]
     assert not predictor.model.training
     classes = len(predictor.model.class_names)
-    assert repr(predictor) == f"Predictor(ssd300-resnet18, {classes} classes, cpu)"
+    assert repr(predictor) == f"Predictor(ssd300-tiny, {classes} classes, cpu)"
     for old in ("predict_many", "class_names"):
         with pytest.raises(AttributeError, match=r"Predictor\.predict|Result\.class_names"):
             getattr(predictor, old)

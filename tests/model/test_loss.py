@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from ssdctl.boxes.ops import box_cxcywh_to_ltrb
-from ssdctl.model.loss import Losses, MultiboxLoss, multibox_loss
+from ssdctl.model.loss import Losses, MultiboxLoss
 
 FAR = (0.1, 0.1, 0.4, 0.5)
 
@@ -28,7 +28,7 @@ class Case(NamedTuple):
     labels: Tensor  # B x N
 
     def loss(self) -> Losses:
-        return multibox_loss(self.offsets, self.logits, self.targets, self.labels)
+        return MultiboxLoss().compare(self.offsets, self.logits, self.targets, self.labels)
 
     def expected(self, flavour: str = "nvidia") -> reference.Loss:
         return reference.loss_from_targets(
@@ -249,7 +249,7 @@ def test_gradients_are_finite_for_any_finite_prediction(
     offsets: np.ndarray, logits: np.ndarray, labels: np.ndarray
 ) -> None:
     leaves = [torch.from_numpy(a).requires_grad_() for a in (offsets, logits)]
-    multibox_loss(*leaves, torch.zeros(1, 4, 6), torch.from_numpy(labels)).total.backward()
+    MultiboxLoss().compare(*leaves, torch.zeros(1, 4, 6), torch.from_numpy(labels)).total.backward()
     for leaf in leaves:
         assert leaf.grad is not None
         assert leaf.grad.isfinite().all()
@@ -260,5 +260,6 @@ def test_gradient_equals_the_difference_quotient() -> None:
     case = random_case(11, 0.1, torch.float64, num_boxes=12)
     offsets, logits = case.offsets.requires_grad_(), case.logits.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda o, c: multibox_loss(o, c, case.targets, case.labels).total, (offsets, logits)
+        lambda o, c: MultiboxLoss().compare(o, c, case.targets, case.labels).total,
+        (offsets, logits),
     )

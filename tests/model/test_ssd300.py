@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
 import reference
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from ssdctl.checkpoint.third_party import backbone_of, from_third_party, source_of, to_third_party
-from ssdctl.model.resnet import BUILDERS
-from ssdctl.model.ssd300 import SSD300, feature_channels
+from ssdctl.model.backbone import without_weights
+from ssdctl.model.backbones import find_backbone
+from ssdctl.model.ssd300 import SSD300
 
-pytestmark = pytest.mark.full_network
+pytestmark = pytest.mark.process
 
 WEIGHTS = ("weight", "bias")
 NORM = {"mlperf": "none", "nvidia": "batch"}
 BLOCKS = {"resnet18": (2, 2, 2), "resnet34": (3, 4, 6), "resnet50": (3, 4, 6)}
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 BATCH_NORM = (*WEIGHTS, "running_mean", "running_var", "num_batches_tracked")
 
 
 def on_meta(backbone: str, extra_norm: str, num_classes: int = 81) -> SSD300:
     """A network without memory: enough for names, shapes and counts."""
-    with torch.device("meta"):
+    with without_weights():
         return SSD300(backbone, num_classes, extra_norm).eval()
 
 
@@ -76,7 +77,7 @@ def peers_names(backbone: str, peer: str) -> set[str]:
 
 
 @pytest.mark.parametrize("extra_norm", ["none", "batch"])
-@pytest.mark.parametrize("backbone", BUILDERS)
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny"])
 def test_output_and_feature_shapes(backbone: str, extra_norm: str) -> None:
     model = on_meta(backbone, extra_norm, 7)
     shapes: list[tuple[int, ...]] = []
@@ -85,21 +86,42 @@ def test_output_and_feature_shapes(backbone: str, extra_norm: str) -> None:
     offsets, logits = model(torch.empty(2, 3, 300, 300, device="meta"))
     assert offsets.shape == (2, 4, 8732)
     assert logits.shape == (2, 7, 8732)
-    channels = feature_channels(backbone)
+    channels = model.backbone.channels
     sizes = (38, 19, 10, 5, 3, 1)
     assert shapes == [(2, c, s, s) for c, s in zip(channels, sizes, strict=True)]
 
 
 def test_feature_channels_equal_the_third_party_systems() -> None:
-    assert feature_channels("resnet18") == (256, 512, 512, 256, 256, 128)
-    assert feature_channels("resnet34") == (256, 512, 512, 256, 256, 256)
-    for deep in ("resnet50", "resnet101", "resnet152"):
-        assert feature_channels(deep) == (1024, 512, 512, 256, 256, 256)
+    for backbone, first, last in (
+        ("resnet18", 256, 128),
+        ("resnet34", 256, 256),
+        *((deep, 1024, 256) for deep in RESNETS[2:]),
+    ):
+        channels = on_meta(backbone, "none").backbone.channels
+        assert channels == (first, 512, 512, 256, 256, last)
 
 
-def test_number_of_parameters() -> None:
-    parameters = sum(p.numel() for p in on_meta("resnet34", "none").parameters())
-    assert parameters == 19_972_534
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny", "vgg16"])
+def test_number_of_parameters(backbone: str) -> None:
+    file = find_backbone(backbone)
+    shared, per_class = file.PARAMETERS
+    for num_classes in (2, 81):
+        parameters = on_meta(backbone, file.EXTRA_NORMS[0], num_classes).parameters()
+        assert sum(p.numel() for p in parameters) == shared + num_classes * per_class
+    if backbone == "resnet34":
+        assert shared + 81 * per_class == 19_972_534
+
+
+def test_the_frozen_stem_ends_with_the_first_3x3_convolution() -> None:
+    """As in Habana-TF; of VGG16 it is conv1, as in torchvision's recipe."""
+    basic = ("conv1", "bn1", "layer1.0.conv1", "layer1.0.bn1")
+    assert on_meta("resnet18", "none").backbone.stem == basic
+    bottleneck = (*basic, "layer1.0.conv2", "layer1.0.bn2")
+    assert on_meta("resnet50", "none").backbone.stem == bottleneck
+    model = on_meta("vgg16", "none")
+    model.freeze_stem()
+    frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {f"backbone.{layer}.{field}" for layer in (0, 2) for field in WEIGHTS}
 
 
 @pytest.mark.parametrize(
@@ -196,14 +218,13 @@ def test_third_party_round_trip_is_exact(peer: str, prefix: str) -> None:
     SSD300("resnet18", 4, NORM[peer]).load_state_dict(back)
 
 
-@pytest.mark.parametrize("backbone", BUILDERS)
+@pytest.mark.parametrize("backbone", [*RESNETS, "tiny"])
 def test_the_backbone_follows_from_the_names(backbone: str) -> None:
     state = on_meta(backbone, "batch").state_dict()
     assert backbone_of(state) == backbone
-    fewer: dict[str, Tensor] = {
-        k: v for k, v in state.items() if not re.match(r"backbone\.layer3\.1\.", k)
-    }
-    assert backbone_of(fewer) is None
+    fewer = {k: v for k, v in state.items() if not k.startswith("backbone.layer3.1.")}
+    assert backbone_of(fewer) == backbone, "loading it reports what is missing"
+    assert backbone_of({"backbone.features.0.weight": torch.empty(1)}) is None
 
 
 def test_not_a_third_party_checkpoint() -> None:

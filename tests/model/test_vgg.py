@@ -13,12 +13,12 @@ from ssdctl.boxes.default_boxes import BOXES_PER_CELL, FEATURE_SIZES, NUM_BOXES
 from ssdctl.checkpoint.reader import load_network, read_checkpoint
 from ssdctl.device.cpu import Cpu
 from ssdctl.inference.detector import Detector, DetectorConfig
-from ssdctl.model.constants import TORCHVISION_VGG16
+from ssdctl.model.backbones.vgg16 import CONSTANTS as TORCHVISION_VGG16
 from ssdctl.model.loss import MultiboxLoss
 from ssdctl.model.normalize import Normalize
 
 NUM_CLASSES = 91
-pytestmark = pytest.mark.full_network
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -243,6 +244,7 @@ def test_an_image_that_is_no_longer_in_the_dataset(shapes: Path, tmp_path: Path,
     result = cli("report", folder)
     assert result.code == 0, result.err
     assert (folder / "report.html").read_text().count("<figure>") == 8
-    path.unlink()  # now there is no such split
+    path.unlink()
+    shutil.rmtree(data / "prepared")  # now there is no such split
     assert cli("report", folder).code == 0
     assert "None:" in (folder / "report.html").read_text()

@@ -114,7 +114,7 @@ def test_the_configuration_shows_what_differs(page: str, tiny_run: Path) -> None
     settings = read_run(tiny_run).chosen_settings
     assert 0 < len(settings) < len(read_run(tiny_run).settings)
     assert not any(source.startswith(("default", "preset")) for _, _, source in settings)
-    assert ("model.backbone", '"resnet18"', "--backbone") in settings
+    assert ("model.backbone", '"tiny"', "--backbone") in settings
     part = section(page, 'id="run"', "All settings")
     assert re.findall(r"<tr><td>(\w+\.\w+)</td>", part) == [name for name, _, _ in settings]
 

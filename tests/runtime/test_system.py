@@ -89,7 +89,7 @@ def test_training_without_the_modules(tmp_path: Path) -> None:
     run_hidden(
         COMMANDS,
         "download --dataset shapes --dest data --images 4 --val-images 2",
-        "train --data data --out run --steps 1 --bs 2 --backbone resnet18 --backbone-weights none "
+        "train --data data --out run --steps 1 --bs 2 --backbone tiny --backbone-weights none "
         "--warmup 1st --device cpu",
         "evaluate run --device cpu",
     )

@@ -146,10 +146,10 @@ def our_losses(
 
 # ResNet-50 at its recipe's own rate. At 2e-2 its loss rises from 56 to 137, and a change of 1e-15 in
 # the weights moves the sixth loss by 1e-10 to 1e-7: there two correct computations differ too.
-REAL_SIZE = (pytest.mark.slow, pytest.mark.full_network)
+REAL_SIZE = (pytest.mark.slow, pytest.mark.process)
 CASES = [
-    pytest.param("mlperf", "resnet18", 2e-2, marks=pytest.mark.slow(in_ci=True)),
-    pytest.param("nvidia", "resnet18", 2e-2, marks=pytest.mark.slow(in_ci=True)),
+    pytest.param("mlperf", "tiny", 2e-2, marks=pytest.mark.slow(in_ci=True)),
+    pytest.param("nvidia", "tiny", 2e-2, marks=pytest.mark.slow(in_ci=True)),
     pytest.param("mlperf", "resnet34", 2e-2, marks=REAL_SIZE),
     pytest.param("nvidia", "resnet50", 2.6e-3, marks=REAL_SIZE),
 ]
@@ -201,7 +201,7 @@ def test_third_party_checkpoint_evaluates_as_the_naive_decode(
     dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
 ) -> None:
     torch.manual_seed(2)
-    model = SSD300("resnet18", NUM_CLASSES, "none" if layout == "mlperf" else "batch")
+    model = SSD300("tiny", NUM_CLASSES, "none" if layout == "mlperf" else "batch")
     for head in model.class_heads:
         torch.nn.init.normal_(head.weight, std=0.02)
     state = to_third_party(model.state_dict(), layout)
@@ -252,7 +252,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
 ) -> None:
     """From 80 classes to 5, of which two are known by name."""
     torch.manual_seed(3)
-    model = SSD300("resnet18", 81, "none")
+    model = SSD300("tiny", 81, "none")
     names = [f"class {i}" for i in range(1, 81)]
     names[10], names[70] = "cone", "ball"
     payload = {
@@ -261,7 +261,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     }
     path, run = tmp_path / "peer.pt", tmp_path / "run"
     torch.save(payload, path)
-    options = f"--init {path} --backbone resnet18 --steps 1 --bs 1 --warmup 1st --fp32 --device cpu"
+    options = f"--init {path} --backbone tiny --steps 1 --bs 1 --warmup 1st --fp32 --device cpu"
     result = cli("train", "--data", shapes, "--out", run, *options.split())
     assert result.code == 0, result.err
     assert "it has 80 classes, the dataset has 5" in result.err
@@ -279,11 +279,11 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     refused = cli("evaluate", path, "--data", shapes, "--device", "cpu")
     assert refused.code == 5
     assert "not in the checkpoint: brick, star, ring" in " ".join(refused.err.split())
-    other = options.replace("resnet18", "resnet34").split()
+    other = options.replace("tiny", "resnet34").split()
     refused = cli("train", "--data", shapes, "--out", tmp_path / "other", *other)
     assert refused.code == 5
-    assert "does not fit the network: it is resnet18" in refused.err
-    assert "--backbone resnet18 --extra-norm none" in refused.err
+    assert "does not fit the network: it is tiny" in refused.err
+    assert "--backbone tiny --extra-norm none" in refused.err
     again = ["--out", tmp_path / "third", "--init", run, "--steps", 1, *TINY_RUN.split()]
     result = cli("train", "--data", shapes, *again)  # a run folder: its best, else last checkpoint
     assert result.code == 0, result.err
@@ -294,7 +294,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
 def test_third_party_file_with_a_broken_network_is_refused(
     tmp_path: Path, cli: Callable[..., Result]
 ) -> None:
-    state = to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")
+    state = to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")
     path = tmp_path / "peer.pt"
     for spoil, words in (
         (lambda s: s.pop("loc.2.bias"), "missing box_heads.2.bias"),

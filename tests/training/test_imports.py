@@ -27,9 +27,7 @@ def test_training_and_saving_a_step(tmp_path: Path) -> None:
         "except SystemExit as exit:\n"
         "    assert not exit.code, exit.code\n"
     )
-    options = (
-        "--fake-data --steps 2 --warmup 1st --bs 1 --backbone resnet18 --backbone-weights none"
-    )
+    options = "--fake-data --steps 2 --warmup 1st --bs 1 --backbone tiny --backbone-weights none"
     arguments = ["train", *options.split(), "--device", "cpu", "--out", str(tmp_path / "run")]
     loaded = imported_by(code, *arguments)
     assert "torch" in loaded

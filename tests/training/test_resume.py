@@ -12,12 +12,11 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 
+from ssdctl.checkpoint.folder import CheckpointFolder, write_checkpoint
 from ssdctl.checkpoint.reader import read_checkpoint
 from ssdctl.checkpoint.third_party import to_third_party
-from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.data.prepare import prepare
 from ssdctl.model.ssd300 import SSD300
-from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.training import resume
 
 Cli = Callable[..., Result]
@@ -57,10 +56,10 @@ def test_resuming_from_an_earlier_step_retires_later_checkpoints(
 
 def test_later_checkpoints_are_used_until_the_next_save(run: Path) -> None:
     """A process that continues from an earlier step and dies before it saves loses nothing."""
-    checkpoints = CheckpointDir(run, keep=1)
+    checkpoints = CheckpointFolder(run, keep=1)
     (later,) = checkpoints.continue_from(1)
     assert checkpoints.newest_intact() == (None, [])
-    restarted, _ = CheckpointDir(run, keep=1).newest_intact()
+    restarted, _ = CheckpointFolder(run, keep=1).newest_intact()
     assert restarted is not None
     assert restarted.path == later
 
@@ -70,7 +69,7 @@ def test_only_numbered_checkpoints_are_the_runs_own(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     for name in [*names, "step-100000000-good.pt", "step-.pt", "best.pt"]:
         (tmp_path / "checkpoints" / name).touch()
-    assert [path.name for path in CheckpointDir(tmp_path, keep=3).steps()] == names
+    assert [path.name for path in CheckpointFolder(tmp_path, keep=3).steps()] == names
 
 
 def test_no_intact_checkpoint_is_an_integrity_error(run: Path, shapes: Path, cli: Cli) -> None:
@@ -119,9 +118,7 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
 
 def test_a_third_party_checkpoint_cannot_be_resumed(shapes: Path, cli: Cli, tmp_path: Path) -> None:
     peer = tmp_path / "peer.pt"
-    torch.save(
-        {"model": to_third_party(SSD300("resnet18", 6, "none").state_dict(), "mlperf")}, peer
-    )
+    torch.save({"model": to_third_party(SSD300("tiny", 6, "none").state_dict(), "mlperf")}, peer)
     train = ["train", "--data", shapes, "--out", tmp_path / "new", *OPTIONS, "--steps", 1]
     result = cli(*train, "--resume", peer)
     assert result.code == 2
@@ -205,7 +202,7 @@ def test_a_run_that_died_before_it_marked_its_best_marks_it_in_the_next_start(
         raise SystemExit(9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointDir, "mark_best", dies)
+        patch.setattr(CheckpointFolder, "mark_best", dies)
         assert cli(*train).code == 9
     assert not (run / "checkpoints/best.pt").exists()
     result = cli(*train)

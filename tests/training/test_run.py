@@ -21,9 +21,9 @@ from forked import ForkedProcess
 from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.cli.main import main
 from ssdctl.distributed import dataset
-from ssdctl.runs.checkpoints import CheckpointDir
 
 Cli = Callable[..., Result]
 OPTIONS = TINY_RUN.split()
@@ -54,7 +54,7 @@ def test_a_run_names_its_data_its_best_checkpoint_and_what_to_do_next(
     options = ["train", "--data", shapes, "--out", run, "--steps", 4, *OPTIONS]
     result = cli(*options)
     assert result.code == 0, result.err
-    for text in ("ball", "ring", "resnet18", "continues from step 3", "fp32", "4 steps"):
+    for text in ("ball", "ring", "tiny", "continues from step 3", "fp32", "4 steps"):
         assert text in result.err
     assert f"{run / 'checkpoints/best.pt'} (AP " in result.err
     assert f"ssdctl predict {run} " in result.err
@@ -391,13 +391,13 @@ def test_what_a_bad_step_leads_to(
     run = tmp_path / "run"
     broken_step(shapes, monkeypatch, {3})  # the fourth batch
     saved: list[tuple[int, int]] = []
-    write = CheckpointDir.write
+    write = CheckpointFolder.write
 
-    def noted(folder: CheckpointDir, payload: dict[str, Any]) -> None:
+    def noted(folder: CheckpointFolder, payload: dict[str, Any]) -> None:
         saved.append((payload["step"], payload["samples_seen"]))
         write(folder, payload)
 
-    monkeypatch.setattr(CheckpointDir, "write", noted)
+    monkeypatch.setattr(CheckpointFolder, "write", noted)
     options = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "2st"]
     result = cli(*options, "--steps", 6, "--on-nonfinite", policy)
     named = json.loads((run / "nonfinite/step-00000004.json").read_text())

@@ -22,7 +22,7 @@ from ssdctl.training.schedule import TrainSchedule
 from ssdctl.training.small_data import adapt_to_data
 
 Cli = Callable[..., Result]
-RUN = "--backbone resnet18 --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
+RUN = "--backbone tiny --backbone-weights none --workers 1 --fp32 --device cpu --log-every 1"
 
 
 def settings(**values: object) -> Resolved:

@@ -22,12 +22,12 @@ from processes import run_script
 from run_processes import assert_same_state, is_mountable, last, records, start, wait_for
 
 from ssdctl import files
+from ssdctl.checkpoint.folder import CheckpointFolder
 from ssdctl.errors import DiskError
 from ssdctl.evaluation import scoring
 from ssdctl.inference.detector import Detector
 from ssdctl.launch.run import free_port
 from ssdctl.runs import metrics
-from ssdctl.runs.checkpoints import CheckpointDir
 from ssdctl.training import evaluator
 from ssdctl.training.step import TrainStep
 
@@ -149,7 +149,7 @@ def test_a_clock_that_jumps_back_by_a_day_changes_nothing(
     assert_same_state(last(run), last(tiny_run))
     assert all(r["images_per_second"] > 0 for r in records(run, "train"))
     assert all(r.get("total_s", 0) >= 0 for r in records(run, "event"))
-    assert len(CheckpointDir(run, keep=9).steps()) > 1  # saved by the time since the last save
+    assert len(CheckpointFolder(run, keep=9).steps()) > 1  # saved by the time since the last save
 
 
 @pytest.mark.parametrize("encoding", ["jpeg", "raw"])
@@ -261,7 +261,7 @@ def test_twenty_random_kills(shapes: Path, tmp_path: Path, cli: Cli, sent: signa
 CRASH = """
 import json, os, pathlib, sys
 import torch
-from ssdctl.runs.checkpoints import CheckpointDir
+from ssdctl.checkpoint.folder import CheckpointFolder
 
 run = pathlib.Path(sys.argv[1])
 payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
@@ -288,14 +288,14 @@ def save():
     ):
         for name in names:
             setattr(owner, name, crashing(getattr(owner, name)))
-    CheckpointDir(run, keep=2).write(payload)
+    CheckpointFolder(run, keep=2).write(payload)
     os._exit(0)
 
 
 for crash_at in range(1, 40):
     child = os.fork() or save()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    folder = CheckpointDir(run, keep=2)
+    folder = CheckpointFolder(run, keep=2)
     folder.clean()
     newest, warnings = folder.newest_intact()
     hidden = [p.name for p in folder.path.iterdir() if p.name.startswith(".")]
@@ -364,7 +364,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step(
     def full(*_: object) -> None:
         raise DiskError("no space left")
 
-    monkeypatch.setattr(CheckpointDir, "write", full)
+    monkeypatch.setattr(CheckpointFolder, "write", full)
     run = tmp_path / "run"
     command = ["train", "--data", shapes, "--out", run, *OPTIONS, "--save-every", "3st"]
     result = cli(*command, "--steps", 9)
@@ -385,7 +385,7 @@ def test_what_a_signal_could_not_save_is_not_called_saved(
         raise DiskError("no space left")
 
     monkeypatch.setattr(TrainStep, "__call__", interrupted)
-    monkeypatch.setattr(CheckpointDir, "write", full)
+    monkeypatch.setattr(CheckpointFolder, "write", full)
     command = ["train", "--data", shapes, "--out", tmp_path / "run", *OPTIONS, "--steps", 3]
     result = cli(*command)
     assert result.code == 6, result.err

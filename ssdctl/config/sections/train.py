@@ -42,11 +42,6 @@ class ModelConfig(Section, frozen=True):
             metavar="NAME|FILE|none",
             panel="Network",
             aliases=("--backbone-path", "--pretrained-backbone"),
-            removed_flags={
-                "--weights": "--backbone-weights for a backbone, --init FILE for a whole detector",
-                "--resnet-checkpoint": "--backbone-weights; TensorFlow checkpoints are not read",
-                "--torchvision-weights-version": "--backbone-weights imagenet-v1 or imagenet-v2",
-            },
         ),
     ]
     extra_norm: Annotated[
@@ -96,12 +91,6 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Epochs at which the learning rate decays",
             metavar="E,E",
-            removed_flags={
-                "--multistep": "--decay-epochs 43,54, with commas (42,53 for DALI's example)",
-                "--lr-decay-schedule": "--decay-epochs 40,50, with commas",
-                "--lr-decay-epochs": "--decay-epochs 40,50, with commas",
-                "--k": "--decay-epochs 15,55, the two ends of the cosine",
-            },
         ),
     ]
     lr_decay: Annotated[
@@ -164,14 +153,6 @@ class TrainConfig(Section, frozen=True):
             panel="Device",
             choice_flags=True,
             aliases=("--dtype", "--data-type", "--autocast=bf16", "--no-amp=fp32"),
-            removed_flags={
-                "--amp": "--bf16, or --fp16 (GPUs only, the type of NVIDIA's --amp)",
-                "--fp16-mode": "--fp16, --bf16 or --fp32",
-                "--use-fp16": "--fp16 or --bf16",
-                "--hmp": "--bf16: autocast chooses the operators, without lists",
-                "--lowp": "--bf16",
-                "--BF16": "--bf16",
-            },
         ),
     ]
 
@@ -219,11 +200,6 @@ class TrainConfig(Section, frozen=True):
             "Resume the newest checkpoint (auto), never, or FILE",
             metavar="auto|never|FILE",
             panel="Run",
-            removed_flags={
-                "--checkpoint": "--init FILE to start from the weights of a checkpoint (of any "
-                "system), or --resume FILE to continue a run of ssdctl with its optimizer",
-                "--iteration": "--resume: a checkpoint of ssdctl contains its step",
-            },
         ),
     ] = "auto"
     resume_changed: Annotated[
@@ -245,10 +221,6 @@ class TrainConfig(Section, frozen=True):
             metavar="N",
             panel="Recipe",
             aliases=("--accumulation",),
-            removed_flags={
-                "--batch-splits": "--accumulate, which multiplies the batch instead of dividing "
-                "it: a batch of 128 in 4 splits is --bs 32 --accumulate 4",
-            },
         ),
     ] = 1
     ema: Annotated[
@@ -313,7 +285,6 @@ class TrainConfig(Section, frozen=True):
             "Device to train on (auto: accelerator, else CPU)",
             panel="Device",
             aliases=("--use-hpu=hpu", "--hpu=hpu", "--no-hpu=cpu"),
-            removed_flags={"--no-cuda": "--device cpu, or --device xla for a TPU"},
         ),
     ] = "auto"
     execution: Annotated[
@@ -322,7 +293,6 @@ class TrainConfig(Section, frozen=True):
             "Eager, torch.compile, or lazily traced graphs [default: the fastest]",
             panel="Device",
             aliases=("--hpu-lazy-mode=lazy", "--use-torch-compile=compile", "--compile=compile"),
-            removed_flags={"--use-lazy-mode": "--execution lazy, or compile"},
         ),
     ] = None
     tf32: Annotated[
@@ -339,11 +309,6 @@ class TrainConfig(Section, frozen=True):
             "Profile these steps into RUN/profile",
             metavar="FIRST,LAST",
             panel="Run",
-            removed_flags={
-                "--profiling": "--profile 50,53, the first and the last step",
-                "--profile-steps": "--profile 50,53, the first and the last step",
-                "--profiler": "--profile 50,53, the first and the last step",
-            },
         ),
     ] = None
 
@@ -355,11 +320,6 @@ class TrainConfig(Section, frozen=True):
             metavar="N",
             panel="Input",
             aliases=("--num-workers",),
-            removed_flags={
-                "--num-parallel-calls": "--workers, all decode threads of a rank",
-                "--threadpool-size": "--workers, all decode threads of a rank",
-                "--max-cpus": "--workers, all decode threads of a rank",
-            },
         ),
     ] = 0
     pipeline: Annotated[
@@ -367,11 +327,6 @@ class TrainConfig(Section, frozen=True):
         setting(
             "Image decoder: built-in, or NVIDIA DALI",
             panel="Input",
-            removed_flags={
-                "--data-pipeline": "--pipeline native or --pipeline dali",
-                "--dl-worker-type": "--pipeline native or --pipeline dali",
-                "--use-dali": "--pipeline dali",
-            },
         ),
     ] = "native"
     fake_data: Annotated[
@@ -420,10 +375,6 @@ class TrainConfig(Section, frozen=True):
             "Also evaluate after these epochs",
             metavar="E,E",
             panel="Evaluation",
-            removed_flags={
-                "--evaluation": "--eval-at 22,32, with commas and counted from 1, not from 0",
-                "--val-epochs": "--eval-at 40,50, with commas",
-            },
         ),
     ] = ()
     patience: Annotated[
@@ -437,9 +388,6 @@ class TrainConfig(Section, frozen=True):
             metavar="AP",
             panel="Evaluation",
             aliases=("--threshold", "-t"),
-            removed_flags={
-                "--target": "--target-ap, which stops the run instead of rating it at its end",
-            },
         ),
     ] = None
     save_every: Annotated[
@@ -449,7 +397,6 @@ class TrainConfig(Section, frozen=True):
             metavar="DURATION",
             panel="Saving",
             aliases=("--save-checkpoints-epochs", "-c"),
-            removed_flags={"--save-checkpoints-steps": "--save-every 500st, with the unit"},
         ),
     ] = "1ep"
     keep: Annotated[
@@ -468,10 +415,6 @@ class TrainConfig(Section, frozen=True):
             metavar="N",
             panel="Saving",
             aliases=("--log-interval", "--log-step-count-steps", "--save-summary-steps"),
-            removed_flags={
-                "--suppress-loss-report": "--log-every N: between two records nothing is read "
-                "from the device",
-            },
         ),
     ] = 20
     tensorboard: Annotated[

@@ -1,70 +1,93 @@
-"""Read COCO annotation files as labelling tools write them.
+"""Read COCO annotation files as labeling tools write them.
 
-    annotations = read(path)            # typed; DataError names the place of what is broken
-    boxes, findings = check(annotations, path)          # see coco_check.py
+    splits = read(Path("export"))       # typed; DataError names the place of what is broken
 
 Only the fields that training and scoring need are typed; every other field may hold anything.
 Whole numbers written as floats, `iscrowd: false`, null areas and a byte order mark are accepted.
-`category_id` is COCO's; `label` is dense: the category's rank in the file plus one, 0 = background.
+Classes are the file's categories in its order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ssdctl.data.annotations import (
+    UNLISTED,
+    Annotations,
+    Finding,
+    one_image_per_file,
+    refuse,
+)
 from ssdctl.data.classes import ClassName
-from ssdctl.data.formats.coco_json import (
-    AnnotationColumns,
-    Category,
+from ssdctl.data.formats._coco_files import image_folder, own_splits, splits_of
+from ssdctl.data.formats._coco_json import (
     Content,
-    ImageEntry,
     NotWholeError,
     Tables,
     column,
     repeated_table,
 )
-from ssdctl.data.formats.coco_slices import decode_tables, open_content
+from ssdctl.data.formats._coco_slices import decode_tables, open_content
+from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder
+from ssdctl.data.split_files import SplitFiles
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors
-from ssdctl.runtime.printable import listed
 
-MAX_NAMED = 5  # offenders named in a message
-
-
-class Annotations(NamedTuple):
-    """What training and scoring need of an annotation file."""
-
-    images: list[ImageEntry]
-    annotations: AnnotationColumns
-    categories: list[Category]
-    supercategories: Sequence[Category] = ()  # listed as categories, but not classes: left out
-    merged: Sequence[ImageEntry] = ()  # of files that an earlier entry has, too: left out
+__all__ = ["own_splits", "read", "read_content", "read_files", "recognise", "splits_of"]
+LOOKED_FOR = ("annotations/*.json", "train/_annotations.coco.json", "result.json")
+RENUMBERED = "duplicate annotation id, renumbered"
 
 
-class BoxColumns(NamedTuple):
-    """The annotated boxes of a file as arrays, unclipped: what detections are scored against."""
-
-    image_ids: NDArray[np.int64]  # M
-    category_ids: NDArray[np.int64]  # M
-    bbox: NDArray[np.float64]  # M x 4: left, top, width, height in pixels
-    area: NDArray[np.float64]  # M, square pixels; width * height if the file gives none
-    is_crowd: NDArray[np.bool_]  # M
-
-
-def read(path: Path) -> Annotations:
-    """Return an annotation file, typed.
+def recognise(path: Path) -> Path | None:
+    """Return the first annotation file.
 
     Raises:
-        DataError: It cannot be read, is not JSON, has a table twice, or a field is absent or of the
-            wrong type.
+        DataError: There are several for one split.
     """
-    return parse(read_content(path), path)
+    return next((files.annotations for files in splits_of(path).values()), None)
+
+
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a dataset folder, or of an annotation file.
+
+    Raises:
+        DataError: There is no annotation file, or one cannot be read, is not JSON, has a table
+            twice, a field that is absent or of the wrong type, or ids that refer to nothing.
+    """
+    if path.is_file():
+        return read_files({"train": SplitFiles(image_folder(path, dataset_folder(path)), path)})
+    splits = splits_of(path)
+    if not splits:
+        raise DataError(
+            f"{path}: no annotation file in COCO's format (looked for *.json in it, in "
+            f"{', '.join(ANNOTATION_FOLDERS)} and in the folders of splits)"
+        )
+    return read_files(splits)
+
+
+def read_files(splits: Mapping[str, SplitFiles]) -> dict[str, Annotations]:
+    """Return splits by their files; see `read`.
+
+    A category that is only the supercategory of others (Roboflow's 0) is a class if it has boxes in
+    one of the splits.
+    """
+    tables = {split: _decode(files.annotations) for split, files in splits.items()}
+    unused = {split: _unused_supercategories(part) for split, part in tables.items()}
+    kept = {
+        split: {c.name for c in part.categories} - set(unused[split].values())
+        for split, part in tables.items()
+    }
+    result = {}
+    for split, files in splits.items():
+        elsewhere = set[str]().union(*(names for other, names in kept.items() if other != split))
+        left_out = {i: name for i, name in unused[split].items() if name not in elsewhere}
+        result[split] = _columns(tables.pop(split), left_out, files)
+    return result
 
 
 def read_content(path: Path) -> Content:
@@ -77,142 +100,117 @@ def read_content(path: Path) -> Content:
         return open_content(path)
 
 
-def parse(content: Content, path: Path, other_splits: Sequence[Path] = ()) -> Annotations:
-    """Return the content of an annotation file, typed; see `read`.
-
-    Args:
-        content: The file's.
-        path: The file, for messages.
-        other_splits: Files of the same dataset. A supercategory that has boxes in one of them is a
-            class of all splits.
-    """
+def _decode(path: Path) -> Tables:
+    content = read_content(path)
     try:
         tables = decode_tables(content)
     except (msgspec.ValidationError, NotWholeError) as error:
-        raise _not_coco(path, error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(
-            f"{path}: broken JSON: {error}", hint="export or copy the file again"
+            f"{path}: not in COCO's format: {error}".replace("`", ""),
+            hint="expected images (id, file_name, width, height), annotations (id, image_id, "
+            "category_id, bbox) and categories (id, name)",
         ) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        hint = "export or copy the file again"
+        raise DataError(f"{path}: broken JSON: {error}", hint=hint) from None
     if (repeated := repeated_table(content)) is not None:
         name, lines = repeated
         raise DataError(
             f"{path}:{lines[1]}: has {name} again, after line {lines[0]}",
             hint="merge both into one list",
         )
-    categories, supercategories = _without_supercategories(tables, other_splits)
-    images, columns, merged = _one_image_per_file(tables, path)
-    return Annotations(images, columns, categories, supercategories, merged)
+    return tables
 
 
-def _one_image_per_file(
-    tables: Tables, path: Path
-) -> tuple[list[ImageEntry], AnnotationColumns, list[ImageEntry]]:
-    """Give the objects of several entries of one file, as in merged datasets, to the first.
-
-    Otherwise each entry would have the other's objects as background.
-
-    Returns:
-        The images, the annotations, and the entries that were left out.
-
-    Raises:
-        DataError: The entries have different sizes.
-    """
-    first: dict[str, ImageEntry] = {}
-    images, merged, new_ids = [], [], {}
-    for image in tables.images:
-        other = first.setdefault(image.file_name, image)
-        if other is image or other.id == image.id:  # an id that occurs twice is refused later
-            images.append(image)
-            continue
-        if (other.width, other.height) != (image.width, image.height):
-            raise DataError(
-                f"{path}: {image.file_name}: is listed twice, as image {other.id} of "
-                f"{other.width} x {other.height} and as image {image.id} of "
-                f"{image.width} x {image.height}",
-                hint="correct the size, or rename one of the files",
-            )
-        merged.append(image)
-        new_ids[image.id] = other.id
-    columns = tables.annotations
-    if merged:
-        old = np.array(sorted(new_ids), np.int64)
-        place = positions(old, columns.image_id)
-        new = np.array([new_ids[i] for i in old.tolist()], np.int64)
-        columns = columns._replace(image_id=np.where(place < 0, columns.image_id, new[place]))
-    return images, columns, merged
-
-
-def _not_coco(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: not in COCO's format: {error}".replace("`", ""),
-        hint="expected images (id, file_name, width, height), annotations (id, image_id, "
-        "category_id, bbox) and categories (id, name)",
-    )
-
-
-def _without_supercategories(
-    tables: Tables, other_splits: Sequence[Path]
-) -> tuple[list[Category], list[Category]]:
-    """The classes, and the entries that only name other entries' supercategory (Roboflow's 0)."""
+def _unused_supercategories(tables: Tables) -> dict[int, str]:
+    """Return the categories without boxes that only name the supercategory of others, by id."""
     parents = {c.supercategory for c in tables.categories if isinstance(c.supercategory, str)}
-    candidates = [
-        c
+    used = set(np.unique(tables.annotations.category_id).tolist())
+    return {
+        c.id: c.name
         for c in tables.categories
         if c.name in parents
         and c.supercategory in (None, "", "none")
         and len(tables.categories) > 1
+        and c.id not in used
+    }
+
+
+def _columns(tables: Tables, left_out: Mapping[int, str], files: SplitFiles) -> Annotations:
+    """Return a file as columns.
+
+    Raises:
+        DataError: Duplicate ids of images or categories, objects of images that it does not list.
+    """
+    path, columns = files.annotations, tables.annotations
+    classes = [ClassName(c.id, c.name) for c in tables.categories if c.id not in left_out]
+    image_ids = column(tables.images, "id")
+    category_ids = np.array([c.id for c in classes], np.int64)
+    _refuse_duplicates(path, "image ids", image_ids)
+    _refuse_duplicates(path, "category ids", column(tables.categories, "id"))
+    rows = _positions(image_ids, columns.image_id)
+    absent = rows < 0
+    pairs = zip(columns.id[absent].tolist(), columns.image_id[absent].tolist(), strict=True)
+    refuse(
+        path,
+        "annotations of images that the file does not list",
+        [f"{i} (image {image})" for i, image in pairs],
+        "each image_id must be the id of an entry in images",
+    )
+    labels = 1 + _positions(category_ids, columns.category_id)
+    ids, findings = _unique_ids(columns.id, columns.image_id)
+    for n in np.nonzero(labels < 1)[0]:
+        detail = f"category {columns.category_id[n]}"
+        findings.append(Finding(UNLISTED, int(columns.image_id[n]), int(ids[n]), detail))
+    # Most files list all: an index that copies nothing.
+    listed = slice(None) if labels.all() else labels > 0
+    names = ", ".join(f"{name} (id {i})" for i, name in left_out.items())
+    note = f"category {names} is the supercategory of others and has no boxes: not a class"
+    images = tables.images
+    sizes = [
+        np.fromiter((getattr(image, side) or 0 for image in images), np.int64, len(images))
+        for side in ("width", "height")
     ]
-    if not candidates:
-        return tables.categories, []
-    used = set(np.unique(tables.annotations.category_id).tolist())
-    unused = [c for c in candidates if c.id not in used]
-    for path in other_splits if unused else ():
-        names = {c.name for c in read(path).categories}
-        unused = [c for c in unused if c.name not in names]
-    left_out = {c.id for c in unused}
-    return [c for c in tables.categories if c.id not in left_out], unused
-
-
-def class_names(annotations: Annotations) -> list[ClassName]:
-    """Return the classes in the order of the file."""
-    return [ClassName(c.id, c.name) for c in annotations.categories]
-
-
-def box_columns(annotations: Annotations) -> BoxColumns:
-    """Return the annotated boxes as arrays; annotations without a bbox are left out."""
-    columns = annotations.annotations
-    bbox = columns.bbox
-    area = np.where(np.isnan(columns.area), bbox[:, 2] * bbox[:, 3], columns.area)
-    has_bbox = ~np.isnan(bbox).any(axis=1)
-    return BoxColumns(
-        columns.image_id[has_bbox],
-        columns.category_id[has_bbox],
-        bbox[has_bbox],
-        area[has_bbox],
-        columns.is_crowd[has_bbox],
+    return one_image_per_file(
+        Annotations(
+            folder=files.images,
+            origin=path,
+            image_ids=image_ids,
+            file_names=[image.file_name for image in images],
+            sizes=np.stack(sizes, axis=1),
+            classes=classes,
+            ids=ids[listed],
+            rows=rows[listed].astype(np.int32),
+            labels=labels[listed].astype(np.int32),
+            boxes=columns.bbox[listed],
+            areas=columns.area[listed],
+            is_crowd=columns.is_crowd[listed],
+            findings=findings,
+            notes=[note] if left_out else [],
+        )
     )
 
 
-def link(annotations: Annotations, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the row of each annotation's image, and its label.
+def _unique_ids(
+    ids: NDArray[np.int64], image_ids: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], list[Finding]]:
+    """Give annotations that repeat an id, as merging tools write them, ids that are free."""
+    order = np.argsort(ids, kind="stable")  # np.unique takes many times as long
+    repeated = np.sort(order[1:][ids[order[1:]] == ids[order[:-1]]])
+    if not len(repeated):
+        return ids, []
+    taken = set(ids.tolist())
+    free = (n for n in range(1, 2 * len(ids) + 1) if n not in taken)
+    new = ids.copy()
+    findings = []
+    for row in repeated.tolist():
+        new[row] = next(free)
+        detail = f"id {ids[row]} occurs again, is now {new[row]}"
+        findings.append(Finding(RENUMBERED, int(image_ids[row]), int(ids[row]), detail))
+    return new, findings
 
-    Raises:
-        DataError: Duplicate ids, ids that refer to nothing.
-    """
-    columns = annotations.annotations
-    image_ids, category_ids = column(annotations.images, "id"), column(annotations.categories, "id")
-    _refuse_duplicates(path, "image ids", image_ids)
-    _refuse_duplicates(path, "annotation ids", columns.id)
-    _refuse_duplicates(path, "category ids", category_ids)
-    row = positions(image_ids, columns.image_id)
-    _refuse_unlisted(path, "image", columns.id[row < 0], columns.image_id[row < 0])
-    label = 1 + positions(category_ids, columns.category_id)
-    _refuse_unlisted(path, "category", columns.id[label < 1], columns.category_id[label < 1])
-    return row, label
 
-
-def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the position of each wanted id in `listed`; -1 if it is not listed."""
     if not len(listed):
         return np.full(len(wanted), -1)
@@ -223,22 +221,6 @@ def positions(listed: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[n
 
 
 def _refuse_duplicates(path: Path, what: str, ids: NDArray[np.int64]) -> None:
-    ranked = np.sort(ids)  # np.unique takes many times as long
+    ranked = np.sort(ids)
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
     refuse(path, f"duplicate {what}", np.unique(twice).tolist(), "each must occur once")
-
-
-def _refuse_unlisted(
-    path: Path, kind: str, ids: NDArray[np.int64], references: NDArray[np.int64]
-) -> None:
-    """Refuse annotations of images or categories that the file does not list."""
-    plural = {"image": "images", "category": "categories"}[kind]
-    named = [f"{i} ({kind} {reference})" for i, reference in zip(ids, references, strict=True)]
-    hint = f"each {kind}_id must be the id of an entry in {plural}"
-    refuse(path, f"annotations of {plural} that the file does not list", named, hint)
-
-
-def refuse(path: Path, what: str, offenders: Sequence[object], hint: str | None = None) -> None:
-    """Raise a DataError that names the first few offenders, if there are any."""
-    if offenders:
-        raise DataError(f"{path}: {what}: {listed(offenders, MAX_NAMED)}", hint=hint)

@@ -1,32 +1,29 @@
 """Read CVAT's own XML: "CVAT for images 1.1" and "CVAT for video 1.1".
 
-    splits, classes = read_cvat_xml(path, root)
-
 Boxes are read, and polygons, masks and ellipses by their extent; a rotated box becomes the upright
-box around it. Points, polylines, cuboids, skeletons and tags are counted and left out, and so are
-boxes of tracks outside their frame.
+box around it. Points, polylines, cuboids, skeletons, tags and shapes without a label are counted
+and left out, and so are boxes of tracks outside their frame.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.file_names import files_below
-from ssdctl.data.formats.xml_reader import numbers, read_xml, whole_number
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_check import header_size
+from ssdctl.data.image_files import dataset_folder, find_by_name
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
 
-log = logging.getLogger(__name__)
+LOOKED_FOR = ("annotations.xml",)
 MAX_BYTES = 500_000_000
 SHAPES = ("box", "polygon", "mask", "ellipse")
 ROTATED, OUTSIDE = "rotated boxes, read as the upright box around them", "boxes outside their frame"
+UNLABELED = "shapes without a label"
 
 
 class _Frame(NamedTuple):
@@ -39,25 +36,42 @@ class _Frame(NamedTuple):
     boxes: list[LabeledBox]
 
 
-def read_cvat_xml(path: Path, root: Path) -> tuple[dict[str, list[LabeledImage]], list[str]]:
-    """Return the images of each split below `root`, and the classes in the order of the file.
+def recognise(path: Path) -> Path | None:
+    """Return the XML file of CVAT."""
+    return next(iter(_files(path)), None)
+
+
+def _files(path: Path) -> list[Path]:
+    files = [path] if path.is_file() else sorted(path.glob("*.xml"))
+    return [f for f in files if f.suffix.lower() == ".xml" and root_element(f) == "annotations"]
+
+
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, or of its XML file; classes are in the order of the file.
 
     Raises:
-        DataError: A broken file, an image that does not exist.
+        DataError: No file or several, a broken one, an image that does not exist.
     """
-    tree = read_xml(path, MAX_BYTES)
+    files = [path] if path.is_file() else _files(path)
+    if len(files) != 1:
+        named = f"several XML files of CVAT: {', '.join(file.name for file in files)}"
+        absent = "no XML file of CVAT (looked for annotations.xml)"
+        hint = "give one: --data FILE" if files else None
+        raise DataError(f"{path}: {named if files else absent}", hint=hint)
+    file, root = files[0], dataset_folder(path)
+    tree = read_xml(file, MAX_BYTES)
     if tree.tag != "annotations":
-        raise DataError(f"{path}: not CVAT's XML: its root is <{tree.tag}>, not <annotations>")
+        raise DataError(f"{file}: not CVAT's XML: its root is <{tree.tag}>, not <annotations>")
     counts: Counter[str] = Counter()
-    frames = _images(tree, path, counts) + _track_frames(tree, path, counts)
+    frames = _images(tree, file, counts) + _track_frames(tree, file, counts)
     labels = [(e.text or "").strip() for e in tree.iterfind("meta//labels/label/name")]
-    classes = list(dict.fromkeys(filter(None, labels)))
-    used = dict.fromkeys(box.name for frame in frames for box in frame.boxes)
-    classes += [name for name in used if name not in classes]
-    for kind, count in counts.items():
-        left_out = "" if kind == ROTATED else ", left out"
-        log.info(f"{path.name}: {count:,} {kind}{left_out}")
-    return _located(frames, root, path), classes
+    used = [box.name for frame in frames for box in frame.boxes]
+    classes = list(dict.fromkeys([*filter(None, labels), *used]))
+    notes = [
+        f"{file.name}: {count:,} {kind}{'' if kind == ROTATED else ', left out'}"
+        for kind, count in counts.items()
+    ]
+    return from_images(_located(frames, root, file), classes, root, file, notes)
 
 
 def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
@@ -66,16 +80,13 @@ def _images(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
         name = image.get("name", "").replace("\\", "/")
         if not name:
             raise DataError(f"{path}: an image without a name")
-        boxes = [
-            _shape(element, element.get("label"), f"{path}: image {name}", counts)
-            for element in image
-            if element.tag in SHAPES
-        ]
+        place = f"{path}: image {name}"
+        shapes = [element for element in image if element.tag in SHAPES]
+        boxes = [b for e in shapes if (b := _shape(e, e.get("label"), place, counts)) is not None]
         counts.update(f"{element.tag} shapes" for element in image if element.tag not in SHAPES)
         split = split_of(image.get("subset") or "") or "train"
         width, height = (
-            whole_number(image.get(side, "0"), f"{path}: image {name}: {side}")
-            for side in ("width", "height")
+            whole_number(image.get(side, "0"), f"{place}: {side}") for side in ("width", "height")
         )
         frames.append(_Frame(name, split, width, height, boxes))
     return frames
@@ -94,7 +105,7 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
                 place = f"{path}: track {track.get('id')}, frame {element.get('frame')}"
                 box = _shape(element, track.get("label"), place, counts)
                 frame = whole_number(element.get("frame", ""), f"{place}: frame")
-                by_frame.setdefault(frame, []).append(box)
+                by_frame.setdefault(frame, []).extend([] if box is None else [box])
     size = next(tree.iterfind("meta//original_size"), None)
     sides = (0, 0)
     if size is not None:
@@ -109,15 +120,16 @@ def _track_frames(tree: Any, path: Path, counts: Counter[str]) -> list[_Frame]:
     ]
 
 
-def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox:
-    """Return the upright box around a shape."""
+def _shape(element: Any, label: str | None, place: str, counts: Counter[str]) -> LabeledBox | None:
+    """Return the upright box around a shape; None if the shape has no label."""
     try:
         left, top, right, bottom = _extent(element)
         degrees = numbers([element.get("rotation") or "0"])[0]
     except (ValueError, KeyError):
         raise DataError(f"{place}: a {element.tag} without its coordinates") from None
-    if not label:
-        raise DataError(f"{place}: a {element.tag} without a label")
+    if not label or not label.strip():
+        counts[UNLABELED] += 1
+        return None
     if degrees % 180 and element.tag in ("box", "ellipse"):
         counts[ROTATED] += 1
         angle, width, height = math.radians(degrees), right - left, bottom - top
@@ -144,29 +156,11 @@ def _extent(element: Any) -> list[float]:
 
 def _located(frames: list[_Frame], root: Path, path: Path) -> dict[str, list[LabeledImage]]:
     """Return the images with their paths below `root`, by split."""
-    by_name: dict[str, list[str]] = {}
-    for file in files_below(root):
-        parts = file.split("/")
-        for start in range(len(parts)):
-            by_name.setdefault("/".join(parts[start:]), []).append(file)
-            if start == len(parts) - 1:
-                by_name.setdefault(parts[start].rpartition(".")[0], []).append(file)
+    found = find_by_name(root, [(frame.name, frame.split) for frame in frames], path)
     splits: dict[str, list[LabeledImage]] = {}
-    missing: list[str] = []
-    ambiguous: list[str] = []
-    for frame in frames:
-        candidates = by_name.get(frame.name, [])
-        if len(candidates) > 1:  # one name in several subsets
-            folder = {"train", None} if frame.split == "train" else {frame.split}
-            candidates = [c for c in candidates if split_of(str(Path(c).parent)) in folder]
-        if len(candidates) != 1:
-            (ambiguous if candidates else missing).append(frame.name)
-            continue
+    for frame, file in zip(frames, found, strict=True):
         width, height = frame.width, frame.height
         if not (width and height):
-            width, height = header_size(root / candidates[0])
-        image = LabeledImage(candidates[0], width, height, frame.boxes)
-        splits.setdefault(frame.split, []).append(image)
-    refuse(path, f"images that are not below {root}", missing, "export with images, or copy them")
-    refuse(path, f"image names that fit several files below {root}", ambiguous)
+            width, height = header_size(root / file)
+        splits.setdefault(frame.split, []).append(LabeledImage(file, width, height, frame.boxes))
     return splits

@@ -1,152 +1,190 @@
-"""Read Pascal VOC's layout: an XML file per image, lists of images in ImageSets.
+"""Read Pascal VOC's format: an XML file per image, lists of images in ImageSets.
 
-    splits = read_voc(root) -> {"train": [LabeledImage, ...], "val": [...]}
-
-`root` is a VOC folder, or holds several (VOCdevkit with VOC2007 and VOC2012), which are joined.
-Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. Objects marked
-`difficult` become crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
+A folder of XML files belongs to the folder below `root` that has most of its images, whatever their
+names are. There may be several: a folder per split, or a VOCdevkit with VOC2007 and VOC2012.
+Boxes count pixels from 1 and include the last ones: left = xmin - 1, right = xmax. If an xmin or
+ymin of the dataset is below 1, they count from 0: left = xmin. Objects marked `difficult` become
+crowds: trained on, and neither hit nor miss when scored, as in the SSD paper.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.file_names import IMAGE_SUFFIXES, files_below, is_image
-from ssdctl.data.formats.xml_reader import is_cvat_xml, numbers, read_xml, whole_number
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
+from ssdctl.data.formats._parse import numbers, read_xml, root_element, whole_number
 from ssdctl.data.image_check import header_size
-from ssdctl.data.split_files import SPLIT_WORDS, split_of, usable_splits
+from ssdctl.data.image_files import files_below, is_image
+from ssdctl.data.split_files import SPLIT_WORDS, split_of
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name, read_errors, read_text
 
-log = logging.getLogger(__name__)
-ANNOTATIONS = ("Annotations", "annotations", "xmls", "xml", "labels")
-IMAGES = ("JPEGImages", "images", "Images", "imgs", "img", "data")
-SUFFIXES = [s for suffix in sorted(IMAGE_SUFFIXES) for s in (suffix, suffix.upper())]
+LOOKED_FOR = ("Annotations/*.xml",)
 LISTS = {**SPLIT_WORDS, "trainval": "trainval", "default": "default"}  # CVAT's without a subset
 MAX_LIST_BYTES = 1 << 28
+MAX_DEPTH = 4  # folders above the first XML file, as in data/VOCdevkit/VOC2012/Annotations
 XML_THREADS = 8  # they wait for the file system
 
 
-class _Folder(NamedTuple):
-    """One VOC folder and its parts, all below the dataset folder."""
+class _Files(NamedTuple):
+    """The files below a dataset folder. Folders are relative to it, "" is itself."""
 
-    root: Path  # the dataset folder
-    base: Path
-    annotations: Path
-    images: Path
-
-    def image_of(self, stem: str, named: str) -> Path | None:
-        """Return the image of an XML file: the one with its stem, else the one that it names.
-
-        Of several with its stem, it is the one with the suffix of the name.
-        """
-        suffixes = [PurePosixPath(named).suffix, *SUFFIXES]
-        candidates = [self.images / (stem + suffix) for suffix in suffixes if suffix]
-        if named and is_plain_name(named):
-            candidates.append(self.images / named)
-        return next((path for path in candidates if path.is_file()), None)
+    root: Path
+    xml: dict[str, list[str]]  # stems by folder
+    images: dict[str, dict[str, list[str]]]  # names by folder and stem
+    folders: dict[str, list[str]]  # of images, by stem
 
 
-def read_voc(root: Path) -> dict[str, list[LabeledImage]]:
-    """Return the images of each split, in the order of their lists.
+class _Xml(NamedTuple):
+    """An XML file, and the split that its list or its folder gives."""
 
-    Without lists, folders called train, valid and test are the splits; else all images are for
-    training. Without validation images, `test` validates.
+    folder: str
+    stem: str
+    split: str | None
+    is_listed: bool
 
-    Raises:
-        DataError: No VOC folder, a broken XML file, a listed image that does not exist.
-    """
-    folders = _folders(root)
-    splits: dict[str, list[LabeledImage]] = {}
-    for folder in folders:
-        for split, stems in _splits(folder).items():
-            with ThreadPoolExecutor(XML_THREADS) as pool:
-                images = list(pool.map(lambda stem, f=folder: _read_image(f, stem), stems))
-            absent = [f"{s}.xml" for s, image in zip(stems, images, strict=True) if image is None]
-            refuse(folder.images, "images of annotations are missing", absent)
-            splits.setdefault(split, []).extend(image for image in images if image is not None)
-    return usable_splits(splits)
+    @property
+    def path(self) -> str:
+        return _join(self.folder, f"{self.stem}.xml")
 
 
-def _folders(root: Path) -> list[_Folder]:
-    """Return `root` itself, or each VOC folder in it."""
-    if folders := voc_folders(root):
-        return folders
-    raise DataError(
-        f"{root}: not Pascal VOC's layout: no folder of XML files (Annotations) with one of images "
-        "(JPEGImages)",
-        hint="give the folder that holds both, as in --data VOCdevkit/VOC2012",
-    )
+class _Content(NamedTuple):
+    """The content of an XML file."""
+
+    image: str  # base name
+    size: tuple[int, int]  # 0 = not given
+    boxes: list[LabeledBox]  # that count pixels from 0
 
 
-def voc_folders(root: Path) -> list[_Folder]:
-    """Return `root` itself, or each VOC folder in it; none if there is no VOC folder."""
-    if (own := _folder(root, root)) is not None:
-        return [own]
-    bases = sorted(path for path in root.glob("*") if path.is_dir())
-    return [f for base in bases if (f := _folder(root, base)) is not None]
-
-
-def _folder(root: Path, base: Path) -> _Folder | None:
-    """Return a VOC folder, by its usual names; XML files may also be in the image folder."""
-    for name in (*ANNOTATIONS, *IMAGES, "."):
-        annotations = base / name
-        first = next(_xml_stems(base, annotations), None)
-        if first is None or is_cvat_xml(annotations / f"{first}.xml"):
-            continue
-        images = next((base / n for n in IMAGES if (base / n).is_dir()), annotations)
-        return _Folder(root, base, annotations, images)
+def recognise(path: Path) -> Path | None:
+    """Return the first folder of VOC's XML files that is found."""
+    seen = set()
+    for name in files_below(path, MAX_DEPTH) if path.is_dir() else ():
+        folder, _, file = name.rpartition("/")
+        if file.endswith(".xml") and not file.startswith("._") and folder not in seen:
+            seen.add(folder)
+            if root_element(path / name) == "annotation":
+                return path / folder
     return None
 
 
-def _splits(folder: _Folder) -> dict[str, list[str]]:
-    """Return the stems of each split's images."""
-    lists = folder.base / "ImageSets" / "Main"
-    if not lists.is_dir():
-        lists = folder.base / "ImageSets"
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, in the order of their lists; classes are sorted by name.
+
+    Without lists, the name of the folder of XML files or of images is the split, else all images
+    are for training.
+
+    Raises:
+        DataError: No folder of XML files, a broken one, an image that does not exist.
+    """
+    root, files = path, _find_files(path)
+    if not files.xml:
+        raise DataError(
+            f"{root}: not Pascal VOC's format: no folder of XML files (Annotations)",
+            hint="give the folder that holds XML files and images, as in --data VOCdevkit/VOC2012",
+        )
+    xmls = _xml_files(files)
+    with ThreadPoolExecutor(XML_THREADS) as pool:
+        contents = list(pool.map(lambda xml: _read(root / xml.path), xmls))
+    notes: list[str] = []
+    contents = _from_zero(xmls, contents, notes)
+    places = {folder: _image_folder(files, folder) for folder in {xml.folder for xml in xmls}}
+    splits: dict[str, list[LabeledImage]] = {}
+    used: dict[str, _Xml] = {}
+    absent, repeated = [], []
+    for xml, content in zip(xmls, contents, strict=True):
+        image = _image_of(files, places[xml.folder], xml, content.image)
+        if image is None:
+            absent.append(xml.path)
+        elif used.setdefault(image, xml).folder != xml.folder and not xml.is_listed:
+            repeated.append(xml.path)  # a copy of the labels in another folder
+        else:
+            split = xml.split or split_of(image.rpartition("/")[0]) or "train"
+            width, height = content.size
+            if width <= 0 or height <= 0:  # some tools write no size
+                width, height = header_size(root / image)
+            labeled = LabeledImage(image, width, height, content.boxes)
+            splits.setdefault(split, []).append(labeled)
+    if len(absent) == len(xmls):
+        raise DataError(
+            f"no image for {len(xmls):,} XML files was found below {root}",
+            hint="copy the images there: an image has the name of its XML file",
+        )
+    refuse(root, "images of annotations are missing", absent)
+    if repeated:
+        first = f"are left out, among them {repeated[0]}"
+        notes.append(f"{len(repeated):,} XML files of images that have another one {first}")
+    searched = {p for x in xmls if not x.is_listed and (p := places[x.folder]) is not None}
+    notes += _unlabeled(files, searched, used)
+    names = {box.name for images in splits.values() for image in images for box in image.boxes}
+    return from_images(splits, sorted(names), root, root, notes)
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name
+
+
+def _find_files(root: Path) -> _Files:
+    files = _Files(root, {}, {}, {})
+    for name in sorted(files_below(root), key=lambda n: (n.count("/"), n)):
+        folder, _, file = name.rpartition("/")
+        path = PurePosixPath(file)
+        if path.suffix == ".xml" and not file.startswith("._"):  # of macOS
+            files.xml.setdefault(folder, []).append(path.stem)
+        elif is_image(Path(file)):
+            files.images.setdefault(folder, {}).setdefault(path.stem, []).append(file)
+            files.folders.setdefault(path.stem, []).append(folder)
+    for folder, stems in list(files.xml.items()):
+        if root_element(root / folder / f"{stems[0]}.xml") not in ("annotation", ""):
+            del files.xml[folder]  # CVAT's, or of another program
+    return files
+
+
+def _xml_files(files: _Files) -> list[_Xml]:
+    """Return the XML files that ImageSets lists, and those of all folders without lists."""
+    xmls: list[_Xml] = []
+    rest = list(files.xml)
+    parts = [folder.split("/") if folder else [] for folder in files.xml]
+    bases = {"/".join(p[:depth]) for p in parts for depth in range(len(p) + 1)}
+    for base in sorted(base for base in bases if (files.root / base / "ImageSets").is_dir()):
+        below = [folder for folder in files.xml if f"{folder}/".startswith(base and f"{base}/")]
+        tops = {
+            base if f == base else _join(base, f[len(base) :].strip("/").split("/")[0])
+            for f in below
+        }
+        top = min(tops, key=lambda t: (not t.endswith("Annotations"), t))
+        splits = _splits(files.root / base / "ImageSets", files.root / top)
+        if splits:
+            rest = [folder for folder in rest if folder not in below]
+        for split, stems in splits.items():
+            for folder, stem in (_join(top, s).rpartition("/")[::2] for s in stems):
+                xmls.append(_Xml(folder, stem, split, True))
+    for folder in rest:
+        named = split_of(folder)
+        xmls += [_Xml(folder, stem, named, False) for stem in sorted(files.xml[folder])]
+    return xmls
+
+
+def _splits(lists: Path, annotations: Path) -> dict[str, list[str]]:
+    """Return the stems of each split's XML files below a folder; none if there are no lists."""
+    if (lists / "Main").is_dir():
+        lists /= "Main"
     named = {LISTS.get(path.stem.lower()): path for path in sorted(lists.glob("*.txt"))}
-    stems = {n: _stems(path, folder.annotations) for n, path in named.items() if n is not None}
+    stems = {n: _stems(path, annotations) for n, path in named.items() if n is not None}
     if not {"train", "trainval", "default"} & set(stems):
-        # Exports with a folder per split, and undivided sets.
-        split = split_of(folder.base.name) if folder.base != folder.root else None
-        listed = sorted(_xml_stems(folder.base, folder.annotations))
-        _report_unlabelled(folder, set(listed))
-        return {split or "train": listed}
+        return {}
     splits = {"train": stems.get("train") or stems.get("trainval", [])}
     splits["train"] += stems.get("default", [])
     if "train" in stems and "val" in stems:
         splits["val"] = stems["val"]
-    if stems.get("test") and (folder.annotations / f"{stems['test'][0]}.xml").is_file():
+    if stems.get("test") and (annotations / f"{stems['test'][0]}.xml").is_file():
         splits["test"] = stems["test"]  # of VOC2012 the list is public, the XML files are not
     return splits
-
-
-def _xml_stems(base: Path, annotations: Path) -> Iterator[str]:
-    """Yield the names of XML files without suffix; with lists, also of those in folders below."""
-    is_nested = annotations != base and (base / "ImageSets").is_dir()
-    names = files_below(annotations) if is_nested else (p.name for p in annotations.glob("*.xml"))
-    for name in map(PurePosixPath, names):
-        if name.suffix == ".xml" and not name.name.startswith("._"):  # of macOS
-            yield name.with_suffix("").as_posix()
-
-
-def _report_unlabelled(folder: _Folder, stems: set[str]) -> None:
-    images = filter(is_image, folder.images.iterdir())
-    unlabelled = sorted(path.name for path in images if path.stem not in stems)
-    if unlabelled:
-        log.info(
-            "%s: %d images have no XML file and are left out, among them %s",
-            folder.images,
-            len(unlabelled),
-            unlabelled[0],
-        )
 
 
 def _stems(path: Path, annotations: Path) -> list[str]:
@@ -154,7 +192,9 @@ def _stems(path: Path, annotations: Path) -> list[str]:
     with read_errors(path):
         lines = read_text(path, MAX_LIST_BYTES).splitlines()
     words = []
-    for line in filter(None, (line.strip() for line in lines)):
+    for line in (line.strip() for line in lines):
+        if not line or line.startswith("#"):
+            continue
         if line.startswith('"'):  # old versions of CVAT put names with spaces in quotes
             words.append(line.split('"')[1])
         elif " " in line and is_plain_name(line) and (annotations / f"{line}.xml").is_file():
@@ -166,24 +206,79 @@ def _stems(path: Path, annotations: Path) -> list[str]:
     return stems
 
 
-def _read_image(folder: _Folder, stem: str) -> LabeledImage | None:
-    """Return an image and its boxes; None if the image does not exist."""
-    path = folder.annotations / f"{stem}.xml"
+def _image_folder(files: _Files, folder: str) -> str | None:
+    """Return the folder that has most images of a folder of XML files; None if none has any.
+
+    A folder of the same split is preferred if it has half of them, because images of other splits
+    may have the same names.
+    """
+    stems = files.xml.get(folder, [])
+    if folder in files.images and all(stem in files.images[folder] for stem in stems):
+        return folder
+    counts = Counter(place for stem in stems for place in set(files.folders.get(stem, ())))
+    split, words = split_of(folder), set(folder.split("/"))
+
+    def rank(place: str) -> tuple[bool, int, bool, int]:
+        same_split = split is not None and split_of(place) == split
+        likely = same_split and 2 * counts[place] >= len(stems)
+        return likely, counts[place], same_split, len(words.intersection(place.split("/")))
+
+    return max(sorted(counts), key=rank, default=None)
+
+
+def _image_of(files: _Files, folder: str | None, xml: _Xml, named: str) -> str | None:
+    """Return the image of an XML file: the one with its stem, else the one that it names.
+
+    Of several with its stem, it is the one with the suffix of the name. Outside of `folder`, it
+    must be the only one, and not of another split.
+    """
+    named_stem, suffix = PurePosixPath(named).stem, PurePosixPath(named).suffix
+    for stem in (xml.stem, named_stem):
+        places = [folder] if folder is not None and stem in files.images[folder] else []
+        if not places:
+            places = files.folders.get(stem, [])
+            split = split_of(places[0]) if places else None
+            if len(places) != 1 or (xml.split and split not in (None, xml.split)):
+                continue
+        names = files.images[places[0]][stem]
+        return _join(places[0], next((n for n in names if suffix and n.endswith(suffix)), names[0]))
+    return None
+
+
+def _unlabeled(files: _Files, folders: set[str], used: Iterable[str]) -> list[str]:
+    """Return a note for each folder that has images without an XML file."""
+    stems = {str(PurePosixPath(image).with_suffix("")) for image in used}
+    notes = []
+    for folder in sorted(folders):
+        names = [
+            name
+            for stem, named in files.images[folder].items()
+            if _join(folder, stem) not in stems
+            for name in named
+        ]
+        if names:
+            first = f"are left out, among them {min(names)}"
+            notes.append(f"{folder or '.'}: {len(names):,} images have no XML file and {first}")
+    return notes
+
+
+def _read(path: Path) -> _Content:
     tree = read_xml(path)
-    image = folder.image_of(stem, tree.findtext("filename", "").strip())
-    if image is None:
-        return None
     width, height = (
         whole_number(tree.findtext(f"size/{side}", "").strip() or "0", f"{path}: size/{side}")
         for side in ("width", "height")
     )
-    if width <= 0 or height <= 0:  # some tools write no size
-        width, height = header_size(image)
     boxes = [_box(item, path, n) for n, item in enumerate(tree.findall("object"), 1)]
-    return LabeledImage(image.relative_to(folder.root).as_posix(), width, height, boxes)
+    named = tree.findtext("filename", "").strip().replace("\\", "/")
+    return _Content(named.rpartition("/")[2], (width, height), boxes)
 
 
 def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
+    if item.find("polygon/pt") is not None and item.find("bndbox") is None:
+        raise DataError(
+            f"{path}: in the format of LabelMe (MIT), which is not read: its objects are polygons",
+            hint="import it into CVAT (LabelMe 3.0) and export Pascal VOC or COCO",
+        )
     name = item.findtext("name", "").strip()
     if not name:
         raise DataError(f"{path}: object {number} has no name")
@@ -196,6 +291,19 @@ def _box(item: ElementTree.Element, path: Path, number: int) -> LabeledBox:
         raise DataError(
             f"{path}: object {number} ({name}) lacks a bndbox of four numbers"
         ) from None
-    # Tools that count from 0 write xmin = 0; no box may start left of its image.
-    left, top = max(left - 1, 0.0), max(top - 1, 0.0)
     return LabeledBox(name, left, top, right - left, bottom - top, is_crowd)
+
+
+def _from_zero(xmls: list[_Xml], contents: list[_Content], notes: list[str]) -> list[_Content]:
+    """Return the files with boxes that count pixels from 0."""
+    for xml, content in zip(xmls, contents, strict=True):
+        if any(min(box.left, box.top) < 1 for box in content.boxes):
+            notes.append(f"boxes count pixels from 0, not from 1 as Pascal VOC's do: {xml.path}")
+            return contents
+
+    def shifted(box: LabeledBox) -> LabeledBox:
+        return box._replace(
+            left=box.left - 1, top=box.top - 1, width=box.width + 1, height=box.height + 1
+        )
+
+    return [content._replace(boxes=[shifted(b) for b in content.boxes]) for content in contents]

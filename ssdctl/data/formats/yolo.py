@@ -1,16 +1,15 @@
-"""Read YOLO's layout: a text file per image, `class cx cy width height` in fractions of it.
+"""Read YOLO's format: a text file per image, `class cx cy width height` in fractions of it.
 
-    splits, classes = read_yolo(root)
-
-The names come from data.yaml (a list or a table), or from classes.txt or obj.names. Images are
-taken from the folders that data.yaml names, if they are below the dataset folder, or from the usual
-folders. A line may also be a polygon, or have keypoints after the box.
+The names come from data.yaml (a list or a table), from Darknet's `*.data`, from classes.txt, or
+from the only `*.names`. Images are those that data.yaml or `*.data` names, as folders, lists or
+files, if they are below the dataset folder, or those of the usual folders. A line may also be a
+polygon, or have keypoints after the box.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,16 +18,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.coco import refuse
-from ssdctl.data.formats.file_names import files_below, is_image
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
 from ssdctl.data.image_check import header_size
-from ssdctl.data.split_files import SPLIT_WORDS, usable_splits
+from ssdctl.data.image_files import dataset_folder, files_below, is_image
+from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError
 from ssdctl.files import read_errors, read_limited, read_text, unreadable
 
-log = logging.getLogger(__name__)
+LOOKED_FOR = ("data.yaml", "classes.txt", "*.names")
 NAME_FILES = ("classes.txt", "obj.names", "labels/classes.txt", "labels/train/classes.txt")
+YAML = (".yaml", ".yml")
 USUAL = {
     "train": ("images/train", "train/images", "images/train2017", "train"),
     "val": ("images/val", "val/images", "valid/images", "images/val2017", "val", "valid"),
@@ -39,6 +38,8 @@ SLACK = 0.01  # boxes overshoot their image by rounding; the check clips them
 MAX_YAML_BYTES = 1 << 20
 MAX_LABEL_BYTES = 16 << 20  # labels of an image, or class names
 MAX_LIST_BYTES = 1 << 28  # paths of images
+MAX_DEPTH = 2  # folders above a *.names
+MAX_TRIED = 200  # label files
 THREADS = 8
 
 
@@ -57,47 +58,65 @@ class _DistinctKeys(yaml.BaseLoader):
 
 
 class _Description(NamedTuple):
-    """The content of a data.yaml; every value is text, a list or a table."""
+    """The content of a data.yaml, or of Darknet's files: text, lists and tables."""
 
     path: Path
     content: dict[str, Any]
 
 
-def read_yolo(
-    root: Path, file: Path | None = None
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
-    """Return the images of each split by their names, and the classes by their numbers.
+def recognise(path: Path) -> Path | None:
+    """Return the file of class names of a folder that has labels, or data.yaml."""
+    if path.is_file():
+        return path if path.suffix.lower() in (*YAML, ".data") else None
+    if (description := _read_yaml(path)) is not None:
+        return description.path
+    description = _read_darknet(path)
+    return description.path if description is not None and has_labels(path) else None
 
-    Args:
-        root: The dataset folder.
-        file: The data.yaml; None searches for it in `root`.
+
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, or of a data.yaml; classes are in the order of their numbers.
 
     Raises:
         DataError: No class names, no images, a broken line (named with its place).
     """
-    description = read_description(root, file)
-    names = _class_names(root, description)
-    by_split = _image_files(root, description)
-    _report_unused_labels(root, [path for files in by_split.values() for path in files])
-    has_keypoints = description is not None and "kpt_shape" in description.content
+    root, file = dataset_folder(path), path if path.is_file() else None
+    description = _read_yaml(root, file) or _read_darknet(root, file)
+    if description is None:
+        raise DataError(
+            f"{root}: not YOLO's format: neither a data.yaml with names nor a classes.txt",
+            hint="write data.yaml with `names: [cat, dog]`, in the order of the class numbers",
+        )
+    notes: list[str] = []
+    names = _class_names(description)
+    by_split = _image_files(root, description, notes)
+    notes += _unused_labels(root, [path for files in by_split.values() for path in files])
+    has_keypoints = "kpt_shape" in description.content
     splits = {
-        split: _read_split(root, files, names, has_keypoints) for split, files in by_split.items()
+        split: _read_split(root, files, names, has_keypoints, notes)
+        for split, files in by_split.items()
     }
-    return usable_splits(splits), names
+    return from_images(splits, names, root, description.path, notes)
 
 
-def is_yolo(root: Path) -> bool:
-    """Return whether a folder has YOLO's class names and, if they are not in YAML, a label file."""
-    if read_description(root) is not None:
-        return True
-    if not any((root / name).is_file() for name in NAME_FILES):
-        return False
+def has_labels(root: Path) -> bool:
+    """Return whether a folder has labels in the usual places, whatever the classes are called."""
     folders = ("labels", *(f for usual in USUAL.values() for f in usual), *UNDIVIDED)
-    names = (Path(name) for folder in folders for name in files_below(root / folder))
-    return any(path.suffix == ".txt" and path.name != "classes.txt" for path in names)
+    names = (root / f / name for f in folders for name in files_below(root / f))
+    texts = (path for path in names if path.suffix == ".txt")
+    return any(has_boxes(path) for path in itertools.islice(texts, MAX_TRIED))
 
 
-def read_description(root: Path, file: Path | None = None) -> _Description | None:
+def has_boxes(path: Path) -> bool:
+    """Return whether the first line of a text file is a class number and fractions."""
+    with contextlib.suppress(OSError, ValueError, OverflowError):
+        words = read_text(path, MAX_LABEL_BYTES).lstrip().split("\n", 1)[0].split()
+        index, *numbers = (float(word) for word in words)
+        return index == int(index) >= 0 and len(numbers) >= 4 and _are_fractions(numbers[:4])
+    return False
+
+
+def _read_yaml(root: Path, file: Path | None = None) -> _Description | None:
     """Return the content of the YAML file that has `names`; None if there is none.
 
     Raises:
@@ -106,7 +125,7 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
     candidates = [file] if file else [root / "data.yaml", root / "dataset.yaml"]
     candidates += [] if file else sorted([*root.glob("*.yaml"), *root.glob("*.yml")])
     for path in candidates:
-        if not path.is_file():
+        if path.suffix.lower() not in YAML or not path.is_file():
             continue
         try:
             content = yaml.load(read_text(path, MAX_YAML_BYTES), Loader=_DistinctKeys)
@@ -119,18 +138,38 @@ def read_description(root: Path, file: Path | None = None) -> _Description | Non
     return None
 
 
-def _class_names(root: Path, description: _Description | None) -> list[str]:
-    if description is None:
-        for name in NAME_FILES:
-            if (root / name).is_file():
-                text = _read_names(root / name)
-                return _distinct(
-                    root / name, [s for line in text.splitlines() if (s := line.strip())]
-                )
-        raise DataError(
-            f"{root}: not YOLO's layout: neither a data.yaml with names nor a classes.txt",
-            hint="write data.yaml with `names: [cat, dog]`, in the order of the class numbers",
-        )
+def _read_darknet(root: Path, file: Path | None = None) -> _Description | None:
+    """Return the content of Darknet's `*.data` or of a file of class names; None if there is none.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    below = [root / name for name in files_below(root, MAX_DEPTH)]
+    found = [path for path in below if path.suffix == ".names"]
+    places = [root / name for name in NAME_FILES if (root / name).is_file()]
+    names = next(iter(places or (found if len(found) == 1 else [])), None)
+    data = [file] if file else [path for path in below if path.suffix == ".data"]
+    for path in (path for path in data if path.stat().st_size <= MAX_YAML_BYTES):
+        pairs = (line.partition("=") for line in _read_lines(path))
+        content = {key.strip(): value.strip() for key, is_set, value in pairs if is_set}
+        if "names" in content:
+            tail = _tail(content["names"])
+            same_name = (path for path in found if path.name == tail.name)
+            place = _place(root, tail) or next(same_name, names)
+            if place is None:
+                problem = f"{path}: names: {content['names']} is not below {root}"
+                raise DataError(problem, hint="copy it beside this file")
+            return _Description(path, {**content, "names": _read_lines(place)})
+    return _Description(names, {"names": _read_lines(names)}) if names else None
+
+
+def _read_lines(path: Path) -> list[str]:
+    with read_errors(path):
+        text = read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _class_names(description: _Description) -> list[str]:
     path, names = description.path, description.content["names"]
     if isinstance(names, dict):
         numbers = [str(n) for n in range(len(names))]
@@ -142,26 +181,19 @@ def _class_names(root: Path, description: _Description | None) -> list[str]:
     count = description.content.get("nc", str(len(names)))
     if count != str(len(names)):
         raise DataError(f"{path}: nc is {count}, but there are {len(names)} names")
-    return _distinct(path, names)
-
-
-def _distinct(path: Path, names: list[str]) -> list[str]:
     refuse(path, "class names occur twice", [n for n, c in Counter(names).items() if c > 1])
     return names
 
 
-def _image_files(root: Path, description: _Description | None) -> dict[str, list[Path]]:
+def _image_files(root: Path, description: _Description, notes: list[str]) -> dict[str, list[Path]]:
     """Return the image files of each split, sorted."""
     by_split: dict[str, list[Path]] = {}
-    if description is not None:
-        for key, entries in description.content.items():
-            split = SPLIT_WORDS.get(key.lower()) if isinstance(key, str) else None
-            if split is None:
-                continue
-            for entry in entries if isinstance(entries, list) else [entries]:
-                if isinstance(entry, str) and entry:
-                    by_split.setdefault(split, [])
-                    by_split[split] += _named_images(root, description, split, entry)
+    for key, entries in description.content.items():
+        split = SPLIT_WORDS.get(key.lower()) if isinstance(key, str) else None
+        for entry in entries if isinstance(entries, list) else [entries]:
+            if split is not None and isinstance(entry, str) and entry:
+                by_split.setdefault(split, [])
+                by_split[split] += _named_images(root, description, split, entry, notes)
     for split in [split for split in USUAL if split not in by_split]:
         found = (files for folder in _usual_folders(root, split) if (files := _images_in(folder)))
         by_split[split] = next(found, [])
@@ -184,28 +216,37 @@ def _usual_folders(root: Path, split: str) -> Iterator[Path]:
                 yield folder
 
 
-def _named_images(root: Path, description: _Description, split: str, entry: str) -> list[Path]:
-    """Return the images of a folder or list that data.yaml names.
+def _named_images(
+    root: Path, description: _Description, split: str, entry: str, notes: list[str]
+) -> list[Path]:
+    """Return the images of a folder or list that data.yaml names, or the image.
 
-    It is searched for below the dataset folder, which may have another path than when the file was
-    written. Only the training images are required.
+    They are searched for below the dataset folder, which may have another path than when the file
+    was written. Only the training images are required.
     """
-    tail = _tail(entry)
     base = description.content.get("path", "")
-    base = _tail(base if isinstance(base, str) else "")
-    joined = base.parts + tail.parts
-    # The path as it is, then without the leading folders of another machine.
-    for start in range(len(joined)):
-        place = root.joinpath(*joined[start:])
-        if place.is_dir() and (files := _images_in(place)):
-            return files
-        if place.is_file() and place.suffix == ".txt":
-            return _listed_images(root, place)
+    tail = _tail(base if isinstance(base, str) else "") / _tail(entry)
+    place = _place(root, tail)
+    if place is not None and place.suffix == ".txt":
+        return _listed_images(root, place)
+    if place is not None and (place.is_dir() or is_image(place)):
+        return [place] if is_image(place) else _images_in(place)
     problem = f"{description.path}: {split}: {entry} is not below {root}, or contains no images"
     if split == "train":
         raise DataError(problem, hint="give the folder that holds images and labels as --data")
-    log.info("%s: there is no split %s", problem, split)
+    notes.append(f"{problem}: there is no split {split}")
     return []
+
+
+def _place(root: Path, path: PurePosixPath) -> Path | None:
+    """Return a list, an image, or a folder with images, without leading folders that are absent."""
+    for start in range(len(path.parts)):
+        place = root.joinpath(*path.parts[start:])
+        if place.is_file() or (
+            place.is_dir() and any(is_image(Path(n)) for n in files_below(place))
+        ):
+            return place
+    return None
 
 
 def _tail(text: str) -> PurePosixPath:
@@ -213,11 +254,6 @@ def _tail(text: str) -> PurePosixPath:
     return PurePosixPath(
         *(p for p in text.replace("\\", "/").split("/") if p not in ("", ".", ".."))
     )
-
-
-def _read_names(path: Path) -> str:
-    with read_errors(path):
-        return read_limited(path, MAX_LABEL_BYTES).decode("utf-8-sig", "replace")
 
 
 def _listed_images(root: Path, path: Path) -> list[Path]:
@@ -243,63 +279,44 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _read_split(
-    root: Path,
-    files: list[Path],
-    names: list[str],
-    keypoints: bool,
+    root: Path, files: list[Path], names: list[str], keypoints: bool, notes: list[str]
 ) -> list[LabeledImage]:
-    if not files:
-        return []
-
-    def read(path: Path) -> LabeledImage:
+    def read_image(path: Path) -> LabeledImage:
+        name = path.relative_to(root).as_posix()
         try:
-            # Trainers that use this layout show images upright, so the boxes fit that view.
+            # Trainers that use this format show images upright, so the boxes fit that view.
             width, height = header_size(path, upright=True)
         except DataError:
-            # Dropped, with the reason, when the images are checked.
-            return LabeledImage(path.relative_to(root).as_posix(), 0, 0, [])
-        label = _label_file(root, path)
+            return LabeledImage(name, 0, 0, [])  # dropped when images are checked, with the reason
+        label = label_file(root, path)
         boxes = _boxes(label, names, keypoints, width, height) if label.is_file() else []
-        return LabeledImage(path.relative_to(root).as_posix(), width, height, boxes)
+        return LabeledImage(name, width, height, boxes)
 
     with ThreadPoolExecutor(THREADS) as pool:
-        images = list(pool.map(read, files))
-    if not any(image.boxes for image in images):
-        expected = _label_file(root, files[0])
-        log.info("no image of %s has a label: looked for %s", files[0].parent, expected)
+        images = list(pool.map(read_image, files))
+    if files and not any(image.boxes for image in images):
+        expected = label_file(root, files[0])
+        notes.append(f"no image of {files[0].parent} has a label: looked for {expected}")
     return images
 
 
-def _report_unused_labels(root: Path, images: list[Path]) -> None:
-    """Log how many label files have no image, for example because of the image's format."""
+def _unused_labels(root: Path, images: list[Path]) -> list[str]:
+    """Return a note on label files without an image, for example because of its format."""
     stems: dict[Path, set[str]] = {}  # of the images, by the folder of their labels
     for folder, image in {image.parent: image for image in images}.items():
-        used = stems.setdefault(_label_file(root, image).parent, set())
+        used = stems.setdefault(label_file(root, image).parent, set())
         used.update(path.stem for path in folder.iterdir() if is_image(path))
     unused = [
-        path
+        path.relative_to(root)
         for folder, used in sorted(stems.items())
         for path in sorted(folder.glob("*.txt"))
-        if path.stem not in used and not path.name.startswith("._") and _is_label_file(path)
+        if path.stem not in used and not path.name.startswith("._") and has_boxes(path)
     ]
-    if unused:
-        log.warning(
-            "%d label files have no image and are left out, among them %s",
-            len(unused),
-            unused[0].relative_to(root),
-        )
+    first = f"are left out, among them {unused[0]}" if unused else ""
+    return [f"{len(unused):,} label files have no image and {first}"] if unused else []
 
 
-def _is_label_file(path: Path) -> bool:
-    """Return whether the first line is a class number with coordinates: not classes.txt."""
-    try:
-        words = read_text(path, MAX_LABEL_BYTES).split("\n", 1)[0].split()
-        return len([float(word) for word in words]) >= 5
-    except (OSError, ValueError):
-        return False
-
-
-def _label_file(root: Path, image: Path) -> Path:
+def label_file(root: Path, image: Path) -> Path:
     """Return `labels` in place of the last `images` of the path, or in the image's folder."""
     parts = list(image.relative_to(root).parts)
     for i in reversed(range(len(parts) - 1)):
@@ -330,6 +347,10 @@ def _boxes(
     return list(dict.fromkeys(boxes))
 
 
+def _are_fractions(numbers: list[float]) -> bool:
+    return all(-SLACK <= number <= 1 + SLACK for number in numbers)
+
+
 def _box(
     index: float,
     numbers: list[float],
@@ -343,10 +364,10 @@ def _box(
         raise DataError(f"{place}: class {index:g}, but there are {len(names)} names, from 0 on")
     if keypoints and len(numbers) > 4:
         numbers = numbers[:4]
-    if not all(-SLACK <= number <= 1 + SLACK for number in numbers):
+    if not _are_fractions(numbers):
         raise DataError(
             f"{place}: the numbers are not fractions of the image's width and height",
-            hint="this layout uses fractions from 0 to 1, not pixels",
+            hint="this format uses fractions from 0 to 1, not pixels",
         )
     if len(numbers) == 4:
         cx, cy, w, h = numbers

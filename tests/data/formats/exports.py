@@ -1,4 +1,4 @@
-"""Datasets as labelling tools export them, with the peculiarities of each tool.
+"""Datasets as labeling tools export them, with the peculiarities of each tool.
 
 Each function writes six pictures with a bright block per object and returns what `--data` is given.
 """
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
+
+from ssdctl.data.annotations import Annotations
 
 SIZE = (96, 64)
 NAMES = ("bolt", "nut")
@@ -34,6 +36,29 @@ def pictures(count: int = 6, start: int = 0) -> list[Picture]:
             objects.append(((i + 1) % 2, 50, 30, 40, 30))
         result.append(Picture(i, objects if i < start + count - 1 else []))
     return result
+
+
+def picture_file(path: Path, size: tuple[int, int] = (100, 50), turn: int = 1) -> None:
+    """Write a plain picture, with an EXIF orientation other than 1."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    more: dict[str, Any] = {}
+    if turn != 1:
+        more["exif"] = Image.Exif()
+        more["exif"][ExifTags.Base.Orientation] = turn
+    Image.new("RGB", size, "teal").save(path, **more)
+
+
+Boxes = dict[str, list[tuple[str, list[float], bool]]]
+
+
+def boxes_of(splits: dict[str, Annotations], split: str = "train") -> Boxes:
+    """Image -> (class, left, top, width, height, crowd), as a format read them."""
+    part = splits[split]
+    boxes: Boxes = {name: [] for name in part.file_names}
+    columns = (part.rows, part.labels, part.boxes, part.is_crowd)
+    for row, label, box, is_crowd in zip(*(c.tolist() for c in columns), strict=True):
+        boxes[part.file_names[row]].append((part.classes[label - 1].name, box, is_crowd))
+    return boxes
 
 
 def save(path: Path, picture: Picture) -> None:
@@ -238,8 +263,90 @@ def voc_plain(root: Path) -> Path:
     return root
 
 
+def voc_other_names(root: Path) -> Path:
+    """Pascal VOC's XML under other names, as the tutorials' repositories have it."""
+    voc_plain(root)
+    (root / "Annotations").rename(root / "annots")
+    return root
+
+
+def voc_mirrored(root: Path) -> Path:
+    """A folder of XML files and one of images for each split, with the same names in both."""
+    for split in ("train", "test"):
+        for picture in pictures():
+            save(root / f"images/{split}/{picture.number}.jpg", picture)
+            path = root / f"annotations/{split}/{picture.number}.xml"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_voc_xml(f"{picture.number}.jpg", picture))
+    return root
+
+
+def darknet(root: Path) -> Path:
+    """Darknet: a `.data` that names lists and class names, with the paths of its own folder."""
+    for split, start in (("train", 0), ("test", 10)):
+        _yolo_split(root, "data/img", "data/img", start)
+        lines = [f"build/data/img/{p.number}.jpg\n" for p in pictures(start=start)]
+        (root / f"data/{split}.txt").write_text("".join(lines))
+    (root / "data/parts.names").write_text("\n".join(NAMES) + "\n")
+    (root / "data/parts.data").write_text(
+        "classes= 2\ntrain  = build/data/train.txt\nvalid = build/data/test.txt\n"
+        "names = build/data/parts.names\nbackup = backup/\n"
+    )
+    return root
+
+
+TF_HEADER = ["filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax"]
+
+
+def tf_csv(root: Path) -> Path:
+    """xml_to_csv.py of the TensorFlow tutorials: `data/SPLIT_labels.csv`, `images/SPLIT`."""
+    (root / "data").mkdir()
+    for split, start in (("train", 0), ("test", 10)):
+        with (root / f"data/{split}_labels.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(TF_HEADER)
+            for picture in pictures(start=start):
+                name = f"{picture.number}.jpg"
+                save(root / f"images/{split}" / name, picture)
+                for label, x, y, w, h in picture.objects:
+                    rows.writerow([name, *SIZE, NAMES[label], x, y, x + w, y + h])
+    return root
+
+
+def roboflow_tf_csv(root: Path) -> Path:
+    """Roboflow, "Tensorflow Object Detection CSV": a folder per split."""
+    for split, start in (("train", 0), ("valid", 10)):
+        lines = [",".join(TF_HEADER)]
+        for picture in pictures(start=start):
+            name = f"shot_{picture.number}_jpg.rf.{picture.number:032x}.jpg"
+            save(root / split / name, picture)
+            lines += [
+                f"{name},{SIZE[0]},{SIZE[1]},{NAMES[label]},{x},{y},{x + w},{y + h}"
+                for label, x, y, w, h in picture.objects
+            ]
+        (root / split / "_annotations.csv").write_text("\n".join(lines))
+    return root
+
+
+def kitti(root: Path) -> Path:
+    """KITTI's object detection benchmark: no labels for `testing`, regions that do not count."""
+    for picture in pictures():
+        save(root / f"training/image_2/{picture.number:06d}.png", picture)
+        save(root / f"testing/image_2/{picture.number:06d}.png", picture)
+        path = root / f"training/label_2/{picture.number:06d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            f"{NAMES[label]} 0.00 0 -1.58 {x}.00 {y}.00 {x + w}.00 {y + h}.00 "
+            "1.65 1.67 3.64 -0.65 1.71 46.70 -1.59\n"
+            for label, x, y, w, h in picture.objects
+        ]
+        lines += ["DontCare -1 -1 -10 3.00 3.00 9.50 9.50 -1 -1 -1 -1000 -1000 -1000 -10\n"]
+        path.write_text("".join(lines))
+    return root
+
+
 def open_images(root: Path) -> Path:
-    """Open Images: fractions, MIDs, boxes of images that were not downloaded."""
+    """Open Images: fractions, MIDs, masks, boxes of images that were not downloaded."""
     mids = ("/m/0bolt", "/m/0nut")
     header = (
         "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsTruncated,IsGroupOf,"
@@ -251,6 +358,8 @@ def open_images(root: Path) -> Path:
             rows.writerow(header.split(","))
             for picture in pictures(start=start):
                 save(root / split / f"{picture.number:016x}.jpg", picture)
+                mask = f"{picture.number:016x}_m0k5j_4fa9d4f5.png"
+                save(root / f"{split}-masks-0" / mask, picture)
                 for n, (label, x, y, w, h) in enumerate(picture.objects):
                     edges = (x / SIZE[0], (x + w) / SIZE[0], y / SIZE[1], (y + h) / SIZE[1])
                     flags = (0, 0, n, 0, -1)  # the second object of a picture is a group
@@ -294,6 +403,11 @@ EXPORTS: dict[str, tuple[Callable[[Path], Path], str, set[str]]] = {
     "ultralytics_yolo": (ultralytics_yolo, "yolo", {"train", "val"}),
     "voc_lists": (voc_lists, "voc", {"train", "val"}),
     "voc_plain": (voc_plain, "voc", {"train"}),
+    "voc_other_names": (voc_other_names, "voc", {"train"}),
+    "darknet": (darknet, "yolo", {"train", "val"}),
+    "tf_csv": (tf_csv, "tf-csv", {"train", "val"}),
+    "roboflow_tf_csv": (roboflow_tf_csv, "tf-csv", {"train", "val"}),
+    "kitti": (kitti, "kitti", {"train"}),
     "open_images": (open_images, "openimages", {"train", "val"}),
     "cvat_xml": (cvat_xml, "cvat-xml", {"train"}),
 }

@@ -7,13 +7,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from data.formats.exports import picture_file
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.data.formats import yolo
-from ssdctl.data.formats.coco import box_columns, class_names, read
-from ssdctl.data.formats.coco_check import check
+from ssdctl.data.annotations import Annotations
+from ssdctl.data.check import DROPPED_BOXES, Checked
+from ssdctl.data.check import check as check_annotations
+from ssdctl.data.formats import coco, yolo
 from ssdctl.errors import DataError
 
 
@@ -38,16 +41,37 @@ def written(folder: Path, content: Any) -> Path:
     return path
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A folder for all examples of a property, not the one around those of other tests."""
+    folder = factory.getbasetemp() / "coco"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def read(path: Path) -> Annotations:
+    return coco.read(path)["train"]
+
+
+def check(path: Path) -> Checked:
+    return check_annotations(read(path))
+
+
+def trained(checked: Checked) -> list[list[float]]:
+    """The left, top, right and bottom of the boxes that are trained on, in images of 100 x 50."""
+    fractions = checked.objects.fractions[checked.objects.is_trained]
+    boxes: list[list[float]] = np.round(fractions * [100.0, 50, 100, 50], 3).tolist()
+    return boxes
+
+
 def test_labels_are_ranks_in_the_file(tmp_path: Path) -> None:
     path = written(tmp_path, document())
-    annotations = read(path)
-    boxes, findings = check(annotations, path)
-    assert [c.name for c in class_names(annotations)] == ["brush", "sign"]
-    assert boxes.labels.tolist() == [1, 2]
-    assert boxes.starts.tolist() == [0, 0, 2]
-    assert boxes.ltrb.tolist() == [[10, 10, 30, 30], [0, 0, 5, 5]]
-    assert boxes.is_crowd.tolist() == [False, True]
-    assert findings == []
+    checked = check(path)
+    assert [c.name for c in read(path).classes] == ["brush", "sign"]
+    assert checked.objects.labels.tolist() == [1, 2]
+    assert checked.objects.starts.tolist() == [0, 0, 2]
+    assert trained(checked) == [[10, 10, 30, 30], [0, 0, 5, 5]]
+    assert checked.objects.is_crowd.tolist() == [False, True]
+    assert checked.findings == []
 
 
 @pytest.mark.parametrize("cut", [1, 20, 200, 400])
@@ -71,7 +95,9 @@ def test_the_name_of_a_table_may_occur_elsewhere(tmp_path: Path) -> None:
         "text": 'a {"images": \\" {',
         "x": "images",
     }
-    assert len(read(written(tmp_path, {"info": info, **document(), "more": [info]})).images) == 2
+    assert (
+        len(read(written(tmp_path, {"info": info, **document(), "more": [info]})).file_names) == 2
+    )
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "-1e999"])
@@ -80,16 +106,14 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> Non
         tmp_path, json.dumps(document()).replace("[10, 10, 20, 20]", f"[10, {number}, 1, 1]")
     )
     with pytest.raises(DataError):
-        check(read(path), path)
+        check(path)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"images": [{"id": 7, "file_name": "a.jpg", "width": 9, "height": 9}] * 2}, "duplicate image ids: 7"),
-        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 12, "bbox": [0, 0, 5, 5]}] * 2}, "duplicate annotation ids: 5"),
         ({"annotations": [{"id": 5, "image_id": 4, "category_id": 12, "bbox": [0, 0, 5, 5]}]}, "images that the file does not list: 5 .image 4."),
-        ({"annotations": [{"id": 5, "image_id": 3, "category_id": 1, "bbox": [0, 0, 5, 5]}]}, "categories that the file does not list: 5 .category 1."),
         ({"categories": [{"id": 12, "name": "a"}, {"id": 12, "name": "b"}]}, "duplicate category ids: 12"),
         ({"categories": [], "annotations": []}, "no categories"),
         ({"images": [{"id": 3, "file_name": "../x.jpg", "width": 9, "height": 9}]}, "not a plain path"),
@@ -101,7 +125,33 @@ def test_numbers_that_json_lacks_are_refused(tmp_path: Path, number: str) -> Non
 def test_broken_references_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     path = written(tmp_path, document(**changes))
     with pytest.raises(DataError, match=words):
-        check(read(path), path)
+        check(path)
+
+
+def test_annotation_ids_that_occur_twice_are_renumbered(tmp_path: Path) -> None:
+    """Merging tools write them; a published set of 1,500 images has two."""
+    entries = [
+        {"id": n, "image_id": image, "category_id": 12, "bbox": [0, 0, 5, 5]}
+        for n, image in ((5, 3), (5, 7), (1, 3), (5, 3))
+    ]
+    checked = check(written(tmp_path, document(annotations=entries)))
+    assert len(trained(checked)) == 4
+    found = [(f.kind, f.image_id, f.annotation_id) for f in checked.findings]
+    assert found == [(coco.RENUMBERED, 7, 5), (coco.RENUMBERED, 3, 5)]
+    assert len(set(read(tmp_path / "annotations.json").ids.tolist())) == 4
+
+
+def test_annotations_of_unlisted_categories_are_dropped_and_counted(tmp_path: Path) -> None:
+    entries = [
+        {"id": n, "image_id": 3, "category_id": c, "bbox": [0, 0, 5, 5]}
+        for n, c in ((1, 12), (2, 999), (3, 90))
+    ]
+    checked = check(written(tmp_path, document(annotations=entries)))
+    assert checked.objects.labels.tolist() == [2, 1]
+    (finding,) = checked.findings
+    assert finding.kind in DROPPED_BOXES
+    assert (finding.image_id, finding.annotation_id) == (3, 2)
+    assert "999" in finding.detail
 
 
 @pytest.mark.parametrize("number", [10**30, 2**63, -(2**63) - 1])
@@ -140,10 +190,10 @@ def test_boxes_are_dropped_or_clipped_and_listed(
 ) -> None:
     entry = {"id": 918, "image_id": 7, "category_id": 12, "bbox": bbox}
     path = written(tmp_path, document(annotations=[entry]))
-    boxes, findings = check(read(path), path)
-    assert boxes.ltrb.tolist() == ([] if kept is None else [kept])
-    assert [f.kind for f in findings] == ([] if kind is None else [kind])
-    assert all(f.annotation_id == 918 and f.image_id == 7 for f in findings)
+    checked = check(path)
+    assert trained(checked) == ([] if kept is None else [kept])
+    assert [f.kind for f in checked.findings] == ([] if kind is None else [kind])
+    assert all(f.annotation_id == 918 and f.image_id == 7 for f in checked.findings)
 
 
 NUMBERS = st.one_of(
@@ -164,14 +214,15 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
         {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
         for i, bbox in enumerate(bboxes)
     ]
-    path = written(tmp_path_factory.getbasetemp(), document(annotations=entries))
-    boxes, findings = check(read(path), path)
-    assert (boxes.ltrb[:, 2:] > boxes.ltrb[:, :2]).all()
-    assert (boxes.ltrb >= 0).all()
-    assert (boxes.ltrb <= [100, 50, 100, 50]).all()
-    assert boxes.starts[-1] == len(boxes.ltrb)
+    path = written(shared_folder(tmp_path_factory), document(annotations=entries))
+    objects, findings, _ = check(path)
+    fractions = objects.fractions[objects.is_trained]
+    assert (fractions[:, 2:] > fractions[:, :2]).all()
+    assert (fractions >= 0).all()
+    assert (fractions <= 1).all()
+    assert objects.starts[-1] == len(objects.boxes)
     dropped = {f.annotation_id for f in findings if "dropped" in f.kind}
-    assert len(boxes.ltrb) + len(dropped) == len(bboxes)
+    assert len(fractions) + len(dropped) == len(bboxes)
     for i, (x, y, w, h) in enumerate(bboxes):
         inside = max(x, 0) < min(x + w, 100) and max(y, 0) < min(y + h, 50)
         if not (inside and w > 0 and h > 0):
@@ -188,18 +239,18 @@ def test_any_damage_is_a_data_error(
     places = st.integers(0, len(content) - 1)
     for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
         content[place] = value
-    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path = shared_folder(tmp_path_factory) / "damaged.json"
     path.write_bytes(content[: data.draw(places) + 1] if data.draw(st.booleans()) else content)
     try:
-        check(read(path), path)
+        check(path)
     except DataError as error:
         assert str(path) in str(error)  # noqa: PT017
 
 
 def test_an_area_that_no_float_holds_is_ignored(tmp_path: Path) -> None:
     box = {"id": 1, "image_id": 3, "category_id": 90, "bbox": [10, 10, 20, 20], "area": 10**400}
-    columns = box_columns(read(written(tmp_path, document(annotations=[{**box, "iscrowd": 0.0}]))))
-    assert columns.area.tolist() == [400]
+    path = written(tmp_path, document(annotations=[{**box, "iscrowd": 0.0}]))
+    assert check(path).objects.areas.tolist() == [400]
 
 
 def test_json_that_breaks_after_a_number_of_another_type(tmp_path: Path) -> None:
@@ -223,8 +274,8 @@ def test_the_two_boxes_of_coco_without_height_are_dropped(tmp_path: Path) -> Non
         {"id": 2206849, "image_id": 550395, "category_id": 12, "bbox": [9.98, 188.56, 5.54, 0]},
     ]
     path = written(tmp_path, document(images=images, annotations=entries))
-    boxes, findings = check(read(path), path)
-    assert len(boxes.labels) == 0
+    objects, findings, _ = check(path)
+    assert not objects.is_trained.any()
     assert [(f.image_id, f.annotation_id) for f in findings] == [(200365, 918), (550395, 2206849)]
     assert findings[0].detail == "bbox [296.65, 388.33, 1.03, 0.0] in 640 x 480"
 
@@ -235,9 +286,9 @@ def test_boxes_come_image_by_image_in_the_files_order(tmp_path: Path) -> None:
         for i, image in enumerate([3, 7, 3, 7] * 10)
     ]
     path = written(tmp_path, document(annotations=entries))
-    boxes, _ = check(read(path), path)
-    assert boxes.starts.tolist() == [0, 20, 40]
-    assert boxes.ltrb[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
+    objects = check(path).objects
+    assert objects.starts.tolist() == [0, 20, 40]
+    assert objects.boxes[:, 0].tolist() == [*range(1, 40, 2), *range(0, 40, 2)]
 
 
 def with_field(table: str, key: str, value: Any) -> dict[str, Any]:
@@ -298,14 +349,12 @@ VARIANTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_labelling_tools_write_is_read(tmp_path: Path, name: str) -> None:
     path = written(tmp_path, VARIANTS[name])
-    annotations = read(path)
-    boxes, findings = check(annotations, path)
-    assert boxes.ltrb.tolist() == [[10, 10, 30, 30], [0, 0, 5, 5]]
-    assert findings == []
-    columns = box_columns(annotations)
-    assert columns.image_ids.tolist() == [3, 3]
-    assert columns.bbox.tolist() == [[10, 10, 20, 20], [0, 0, 5, 5]]
-    assert columns.area.tolist() == ([0, 0] if name == "area 0" else [400, 25])
+    checked = check(path)
+    assert trained(checked) == [[10, 10, 30, 30], [0, 0, 5, 5]]
+    assert checked.findings == []
+    assert checked.objects.starts.tolist() == [0, 0, 2]
+    assert checked.objects.boxes.tolist() == [[10, 10, 20, 20], [0, 0, 5, 5]]
+    assert checked.objects.areas.tolist() == ([0, 0] if name == "area 0" else [400, 25])
 
 
 @pytest.mark.parametrize(
@@ -324,7 +373,7 @@ def test_crowd_flags_of_any_type(tmp_path: Path, values: list[Any], crowds: list
         if value is ...:
             del entry["iscrowd"]
     path = written(tmp_path, content)
-    assert check(read(path), path)[0].is_crowd.tolist() == crowds
+    assert check(path).objects.is_crowd.tolist() == crowds
 
 
 def test_ids_count_from_0(tmp_path: Path) -> None:
@@ -334,13 +383,13 @@ def test_ids_count_from_0(tmp_path: Path) -> None:
         entry |= {"id": number, "category_id": number, "image_id": 0}
     content["images"] = [{"id": 0, "file_name": "a.jpg", "width": 100, "height": 50}]
     path = written(tmp_path, content)
-    assert check(read(path), path)[0].labels.tolist() == [1, 2]
+    assert check(path).objects.labels.tolist() == [1, 2]
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "annotations.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(document()).encode())
-    assert len(read(path).images) == 2
+    assert len(read(path).file_names) == 2
 
 
 @pytest.mark.parametrize("bbox", [None, [], ...])
@@ -350,11 +399,10 @@ def test_annotations_without_bbox_are_dropped(tmp_path: Path, bbox: Any) -> None
     if bbox is ...:
         del content["annotations"][0]["bbox"]
     path = written(tmp_path, content)
-    annotations = read(path)
-    boxes, findings = check(annotations, path)
-    assert boxes.ltrb.tolist() == [[0, 0, 5, 5]]
-    assert [(f.annotation_id, "dropped" in f.kind) for f in findings] == [(1, True)]
-    assert len(box_columns(annotations).bbox) == 1
+    checked = check(path)
+    assert trained(checked) == [[0, 0, 5, 5]]
+    assert [(f.annotation_id, "dropped" in f.kind) for f in checked.findings] == [(1, True)]
+    assert len(checked.objects.boxes) == 1
 
 
 @pytest.mark.parametrize(("key", "value"), [("id", 1.5), ("category_id", 1e300)])
@@ -373,12 +421,12 @@ def test_a_supercategory_without_boxes_is_not_a_class(tmp_path: Path) -> None:
         {"id": 12, "name": "sign", "supercategory": "parts"},
     ]
     annotations = read(written(tmp_path, document(categories=categories)))
-    assert [c.name for c in class_names(annotations)] == ["brush", "sign"]
-    assert [c.name for c in annotations.supercategories] == ["parts"]
+    assert [c.name for c in annotations.classes] == ["brush", "sign"]
+    assert "parts" in annotations.notes[0]
     used = document(categories=categories)
     used["annotations"][0]["category_id"] = 0
     annotations = read(written(tmp_path, used))
-    assert [c.name for c in class_names(annotations)] == ["parts", "brush", "sign"]
+    assert [c.name for c in annotations.classes] == ["parts", "brush", "sign"]
 
 
 def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
@@ -389,11 +437,9 @@ def test_entries_of_one_file_are_merged(tmp_path: Path) -> None:
         {"id": 3, "file_name": "a.jpg", "width": 100, "height": 50},
     ]
     annotations = read(written(tmp_path, document(images=images)))
-    assert [image.id for image in annotations.images] == [7, 9]
-    assert [image.id for image in annotations.merged] == [3]
-    assert annotations.annotations.image_id.tolist() == [7, 7]
-    boxes, _ = check(annotations, tmp_path)
-    assert boxes.starts.tolist() == [0, 2, 2]
+    assert annotations.image_ids.tolist() == [7, 9]
+    assert [f.image_id for f in annotations.findings] == [3]
+    assert annotations.rows.tolist() == [0, 0]
     images[2]["width"] = 101
     with pytest.raises(DataError, match=r"a\.jpg"):
         read(written(tmp_path, document(images=images)))
@@ -406,8 +452,8 @@ def test_many_classes_take_linear_time(tmp_path: Path) -> None:
     ]
     path = written(tmp_path, document(categories=names, annotations=[]))
     start = time.process_time()
-    assert len(read(path).categories) == 30_000
+    assert len(read(path).classes) == 30_000
     (tmp_path / "data.yaml").write_text(f"names: {json.dumps([c['name'] for c in names])}\n")
-    description = yolo.read_description(tmp_path)
-    assert len(yolo._class_names(tmp_path, description)) == 30_000
+    picture_file(tmp_path / "images/a.jpg")
+    assert len(yolo.read(tmp_path)["train"].classes) == 30_000
     assert time.process_time() - start < 5

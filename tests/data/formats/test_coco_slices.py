@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ssdctl.data.formats import coco_slices
-from ssdctl.data.formats.coco import Annotations, parse, read
-from ssdctl.data.formats.coco_json import decode_whole
-from ssdctl.data.formats.coco_slices import decode_tables, sha256
+from ssdctl.data.formats import _coco_slices as coco_slices
+from ssdctl.data.formats import coco
+from ssdctl.data.formats._coco_json import decode_whole
+from ssdctl.data.formats._coco_slices import decode_tables
+from ssdctl.data.split_files import SplitFiles
 from ssdctl.errors import DataError
 
 SLICE_BYTES = 300
@@ -132,8 +133,9 @@ def test_the_last_of_equal_keys_counts() -> None:
 
 def error_of(content: bytes, monkeypatch: pytest.MonkeyPatch, slice_bytes: int) -> str | None:
     monkeypatch.setattr(coco_slices, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(coco, "open_content", lambda path: content)
     try:
-        parse(content, Path("x.json"))
+        coco.read_files({"train": SplitFiles(Path(), Path("x.json"))})
     except DataError as error:
         return str(error)
     return None
@@ -179,12 +181,10 @@ def test_any_damage_has_the_same_result(place: int, inserted: bytes, removed: in
 def test_a_large_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(encode(document()))
-    in_memory: Annotations = read(path)
+    in_memory = coco.read(path)["train"]
     monkeypatch.setattr(coco_slices, "MAPPED_BYTES", 1)
-    monkeypatch.setattr(coco_slices, "HASHED_BYTES", 1000)
     content = coco_slices.open_content(path)
     assert isinstance(content, mmap.mmap)
-    assert sha256(content) == sha256(path.read_bytes())
-    mapped = read(path)
-    assert mapped.images == in_memory.images
-    assert mapped.annotations.bbox.tolist() == in_memory.annotations.bbox.tolist()
+    mapped = coco.read(path)["train"]
+    assert mapped.file_names == in_memory.file_names
+    assert mapped.boxes.tolist() == in_memory.boxes.tolist()

@@ -14,18 +14,17 @@ from conftest import Result
 from data.formats import exports
 
 from ssdctl.config import DataConfig
-from ssdctl.data.dataset import find_splits
+from ssdctl.data.annotations import Annotations, LabeledImage, from_images
 from ssdctl.data.export_dataset import export_dataset
-from ssdctl.data.formats.coco_json import ImageEntry
-from ssdctl.data.formats.file_names import resolve_images
-from ssdctl.data.formats.find_layout import find_layout
+from ssdctl.data.formats import find
+from ssdctl.data.image_names import resolve_images
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
-from ssdctl.data.store import Split, open_split
+from ssdctl.data.store import Split
 from ssdctl.data.store_folder import dataset_folders
 from ssdctl.errors import DataError
 
-TRAIN = "--backbone resnet18 --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
+TRAIN = "--backbone tiny --backbone-weights none --steps 1 --warmup 1st --bs 2 --device cpu"
 
 
 @pytest.fixture(params=exports.EXPORTS)
@@ -38,8 +37,7 @@ def export(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 def opened(data: Path, split: str = "train") -> Split:
     """A split of a prepared dataset."""
-    root, store = dataset_folders(DataConfig(root=str(data)))
-    return open_split(store, split, find_splits(root, store)[split])
+    return open_dataset(*dataset_folders(DataConfig(root=str(data))))[split]
 
 
 def counts(root: Path, store: Path) -> tuple[int, int]:
@@ -53,7 +51,7 @@ def test_every_export_is_recognised_and_prepared(
 ) -> None:
     name, data = export
     _, source, expected_splits = exports.EXPORTS[name]
-    assert find_layout(data).source == source
+    assert find(data)[0] == source
     before = {p for p in data.parent.rglob("*") if p.is_file()}
     assert counts(*dataset_folders(DataConfig(root=str(data)))) == (5, 2)
     assert {p for p in data.parent.rglob("*") if p.is_file()} == before  # a dry run writes nothing
@@ -64,7 +62,9 @@ def test_every_export_is_recognised_and_prepared(
     for split, report in reports.items():
         pictures = exports.pictures(start={"train": 0, "val": 10, "test": 20}[split])
         num_boxes = sum(len(picture.objects) for picture in pictures)
-        assert (report["images"], report["boxes"], report["classes"]) == (6, num_boxes, 2)
+        num_images = 5 if source == "tf-csv" else 6  # which does not list an image without boxes
+        found = report["images"], report["boxes"], report["classes"]
+        assert found == (num_images, num_boxes, 2)
     train = opened(data)
     assert [c.name for c in train.classes] == list(exports.NAMES)
     truth = sorted(
@@ -161,9 +161,7 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
     assert "have the same name" in train.warnings[0]
     assert "bolt (id 1), bolt (id 2)" in train.warnings[0]
     assert not val.warnings
-    export_dataset(
-        open_dataset(root, tmp_path / "store"), tmp_path / "store", tmp_path / "o", "yolo"
-    )
+    export_dataset(open_dataset(root, tmp_path / "store"), tmp_path / "o", "yolo")
     open_dataset(tmp_path / "o", tmp_path / "store2")
 
 
@@ -174,6 +172,17 @@ def test_categories_of_the_same_name_are_reported(tmp_path: Path) -> None:
         ({"a.json": '{"version": "5", "shapes": []}', "a.jpg": ""}, "labelme's", "labelme2voc.py"),
         ({"a.jpg": "", "labels/a.txt": "0 .5 .5 .1 .1"}, "YOLO's labels", "classes.txt"),
         ({"photos/a.jpg": ""}, "images without labels", "export the labels"),
+        ({"photos/a.jpg": "", "LICENSE.txt": "MIT 1 2"}, "images without labels", "export the"),
+        ({"a.jpg": "", "a.txt": "cat 1 2 3 4"}, "text labels of another format", "yolo"),
+        (
+            {"a.jpg": "", "via.json": '{"a.jpg1": {"filename": "a.jpg"}}'},
+            r"not read.*via\.json",
+            "voc",
+        ),
+        ({"a.jpg": "", "x.json": '{"asset": {"name": "a.jpg"}}'}, r"not read.*x\.json", "coco"),
+        ({"b/a.jpg": "", "gt.txt": "b/a.jpg\n1\n4 5 6 7 0\n"}, r"not read.*gt\.txt", "coco"),
+        ({"a.jpg": "", "d.csv": "image,x,y\na.jpg,1,2\n"}, r"not read.*d\.csv", "coco"),
+        ({"a.jpg": "", "annos.mat": "?"}, r"not read.*annos\.mat", "coco"),
         ({}, r"no dataset found \(looked", "give the folder"),
     ],
 )
@@ -185,11 +194,11 @@ def test_what_a_folder_has_instead_of_a_dataset_is_named(
         (tmp_path / "data" / name).write_text(text)
     (tmp_path / "data").mkdir(exist_ok=True)
     with pytest.raises(DataError, match=found) as error:
-        find_layout(tmp_path / "data")
+        find(tmp_path / "data")
     assert hint in (error.value.hint or "")
     for name in {"a.zip", "a.json"} & set(files):
         with pytest.raises(DataError) as error:
-            find_layout(tmp_path / "data" / name)
+            find(tmp_path / "data" / name)
         assert hint in (error.value.hint or "")
 
 
@@ -210,14 +219,15 @@ def test_a_file_is_a_dataset(tmp_path: Path, cli: Callable[..., Result]) -> None
 def test_the_name_of_the_dataset_folder_is_not_a_split(tmp_path: Path) -> None:
     for name in ("test", "val"):
         (tmp_path / name).mkdir()
-        assert set(find_layout(exports.label_studio_coco(tmp_path / name)).splits) == {"train"}
+        root = exports.label_studio_coco(tmp_path / name)
+        assert set(find(root)[1].read(root)) == {"train"}
 
 
 def test_a_dataset_in_a_folder_below_is_named(tmp_path: Path) -> None:
     (tmp_path / "my export").mkdir()
     exports.label_studio_coco(tmp_path / "my export")
     with pytest.raises(DataError, match="no dataset found") as error:
-        find_layout(tmp_path)
+        find(tmp_path)
     assert f"--data {tmp_path}/my export" in str(error.value.hint)
 
 
@@ -239,7 +249,7 @@ def test_every_layout_can_be_forced(name: str, tmp_path: Path, cli: Callable[...
     make(tmp_path / "export")
     result = cli("prepare", "--data", "export", "--from", source, "--no-pack")
     assert result.code == 0, result.err
-    assert (tmp_path / "export/dataset.toml").is_file()
+    assert not (tmp_path / "export/dataset.toml").exists()
 
 
 class TestRefused:
@@ -296,6 +306,11 @@ class TestRefused:
         assert list(tmp_path.iterdir()) == []
 
 
+def annotations(folder: Path, *names: str, size: tuple[int, int] = exports.SIZE) -> Annotations:
+    images = [LabeledImage(name, *size, []) for name in names]
+    return from_images({"train": images}, ["x"], folder, folder)["train"]
+
+
 class TestFileNames:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
@@ -316,29 +331,26 @@ class TestFileNames:
         ],
     )
     def test_resolved(self, folder: Path, name: str, file: str) -> None:
-        images = [ImageEntry(1, name, 96, 64)]
-        sizes, notes = resolve_images(images, folder)
-        assert images[0].file_name == file
+        resolved, sizes = resolve_images(annotations(folder, name))
+        assert resolved.file_names == [file]
         assert sizes == [(folder / file).stat().st_size]
-        assert bool(notes) == (name != file)
+        assert bool(resolved.notes) == (name != file)
 
     @pytest.mark.parametrize(
         "name", ["../a.jpg", "/etc/a.jpg", "..\\a.jpg", "/home/me/a.jpg", "C:\\..\\..\\a.jpg"]
     )
     def test_hostile_names_stay_refused(self, folder: Path, name: str) -> None:
-        images = [ImageEntry(1, name, 96, 64)]
-        sizes, _ = resolve_images(images, folder)
+        resolved, sizes = resolve_images(annotations(folder, name))
         assert sizes == [None]
-        assert images[0].file_name == name
+        assert resolved.file_names == [name]
 
     def test_ambiguous_names(self, folder: Path) -> None:
         with pytest.raises(DataError, match=r"one/c\.jpg, two/c\.jpg"):
-            resolve_images([ImageEntry(1, "/data/upload/1/c.jpg", 96, 64)], folder)
+            resolve_images(annotations(folder, "/data/upload/1/c.jpg"))
 
     def test_sizes_that_are_missing(self, folder: Path) -> None:
-        images = [ImageEntry(1, "a.jpg", 0, None)]
-        resolve_images(images, folder)
-        assert (images[0].width, images[0].height) == exports.SIZE
+        resolved, _ = resolve_images(annotations(folder, "a.jpg", size=(0, 0)))
+        assert resolved.sizes.tolist() == [list(exports.SIZE)]
 
 
 def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -> None:
@@ -362,6 +374,53 @@ def test_cvat_shapes_of_every_kind(tmp_path: Path, cli: Callable[..., Result]) -
     boxes = np.asarray(split.boxes) * [96, 64, 96, 64]
     expected = [[15, 5, 25, 25], [5.5, 6, 20, 30], [4, 5, 10, 12], [32, 26, 48, 34]]
     np.testing.assert_allclose(boxes, expected, atol=1e-4)
+
+
+def test_cvat_shapes_without_a_label_are_counted(tmp_path: Path) -> None:
+    exports.save(tmp_path / "images/a.png", exports.pictures()[0])
+    box = '<box label="{}" xtl="10" ytl="10" xbr="30" ybr="20"/>'
+    (tmp_path / "annotations.xml").write_text(
+        f'<annotations><image id="0" name="a.png" width="96" height="64">{box.format("x")}'
+        f"{box.format('')}{box.format(' ')}</image></annotations>"
+    )
+    splits = find(tmp_path)[1].read(tmp_path)
+    assert exports.boxes_of(splits) == {"images/a.png": [("x", [10, 10, 20, 10], False)]}
+    assert "2 shapes without a label" in splits["train"].notes[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "file", "old", "new", "words"),
+    [
+        (exports.tf_csv, "data/train_labels.csv", "bolt,8", "bolt,x", r"train_labels\.csv:2"),
+        (exports.tf_csv, "data/train_labels.csv", "bolt,8", "bolt,nan", r"train_labels\.csv:2"),
+        (exports.tf_csv, "data/train_labels.csv", "0.jpg,96", "0.jpg,95", r"\.csv:3: 0\.jpg"),
+        (exports.tf_csv, "data/train_labels.csv", "1.jpg", "9.jpg", r"not below.*9\.jpg"),
+        (exports.kitti, "training/label_2/000001.txt", "30.00", "nan", r"000001\.txt:1"),
+        (exports.kitti, "training/label_2/000001.txt", " -1.59", "", r"000001\.txt:1"),
+    ],
+)
+def test_broken_lines_of_tables(
+    tmp_path: Path, make: Callable[[Path], Path], file: str, old: str, new: str, words: str
+) -> None:
+    path = make(tmp_path) / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    with pytest.raises(DataError, match=words):
+        find(tmp_path)[1].read(tmp_path)
+
+
+def test_tables_leave_out_what_is_not_labeled(tmp_path: Path) -> None:
+    path = exports.tf_csv(tmp_path) / "data/train_labels.csv"
+    path.write_text(path.read_text().replace("bolt", "", 1))
+    splits = find(tmp_path)[1].read(tmp_path)
+    assert "1 boxes without a class" in splits["train"].notes[0]
+    assert len(splits["train"].boxes) == 6
+    exports.kitti(tmp_path / "kitti")
+    splits = find(tmp_path / "kitti")[1].read(tmp_path / "kitti")
+    assert "6 regions DontCare" in splits["train"].notes[0]
+    (tmp_path / "kitti/training/image_2/000003.png").unlink()
+    with pytest.raises(DataError, match=r"missing: 000003\.txt"):
+        find(tmp_path / "kitti")[1].read(tmp_path / "kitti")
 
 
 def test_cvat_tracks(tmp_path: Path, cli: Callable[..., Result]) -> None:
@@ -440,9 +499,8 @@ def test_open_images_groups_are_crowds(tmp_path: Path, cli: Callable[..., Result
     result = cli("prepare", "--data", tmp_path)
     assert result.code == 0, result.err
     assert "1 boxes of 1 images" in result.err
-    root, store = dataset_folders(DataConfig(root=str(tmp_path)))
-    content = json.loads(find_splits(root, store)["train"].annotations.read_text())
-    assert [a["iscrowd"] for a in content["annotations"]] == [0, 1, 0, 0, 0, 1, 0]
+    crowds = find(tmp_path)[1].read(tmp_path)["train"].is_crowd
+    assert crowds.tolist() == [0, 1, 0, 0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("flag", ["1", "true", "TRUE", "True", "1.0"])
@@ -460,9 +518,8 @@ def test_open_images_flags_and_absent_labels(
     result = cli("prepare", "--data", tmp_path)
     assert result.code == 0, result.err
     assert "1 boxes without LabelName" in result.err
-    root, store = dataset_folders(DataConfig(root=str(tmp_path)))
-    content = json.loads(find_splits(root, store)["train"].annotations.read_text())
-    assert [a["iscrowd"] for a in content["annotations"]] == [1, 1, 0, 0, 0, 1, 0]
+    crowds = find(tmp_path)[1].read(tmp_path)["train"].is_crowd
+    assert crowds.tolist() == [1, 1, 0, 0, 0, 1, 0]
 
 
 def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[..., Result]) -> None:
@@ -480,14 +537,13 @@ def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[...
 def test_file_names_that_are_urls_of_label_studio(tmp_path: Path) -> None:
     names = "/data/local-files/?d=photos/a%20b.jpg", "/data/local-files/?d=c.jpg"
     names += "/data/upload/3/x%20y.jpg", "/data/upload/3/p%20q.jpg"
-    images = [ImageEntry(n, name, *exports.SIZE) for n, name in enumerate(names)]
     files = ["a b.jpg", "c.jpg", "x y.jpg", "p%20q.jpg"]
     for name in files:
         exports.save(tmp_path / name, exports.pictures()[0])
-    sizes, notes = resolve_images(images, tmp_path)
-    assert [image.file_name for image in images] == files
+    resolved, sizes = resolve_images(annotations(tmp_path, *names))
+    assert resolved.file_names == files
     assert all(sizes)
-    assert f"{len(names)} file names" in notes[0]
+    assert f"{len(names)} file names" in resolved.notes[0]
 
 
 def test_images_elsewhere_by_an_absolute_path(tmp_path: Path, cli: Callable[..., Result]) -> None:
@@ -507,7 +563,7 @@ def test_a_copied_export_keeps_its_own_images(tmp_path: Path, cli: Callable[...,
     assert cli("prepare", "--data", "first", "--no-pack").code == 0
     shutil.move(tmp_path / "first", tmp_path / "second")
     root, store = dataset_folders(DataConfig(root="second"))
-    assert find_splits(root, store)["train"].images == root
+    assert open_dataset(root, store)["train"].images.folder == root
     assert json.loads(cli("prepare", "--data", "second", "--no-pack", "--json").out)["unchanged"]
 
 

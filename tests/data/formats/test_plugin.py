@@ -12,11 +12,15 @@ from conftest import Result
 from PIL import Image
 from plugins import install_package
 
+from ssdctl.config import DataConfig
+from ssdctl.data.open_dataset import open_dataset
+from ssdctl.data.store_folder import dataset_folders
+
 Cli = Callable[..., Result]
 PLUGIN = '''
 """Read boxes.txt: lines of `file class left top width height`."""
 from PIL import Image
-from ssdctl.data.annotations import LabeledBox, LabeledImage
+from ssdctl.data.annotations import LabeledBox, LabeledImage, from_images
 
 def read(root):
     images = {}
@@ -28,8 +32,26 @@ def read(root):
     return {"train": list(images.values())}, ["bolt", "nut"]
 
 broken = 7
+
+class module:
+    @staticmethod
+    def recognise(path):
+        file = path / "boxes2.txt"
+        return file if file.is_file() else None
+
+    @staticmethod
+    def read(path):
+        (path / "boxes2.txt").rename(path / "boxes.txt")
+        try:
+            return from_images(*read(path), folder=path, origin=path)
+        finally:
+            (path / "boxes.txt").rename(path / "boxes2.txt")
+
+class failing:
+    recognise = staticmethod(lambda path: 1 / 0)
 '''
 ENTRIES = "[ssdctl.datasets]\nboxes-txt = boxes_txt:read\nbroken = boxes_txt:broken\n"
+ENTRIES += "boxes-module = boxes_txt:module\nfailing = boxes_txt:failing\n"
 
 
 @pytest.fixture
@@ -55,13 +77,22 @@ def test_a_format_of_another_package_is_prepared(data: Path, cli: Cli) -> None:
     assert result.code == 0, result.err
     (split,) = json.loads(result.out)["splits"]
     assert (split["images"], split["boxes"]) == (2, 3)
-    (file,) = (data / "annotations").glob("ssdctl_train-*.json")
-    content = json.loads(file.read_text())
-    assert [c["name"] for c in content["categories"]] == ["bolt", "nut"]
-    assert content["annotations"][0]["bbox"] == [1, 2, 30, 40]
-    # The result is in COCO's format: it is read without the package, which a conversion needs.
-    assert cli("prepare", "--data", data, "--no-pack").code == 0
+    # The index is read without the package, which reading the labels again needs.
+    train = open_dataset(*dataset_folders(DataConfig(root=str(data))))["train"]
+    assert [c.name for c in train.classes] == ["bolt", "nut"]
     assert cli("prepare", "--data", data, "--split", 0.5, "--from", "boxes-txt").code == 0
+
+
+@pytest.mark.process
+def test_a_module_is_recognised_without_its_name(data: Path, cli: Cli) -> None:
+    """It has the functions of a built-in format; one that fails does not stop the others."""
+    (data / "boxes.txt").rename(data / "boxes2.txt")
+    result = cli("prepare", "--data", data, "--no-pack", "--json")
+    assert result.code == 0, result.err
+    assert "failing" in result.err
+    assert "boxes-module (boxes2.txt)" in result.err
+    (split,) = json.loads(result.out)["splits"]
+    assert (split["images"], split["boxes"]) == (2, 3)
 
 
 @pytest.mark.parametrize(

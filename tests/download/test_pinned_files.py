@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.download.sources import COCO2017, WEIGHTS, PinnedFile, read_manifest, weights_named
+from ssdctl.download.pinned_files import COCO2017, PinnedFile, read_manifest
 from ssdctl.errors import IntegrityError, UsageError
+from ssdctl.model.pretrained import all_weights, weights_named
 
 HASH = "ab" * 32
 ENTRY = f'[[file]]\nname = "a.zip"\nurl = "https://x.org/a.zip"\nbytes = 7\nsha256 = "{HASH}"\n'
@@ -31,10 +32,10 @@ def test_coco_is_pinned_completely() -> None:
 
 
 def test_weights_pin_the_hash_in_their_names() -> None:
-    for weights in WEIGHTS:
+    for weights in all_weights():
         assert re.fullmatch("[0-9a-f]{8}|[0-9a-f]{64}", weights.file.sha256)
         assert weights.file.sha256.startswith(weights.name.rpartition("-")[2])
-    names = [name for w in WEIGHTS for name in (w.name, w.alias) if name]
+    names = [name for w in all_weights() for name in {w.name, w.alias}]
     assert len(names) == len(set(names))
 
 

@@ -1,15 +1,13 @@
 """Read Open Images' CSV files: boxes in fractions of the image, classes by their MID.
 
-    splits, classes = read_open_images(root)
-
 The boxes are in files with the columns ImageID, LabelName, XMin, XMax, YMin, YMax and perhaps
 IsGroupOf (becomes a crowd); names are in class-descriptions*.csv. Images are ID.jpg anywhere below
-the folder; boxes of images that were not downloaded are left out and counted.
+the folder, masks are not images; boxes of images that were not downloaded are left out and counted.
 """
 
 from __future__ import annotations
 
-import logging
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,61 +16,43 @@ from typing import Any
 
 import numpy as np
 
-from ssdctl.data.annotations import LabeledBox, LabeledImage
-from ssdctl.data.formats.file_names import files_below, is_image
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.formats._parse import csv_files, csv_header
 from ssdctl.data.image_check import header_size
+from ssdctl.data.image_files import dataset_folder, files_below, is_image
 from ssdctl.data.split_files import split_of
 from ssdctl.errors import DataError
-from ssdctl.files import open_regular, read_errors, read_limited, unreadable
+from ssdctl.files import read_errors, read_limited, unreadable
 
-log = logging.getLogger(__name__)
+LOOKED_FOR = ("*-annotations-bbox.csv",)
+# ImageID_LabelName_BoxID.png of the segmentations
+MASK = re.compile(r"(^|/)masks?/|(^|/)[0-9a-f]{16}_m[^/]*_[0-9a-f]{8}\.png$")
 COLUMNS = ("ImageID", "LabelName", "XMin", "XMax", "YMin", "YMax")
 CROWD = "IsGroupOf"
-HEADER_BYTES = 4096
 MAX_NAMES_BYTES = 16 << 20
 THREADS = 8
 
 
-def box_files(root: Path) -> list[Path]:
-    """Return the CSV files of boxes below a folder, by their header."""
-    return [path for path in _csv_files(root) if set(COLUMNS) <= set(_header(path))]
+def recognise(path: Path) -> Path | None:
+    """Return the first CSV file of boxes, by its header."""
+    return next(iter(csv_files(path, COLUMNS)), None)
 
 
-def _csv_files(root: Path) -> list[Path]:
-    places = [root, *(p for p in root.glob("*") if p.is_dir() and p.name != "prepared")]
-    places += [p for place in places[1:] for p in place.glob("*") if p.is_dir()]
-    return sorted(path for place in places for path in place.glob("*.csv") if path.is_file())
-
-
-def _header(path: Path) -> list[str]:
-    try:
-        with open_regular(path) as file:
-            line = file.readline(HEADER_BYTES)
-    except OSError:
-        return []
-    return [word.strip() for word in line.decode("utf-8-sig", "replace").split(",")]
-
-
-def read_open_images(
-    root: Path, files: list[Path] | None = None
-) -> tuple[dict[str, list[LabeledImage]], list[str]]:
-    """Return the images of each split, and the classes sorted by name.
-
-    Args:
-        root: The dataset folder.
-        files: The CSV files of boxes; None searches for them.
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name.
 
     Raises:
         DataError: No such files, a broken one, or no image of any of them.
     """
-    files = files or box_files(root)
+    root, files = dataset_folder(path), csv_files(path, COLUMNS)
     if not files:
         raise DataError(
-            f"{root}: not Open Images' layout: no CSV file with the columns {', '.join(COLUMNS)}",
+            f"{path}: not Open Images' format: no CSV file with the columns {', '.join(COLUMNS)}",
             hint="keep the -annotations-bbox.csv files in the dataset folder",
         )
     names = _class_names(root)
-    images = [f for f in files_below(root) if is_image(Path(f))]
+    notes: list[str] = []
+    images = [f for f in files_below(root) if is_image(Path(f)) and not MASK.search(f)]
     splits: dict[str, list[LabeledImage]] = {}
     for file in files:
         split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
@@ -83,19 +63,21 @@ def read_open_images(
             )
         if not (own := [f for f in images if split_of(str(Path(f).parent)) == split]):
             own = [f for f in images if split_of(str(Path(f).parent)) is None]
-        splits[split] = _read_split(root, file, own, names)
+        splits[split] = _read_split(root, file, own, names, notes)
     used = {box.name for split in splits.values() for image in split for box in image.boxes}
-    return {split: listed for split, listed in splits.items() if listed}, sorted(used)
+    return from_images(splits, sorted(used), root, files[0], notes)
 
 
 def _class_names(root: Path) -> dict[str, str]:
     """Return the display names by MID; the MID is appended to names that occur twice."""
     names: dict[str, str] = {}
-    for path in _csv_files(root):
-        header = _header(path)
+    for path in csv_files(root):
+        header = csv_header(path)
         if len(header) != 2 or not (header[0] == "LabelName" or header[0].startswith("/m/")):
             continue
-        for line in _read_names(path).splitlines():
+        with read_errors(path):
+            text = read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
+        for line in text.splitlines():
             label, _, name = line.partition(",")
             if label.startswith("/") and name.strip():
                 names[label.strip()] = name.strip().strip('"')
@@ -103,16 +85,8 @@ def _class_names(root: Path) -> dict[str, str]:
     return {k: f"{v} ({k})" if counts[v] > 1 else v for k, v in names.items()}
 
 
-def _read_names(path: Path) -> str:
-    with read_errors(path):
-        return read_limited(path, MAX_NAMES_BYTES).decode("utf-8-sig", "replace")
-
-
 def _read_split(
-    root: Path,
-    file: Path,
-    images: list[str],
-    names: dict[str, str],
+    root: Path, file: Path, images: list[str], names: dict[str, str], notes: list[str]
 ) -> list[LabeledImage]:
     ids = {Path(image).stem: image for image in images}
     boxes: dict[str, list[tuple[str, Any, bool]]] = {}
@@ -127,9 +101,9 @@ def _read_split(
             num_absent += 1
             absent.add(image_id)
     if num_unlabeled:
-        log.info(f"{file.name}: {num_unlabeled:,} boxes without LabelName are left out")
+        notes.append(f"{file.name}: {num_unlabeled:,} boxes without LabelName are left out")
     if absent:
-        log.info(
+        notes.append(
             f"{file.name}: {num_absent:,} boxes of {len(absent):,} images that are not below "
             f"{root} are left out"
         )
@@ -143,8 +117,7 @@ def _read_split(
         try:
             width, height = header_size(root / ids[image_id])
         except DataError:
-            # Dropped, with the reason, when the images are checked.
-            return LabeledImage(ids[image_id], 0, 0, [])
+            return LabeledImage(ids[image_id], 0, 0, [])  # dropped when images are checked
         own = [
             LabeledBox(
                 name, x0 * width, y0 * height, (x1 - x0) * width, (y1 - y0) * height, is_group
@@ -162,7 +135,7 @@ def _rows(file: Path) -> Iterator[tuple[str, str, Any, bool]]:
     import pyarrow as pa
     from pyarrow import csv
 
-    has_groups = CROWD in _header(file)
+    has_groups = CROWD in csv_header(file)
     columns = [*COLUMNS, *([CROWD] if has_groups else [])]
     types = {name: pa.float64() for name in COLUMNS[2:]}
     types |= {"ImageID": pa.string(), "LabelName": pa.string(), CROWD: pa.string()}

@@ -13,7 +13,6 @@ decoded as a whole, which also finds the place of every error.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import mmap
 import os
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ssdctl.data.formats.coco_json import (
+from ssdctl.data.formats._coco_json import (
     Annotation,
     AnnotationColumns,
     Category,
@@ -49,7 +48,6 @@ from ssdctl.files import open_regular
 MAPPED_BYTES = 1 << 30  # larger files are mapped into memory instead of read
 SLICE_BYTES = 8 << 20
 SEARCH_BYTES = 4 * SLICE_BYTES  # in which the end of a slice is searched
-HASHED_BYTES = 4 << 20
 MAX_SLICE_TRIES = 4  # ends of a slice that are tried
 MAX_END_TRIES = 64  # ends of an array that are tried
 FIRST_KEY = re.compile(rb'\{\s*("[^"\\]*")')
@@ -108,15 +106,6 @@ def open_content(path: Path) -> Content:
             with contextlib.suppress(OSError):  # a file system without memory maps
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return file.read()
-
-
-def sha256(content: Content) -> str:
-    """Return the hex digits of a file's SHA-256."""
-    digest = hashlib.sha256()
-    for start in range(0, len(content), HASHED_BYTES):
-        digest.update(content[start : start + HASHED_BYTES])
-        _release(content, start, min(start + HASHED_BYTES, len(content)))
-    return digest.hexdigest()
 
 
 def decode_tables(content: Content) -> Tables:

@@ -1,4 +1,4 @@
-"""Pinned files to fetch: COCO 2017, the backbone weights, and users' own manifests.
+"""Pinned files to fetch: COCO 2017, torchvision's weights, and users' own manifests.
 
 Sizes and hashes are those of the publishers' files. If only the start of a SHA-256 is known
 (torchvision puts its first 8 digits into the file name), that start is pinned and checked.
@@ -41,6 +41,7 @@ class PinnedFile(NamedTuple):
         unpack: Whether it is a zip archive to unpack.
         unpacked_bytes: About the size of the content on the disk.
         num_files: How many files the archive contains.
+        note: What the user should know about it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PinnedFile(NamedTuple):
     unpack: bool = False
     unpacked_bytes: int | None = None
     num_files: int | None = None
+    note: str = ""
 
     def urls(self, mirror: str | None = None) -> list[str]:
         """Return the URLs to try in order; the next one is used if one does not have the file.
@@ -97,85 +99,12 @@ COCO2017 = {
 }
 
 
-class Weights(NamedTuple):
-    """Backbone weights: the file, a descriptive alias, and a note for the user."""
-
-    file: PinnedFile
-    alias: str | None
-    note: str
-
-    @property
-    def name(self) -> str:
-        """The file's stem, as in `resnet34-333f7ec4`."""
-        return self.file.name.removesuffix(".pth")
-
-
-def _weights(
-    stem: str, alias: str | None, note: str, sha256: str | None = None, num_bytes: int | None = None
-) -> Weights:
+def torchvision_weights(
+    stem: str, note: str, sha256: str | None = None, num_bytes: int | None = None
+) -> PinnedFile:
+    """Return a file of torchvision's weights; its name ends with the start of its SHA-256."""
     pin = sha256 or stem.rpartition("-")[2]
-    file = PinnedFile(f"{stem}.pth", f"{WEIGHTS_URL}/{stem}.pth", pin, num_bytes)
-    return Weights(file, alias, note)
-
-
-WEIGHTS = (
-    _weights("resnet18-f37072fd", "resnet18-imagenet-v1", "torchvision V1"),
-    _weights(
-        "resnet34-333f7ec4",
-        None,
-        "torchvision before 0.9; MLPerf and Habana start from it",
-        "333f7ec4c6338da2cbed37f1fc0445f9624f1355633fa1d7eab79a91084c6cef",
-        87_306_240,
-    ),
-    _weights(
-        "resnet34-b627a593",
-        "resnet34-imagenet-v1",
-        "torchvision V1",
-        "b627a593bcbe140c234610266fe4f8ae95ea42fc881d091c9b6052e6b1d0590f",
-    ),
-    _weights("resnet50-19c8e357", None, "torchvision before 0.9"),
-    _weights(
-        "resnet50-0676ba61",
-        "resnet50-imagenet-v1",
-        "torchvision V1; SSD300 of NVIDIA's recipe: AP 0.251",
-        "0676ba61b6795bbe1773cffd859882e5e297624d384b6993f7c9e683e722fb8a",
-        102_530_333,
-    ),
-    _weights(
-        "resnet50-11ad3fa6",
-        "resnet50-imagenet-v2",
-        "torchvision V2; nvidia-r50 starts from it: AP 0.268",
-    ),
-    _weights("resnet101-63fe2227", "resnet101-imagenet-v1", "torchvision V1"),
-    _weights("resnet101-cd907fc2", "resnet101-imagenet-v2", "torchvision V2"),
-    _weights(
-        "vgg16_features-amdegroot-88682ab5",
-        "vgg16-imagenet-v1",
-        "torchvision; SSD300-VGG16 starts from it",
-    ),
-    _weights("resnet152-394f9c45", "resnet152-imagenet-v1", "torchvision V1"),
-    _weights("resnet152-f82ba261", "resnet152-imagenet-v2", "torchvision V2"),
-)
-
-
-def weights_named(name: str) -> Weights:
-    """Return the weights called `name`: a stem, a file name or an alias.
-
-    Raises:
-        UsageError: There are none; the hint names the nearest.
-    """
-    import difflib
-
-    by_name = {w.name: w for w in WEIGHTS} | {w.alias: w for w in WEIGHTS if w.alias}
-    stem = name.removesuffix(".pth")
-    if stem in by_name:
-        return by_name[stem]
-    near = difflib.get_close_matches(stem, by_name, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UsageError(
-        f"no backbone weights are called {name!r}",
-        hint=hint + "`ssdctl fetch-weights --list` shows all",
-    )
+    return PinnedFile(f"{stem}.pth", f"{WEIGHTS_URL}/{stem}.pth", pin, num_bytes, note=note)
 
 
 def check_url(url: str, where: str) -> str:

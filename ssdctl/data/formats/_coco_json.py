@@ -1,6 +1,6 @@
 """Decode the JSON of COCO annotation files into images, columns of annotations, and categories.
 
-    tables = decode_whole(content)          # see coco_slices.py for large files
+    tables = decode_whole(content)          # see _coco_slices.py for large files
 
 Only the fields that training and scoring need are typed; every other field may hold anything. A
 document is decoded strictly first, and again with every number type that tools write if that fails.

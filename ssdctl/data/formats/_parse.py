@@ -1,8 +1,10 @@
-"""Parse XML from untrusted files: no document type, no entities, a bounded size."""
+"""Parse what several formats share: XML without document types, headers of CSV files, numbers."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,6 +14,8 @@ from ssdctl.files import open_regular, read_errors, read_limited
 MAX_BYTES = 10 << 20
 FORBIDDEN = (b"<!DOCTYPE", b"<!ENTITY", b"\0")
 HEAD_BYTES = 4096
+COMMENT = re.compile(rb"<!--.*?-->", re.DOTALL)
+ROOT_ELEMENT = re.compile(rb"<(?:[\w.-]+:)?([A-Za-z][\w.-]*)")
 
 
 def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
@@ -36,14 +40,15 @@ def read_xml(path: Path, max_bytes: int = MAX_BYTES) -> ElementTree.Element:
     return root
 
 
-def is_cvat_xml(path: Path) -> bool:
-    """Return whether an XML file seems to be CVAT's, by its first bytes: its root is a plural."""
+def root_element(path: Path) -> str:
+    """Return the name of an XML file's root element, by its first bytes; "" if it shows none."""
     try:
         with open_regular(path) as file:
             head = file.read(HEAD_BYTES)
     except OSError:
-        return False
-    return any(b"<annotations" + end in head for end in (b">", b" ", b"\n", b"\r", b"\t"))
+        return ""
+    match = ROOT_ELEMENT.search(COMMENT.sub(b"", head))
+    return match[1].decode() if match else ""
 
 
 def numbers(values: list[str]) -> list[float]:
@@ -71,3 +76,21 @@ def whole_number(text: str, place: str) -> int:
     except (ValueError, OverflowError):
         pass
     raise DataError(f"{place}: {text!r} is not a whole number")
+
+
+def csv_files(path: Path, columns: Sequence[str] = ()) -> list[Path]:
+    """Return a file, or the CSV files in a folder and two levels below, that have these columns."""
+    places = [path, *(p for p in path.glob("*") if p.is_dir() and p.name != "prepared")]
+    places += [p for place in places[1:] for p in place.glob("*") if p.is_dir()]
+    found = sorted(p for place in places for p in place.glob("*.csv") if p.is_file())
+    files = found if path.is_dir() else [path] if path.suffix.lower() == ".csv" else []
+    return [file for file in files if set(columns) <= set(csv_header(file))]
+
+
+def csv_header(path: Path) -> list[str]:
+    try:
+        with open_regular(path) as file:
+            line = file.readline(HEAD_BYTES)
+    except OSError:
+        return []
+    return [word.strip() for word in line.decode("utf-8-sig", "replace").split(",")]

@@ -1,20 +1,32 @@
-"""The checkpoints of a run: which are kept, which one a resumed run loads."""
+"""The checkpoints of a run: which are kept, which one a resumed run loads.
+
+They are written in a thread: training waits only for a copy of its state. At most one save is in
+progress; the next one waits for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint
-from ssdctl.checkpoint.writer import write_checkpoint
 from ssdctl.errors import IntegrityError
-from ssdctl.files import disk_errors, link_or_copy, remove_stale_temporaries, retry_transient
+from ssdctl.files import (
+    atomic_write,
+    disk_errors,
+    link_or_copy,
+    remove_stale_temporaries,
+    retry_transient,
+)
 from ssdctl.runs.layout import RunDir, step_of
 
 
-class CheckpointDir:
+class CheckpointFolder:
     """The folder `checkpoints/` of a run.
 
     Args:
@@ -26,6 +38,8 @@ class CheckpointDir:
         self._run = RunDir(run)
         self._keep = keep
         self._continued_from: int | None = None  # until the next checkpoint is written
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._save: Future[None] | None = None  # in progress
 
     @property
     def path(self) -> Path:
@@ -42,6 +56,30 @@ class CheckpointDir:
         """
         self._continued_from = step
         return self._later()
+
+    def save(self, payload: dict[str, Any]) -> None:
+        """Start to write a checkpoint; its tensors are copied before this returns."""
+        self.wait()
+        self._save = self._pool.submit(self.write, _on_host(payload))
+
+    def check(self) -> None:
+        """Raise the DiskError of the last save, if it failed. Does not wait."""
+        if self._save is not None and self._save.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in progress is written.
+
+        Raises:
+            DiskError: It could not be written.
+        """
+        save, self._save = self._save, None
+        if save is not None:
+            save.result()
+
+    def close(self) -> None:
+        """Finish the save in progress, ignoring its error: for a run that ends by another one."""
+        self._pool.shutdown(wait=True)
 
     def write(self, payload: dict[str, Any]) -> None:
         """Write a checkpoint (see `Trainer.state_dict`) and delete the oldest.
@@ -63,7 +101,8 @@ class CheckpointDir:
             retry_transient(partial(_delete, old))
 
     def mark_best(self, step: int) -> None:
-        """Publish the checkpoint of a step as the best."""
+        """Publish the checkpoint of a step as the best, once it is written."""
+        self.wait()
         retry_transient(partial(link_or_copy, self._run.step_checkpoint(step), self._run.best))
 
     def clean(self) -> None:
@@ -95,6 +134,33 @@ class CheckpointDir:
         """Return the checkpoints that the next one replaces."""
         start = self._continued_from
         return [] if start is None else [path for path in self.steps() if step_of(path) > start]
+
+
+def write_checkpoint(path: Path, payload: dict[str, Any]) -> None:
+    """Write a checkpoint atomically.
+
+    Raises:
+        DiskError: It cannot be written; an earlier file at `path` is unchanged.
+    """
+    with atomic_write(path) as file:
+        try:
+            torch.save(payload, file)
+        except RuntimeError as error:  # PyTorch's writer hides the OSError behind its own error
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from error
+
+
+def _on_host(value: Any) -> Any:
+    """Return a copy of nested dicts and lists with contiguous tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, dict):
+        return {key: _on_host(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(entry) for entry in value)
+    return value
 
 
 def _retire(path: Path) -> None:

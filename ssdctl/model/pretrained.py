@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-import os
 from pathlib import Path
+from typing import NamedTuple, get_args
 
 from ssdctl.config import ModelConfig
-from ssdctl.download.fetch import DEFAULT_POLICY, fetch_one, is_whole, no_progress
+from ssdctl.config.fields import BackboneName
+from ssdctl.download.fetch import (
+    DEFAULT_POLICY,
+    fetch_one,
+    is_whole,
+    no_progress,
+    torch_cache_dir,
+)
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import weights_named
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
+from ssdctl.errors import UsageError
+from ssdctl.model.backbones import find_backbone
 from ssdctl.runtime.redact import redact_url
 
 log = logging.getLogger(__name__)
 
 
-def cache_dir() -> Path:
-    """Return the folder of torch.hub's checkpoints: `hub/checkpoints` of $TORCH_HOME, by default
-    `~/.cache/torch` ($XDG_CACHE_HOME honoured)."""
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("TORCH_HOME") or f"{cache}/torch"
-    return Path(home).expanduser() / "hub" / "checkpoints"
+class Weights(NamedTuple):
+    """Pinned weights of a backbone; its file names the keys."""
+
+    alias: str  # BACKBONE-KEY, such as resnet34-imagenet-v1
+    file: PinnedFile
+
+    @property
+    def name(self) -> str:
+        """The file's stem, such as `resnet34-333f7ec4`; some have no other alias."""
+        return self.file.name.removesuffix(".pth")
+
+
+def all_weights() -> list[Weights]:
+    """Return the pinned weights of all backbones."""
+    return [
+        Weights(f"{backbone}-{key}", file)
+        for backbone in get_args(BackboneName)
+        for key, file in find_backbone(backbone).WEIGHTS.items()
+    ]
+
+
+def weights_named(name: str) -> Weights:
+    """Return the weights called `name`: a stem, a file name or an alias.
+
+    Raises:
+        UsageError: There are none; the hint names the nearest.
+    """
+    listed = all_weights()
+    by_name = {w.name: w for w in reversed(listed)} | {w.alias: w for w in listed}
+    stem = name.removesuffix(".pth")
+    if stem in by_name:
+        return by_name[stem]
+    near = difflib.get_close_matches(stem, by_name, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UsageError(
+        f"no backbone weights are called {name!r}",
+        hint=hint + "`ssdctl fetch-weights --list` shows all",
+    )
 
 
 def weights_of(model: ModelConfig) -> str | None:
@@ -42,7 +84,7 @@ def find_weights(name: str, dest: Path | None = None) -> Path | None:
         UsageError: There are no weights of that name.
     """
     file = weights_named(name).file
-    path = (dest or cache_dir()) / file.name
+    path = (dest or torch_cache_dir()) / file.name
     return path if is_whole(path, file) else None
 
 
@@ -65,7 +107,7 @@ def fetch_weights(
         DiskError: No space or no permission.
     """
     file = weights_named(name).file
-    folder = dest or cache_dir()
+    folder = dest or torch_cache_dir()
     if not (folder / file.name).is_file():
         log.info("fetching %s to %s", redact_url(file.urls(mirror)[0]), folder)
     return fetch_one(

@@ -1,0 +1,189 @@
+"""Check annotations: refuse what cannot be trusted, drop or clip what cannot be trained on.
+
+checked = check(annotations)
+checked.objects.fractions, checked.findings, checked.warnings
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ssdctl.data.annotations import UNLISTED, Annotations, Finding
+from ssdctl.errors import DataError
+from ssdctl.files import is_plain_name
+
+MAX_SIDE = 65535  # of a JPEG
+UNIT_BOX_PX = 1.5  # a box in fractions of its image is at most 1 x 1
+NEARLY_ALL = 0.95
+BLOCK = 1 << 18  # boxes that are clipped at a time
+MIN_CLIPPED, MIN_CLIPPED_SHARE = 5, 0.1  # fewer overshoots are not a sign of another box format
+
+OK, CLIPPED, NO_SIZE, OUTSIDE = range(4)
+KINDS = (
+    "",
+    "box clipped to its image",
+    "box of no size, dropped",
+    "box outside its image, dropped",
+)
+NO_BBOX = "annotation without bbox, dropped"
+DROPPED_BOXES = frozenset((*KINDS[NO_SIZE:], NO_BBOX, UNLISTED))
+
+
+class Objects(NamedTuple):
+    """The M objects of N images that have a box; `starts[i]:starts[i + 1]` are those of image i."""
+
+    starts: NDArray[np.int64]  # N + 1
+    labels: NDArray[np.int32]  # M
+    boxes: NDArray[np.float64]  # M x 4: left, top, width, height in pixels, unclipped
+    areas: NDArray[np.float64]  # M, square pixels
+    is_crowd: NDArray[np.bool_]  # M
+    is_trained: NDArray[np.bool_]  # M: whether the box has a size and is in its image
+    fractions: NDArray[np.float32]  # M x 4: ltrb clipped / image size, rounded once
+
+    def num_trained(self) -> NDArray[np.int64]:
+        """Return how many boxes of each image (N) are trained on."""
+        return np.diff(np.concatenate([[0], np.cumsum(self.is_trained)])[self.starts])
+
+
+class Checked(NamedTuple):
+    """The result of `check`."""
+
+    objects: Objects
+    findings: list[Finding]  # those of the reader, and one for each object dropped or clipped
+    warnings: list[str]  # for the user
+
+
+def check(annotations: Annotations) -> Checked:
+    """Check the annotations of a split.
+
+    Raises:
+        DataError: Unsafe file names, invalid sizes, no classes.
+    """
+    if not annotations.classes:
+        raise DataError(f"{annotations.origin}: no categories")
+    _check_images(annotations)
+    has_box = np.asarray(~np.isnan(annotations.boxes).any(axis=1))
+    findings = [
+        _finding(annotations, int(i), NO_BBOX, annotations.file_names[annotations.rows[i]])
+        for i in np.nonzero(~has_box)[0]
+    ]
+    order = _by_image(annotations.rows, has_box)
+    rows, boxes = annotations.rows[order], annotations.boxes[order]
+    fractions, kinds = np.empty(boxes.shape, np.float32), np.empty(len(boxes), np.uint8)
+    num_unit = 0
+    for start in range(0, len(boxes), BLOCK):  # the intermediate arrays are large
+        block = slice(start, start + BLOCK)
+        ltrb, fractions[block], kinds[block] = clip(boxes[block], annotations.sizes[rows[block]])
+        small = ((ltrb[:, :2] <= 1) & (ltrb[:, 2:] - ltrb[:, :2] < UNIT_BOX_PX)).all(axis=1)
+        num_unit += int((small & (kinds[block] <= CLIPPED)).sum())
+    places = np.arange(len(has_box))[order]
+    found = np.nonzero(kinds)[0]
+    for i in found[np.argsort(places[found])]:
+        width, height = annotations.sizes[rows[i]]
+        detail = f"bbox {boxes[i].tolist()} in {width} x {height}"
+        findings.append(_finding(annotations, int(places[i]), KINDS[kinds[i]], detail))
+    starts = np.zeros(len(annotations.file_names) + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=len(annotations.file_names)), out=starts[1:])
+    areas = annotations.areas[order]
+    with np.errstate(over="ignore"):
+        products = boxes[:, 2] * boxes[:, 3]
+    objects = Objects(
+        starts=starts,
+        labels=annotations.labels[order],
+        boxes=boxes,
+        areas=np.where(np.isnan(areas), products, areas),
+        is_crowd=annotations.is_crowd[order],
+        is_trained=kinds <= CLIPPED,
+        fractions=fractions,
+    )
+    warnings = _warnings(boxes, kinds, num_unit, annotations.sizes, rows)
+    return Checked(objects, [*annotations.findings, *findings], warnings)
+
+
+def _by_image(rows: NDArray[np.int32], has_box: NDArray[np.bool_]) -> slice | NDArray[np.int64]:
+    """Return the order of the objects that have a box, image by image, else as in the file."""
+    if has_box.all() and (rows[1:] >= rows[:-1]).all():
+        return slice(None)  # copies nothing
+    order = np.argsort(rows, kind="stable")
+    return order if has_box.all() else order[has_box[order]]
+
+
+class Clipped(NamedTuple):
+    """B boxes in their images."""
+
+    ltrb: NDArray[np.float64]  # B x 4, pixels
+    fractions: NDArray[np.float32]  # B x 4, of the image
+    kinds: NDArray[np.uint8]  # B, places in KINDS: up to CLIPPED the box can be trained on
+
+
+def clip(boxes: NDArray[np.float64], size: NDArray[np.int64]) -> Clipped:
+    """Clip boxes (B, 4: left, top, width, height) to their images' sizes (B, 2) in pixels."""
+    with np.errstate(all="ignore"):  # overflows show in the results
+        low, extent = boxes[:, :2], boxes[:, 2:]
+        high = low + extent
+        empty = ((extent <= 0) | (high == low)).any(axis=1)
+        inside = np.maximum(low, 0), np.minimum(high, size)
+        outside = (inside[1] <= inside[0]).any(axis=1)
+        # COCO's own boxes overshoot by rounding: a hundredth of a pixel is not reported.
+        overshoot = np.maximum(inside[0] - low, high - inside[1]).max(axis=1, initial=0)
+        ltrb = np.concatenate(inside, axis=1)
+        fractions = (ltrb / np.tile(size, 2)).astype(np.float32)
+        tiny = (fractions[:, 2:] <= fractions[:, :2]).any(axis=1)
+    kinds = np.where(overshoot > 0.01, CLIPPED, OK).astype(np.uint8)
+    kinds[tiny] = NO_SIZE
+    kinds[outside] = OUTSIDE
+    kinds[empty] = NO_SIZE
+    return Clipped(ltrb, fractions, kinds)
+
+
+def _warnings(
+    boxes: NDArray[np.float64],
+    kinds: NDArray[np.uint8],
+    num_unit: int,
+    sizes: NDArray[np.int64],
+    rows: NDArray[np.int32],
+) -> list[str]:
+    """Return a warning if boxes look like another format than left, top, width, height in pixels.
+
+    It is at most one sentence with its remedy, and not an error: such boxes may be intended.
+    """
+    number = int((kinds <= CLIPPED).sum())
+    if num_unit and num_unit >= NEARLY_ALL * number:
+        return [
+            f"{num_unit:,} of {number:,} boxes are smaller than {UNIT_BOX_PX} pixels and are in "
+            "the image's top left corner: they look like fractions of the image (0 to 1). Write "
+            "bbox as left, top, width, height in pixels: multiply by the image's width and height"
+        ]
+    clipped = int((kinds == CLIPPED).sum())
+    if clipped < max(MIN_CLIPPED, MIN_CLIPPED_SHARE * number):
+        return []
+    fits_as_corners = (boxes[:, 2:] > boxes[:, :2]) & (boxes[:, 2:] <= sizes[rows] + 1)
+    if fits_as_corners.all(axis=1).mean() < NEARLY_ALL:
+        return []
+    return [
+        f"{clipped:,} of {number:,} boxes leave their image, and would not if bbox were left, top, "
+        "right, bottom. Write it as left, top, width, height: width = right - left, "
+        "height = bottom - top"
+    ]
+
+
+def _finding(annotations: Annotations, place: int, kind: str, detail: str) -> Finding:
+    image_id = int(annotations.image_ids[annotations.rows[place]])
+    return Finding(kind, image_id, int(annotations.ids[place]), detail)
+
+
+def _check_images(annotations: Annotations) -> None:
+    path, sizes = annotations.origin, annotations.sizes
+    for place, name in enumerate(annotations.file_names):
+        if not is_plain_name(name):
+            raise DataError(
+                f"{path}: image {annotations.image_ids[place]}: {name!r} is not a plain path below "
+                "the image folder",
+                hint="file_name is relative to the split's image folder, as in 'a.jpg'",
+            )
+    for row in np.nonzero(((sizes < 1) | (sizes > MAX_SIDE)).any(axis=1))[0]:
+        width, height = sizes[row].tolist()
+        raise DataError(f"{path}: image {annotations.image_ids[row]}: size {width} x {height}")

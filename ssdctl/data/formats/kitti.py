@@ -1,0 +1,96 @@
+"""Read KITTI's labels: `label_2/*.txt`, with the images of the same names in `image_2`.
+
+A line is `type truncated occluded alpha left top right bottom` (pixels from 0) and seven numbers in
+space. Regions of the type DontCare are counted and left out.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images, refuse
+from ssdctl.data.formats._parse import numbers
+from ssdctl.data.image_check import header_size
+from ssdctl.data.image_files import is_image
+from ssdctl.data.split_files import split_of
+from ssdctl.errors import DataError
+from ssdctl.files import read_errors, read_text
+
+LOOKED_FOR = ("label_2/*.txt",)
+LABELS, IMAGES = "label_2", "image_2"
+NUM_WORDS = 15
+DONT_CARE = "DontCare"
+MAX_BYTES = 16 << 20
+THREADS = 8
+
+
+def recognise(path: Path) -> Path | None:
+    """Return the first folder of labels."""
+    return next(iter(_folders(path)), None)
+
+
+def _folders(root: Path) -> list[Path]:
+    found = (p for pattern in (LABELS, f"*/{LABELS}", f"*/*/{LABELS}") for p in root.glob(pattern))
+    return sorted(p for p in found if next(p.glob("*.txt"), None) is not None)
+
+
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder; classes are sorted by name.
+
+    Raises:
+        DataError: No such folder, a broken line, an image that does not exist.
+    """
+    folders = _folders(path)
+    if not folders:
+        raise DataError(f"{path}: not KITTI's format: no folder {LABELS} with text files")
+    splits: dict[str, list[LabeledImage]] = {}
+    notes: list[str] = []
+    for folder in folders:
+        split = split_of(folder.parent.relative_to(path).as_posix()) or "train"
+        splits.setdefault(split, []).extend(_read_folder(path, folder, notes))
+    used = {box.name for images in splits.values() for image in images for box in image.boxes}
+    return from_images(splits, sorted(used), path, folders[0], notes)
+
+
+def _read_folder(root: Path, folder: Path, notes: list[str]) -> list[LabeledImage]:
+    images = {p.stem: p for p in (folder.parent / IMAGES).glob("*") if is_image(p)}
+    labels = sorted(p for p in folder.glob("*.txt") if not p.name.startswith("._"))
+    absent = [file.name for file in labels if file.stem not in images]
+    refuse(folder.parent / IMAGES, "images of labels are missing", absent)
+
+    def read_image(file: Path) -> LabeledImage:
+        image = images[file.stem]
+        boxes = _boxes(file)
+        try:
+            width, height = header_size(image)
+        except DataError:
+            width = height = 0  # dropped when images are checked, with the reason
+        return LabeledImage(image.relative_to(root).as_posix(), width, height, boxes)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        labeled = list(pool.map(read_image, labels))
+    count = sum(box.name == DONT_CARE for image in labeled for box in image.boxes)
+    if count:
+        notes.append(f"{folder.relative_to(root)}: {count:,} regions {DONT_CARE} are left out")
+    return [i._replace(boxes=[b for b in i.boxes if b.name != DONT_CARE]) for i in labeled]
+
+
+def _boxes(path: Path) -> list[LabeledBox]:
+    with read_errors(path):
+        lines = read_text(path, MAX_BYTES).splitlines()
+    boxes = []
+    for number, line in enumerate(lines, 1):
+        name, *words = line.split() or [""]
+        if not name:
+            continue
+        try:
+            if len(words) + 1 < NUM_WORDS:
+                raise ValueError("too short")
+            left, top, right, bottom = numbers(words[3:7])
+        except ValueError:
+            raise DataError(
+                f"{path}:{number}: {line[:60]!r}: expected a class and {NUM_WORDS - 1} numbers"
+            ) from None
+        boxes.append(LabeledBox(name, left, top, right - left, bottom - top))
+    return boxes

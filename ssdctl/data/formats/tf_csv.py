@@ -1,0 +1,78 @@
+"""Read the CSV files of the TensorFlow tutorials: a line per box, in pixels from 0.
+
+The header is `filename,width,height,class,xmin,ymin,xmax,ymax`, as xml_to_csv.py and Roboflow write
+it. A word such as train or test in the name of the file or its folder gives the split.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+from ssdctl.data.annotations import Annotations, LabeledBox, LabeledImage, from_images
+from ssdctl.data.formats._parse import csv_files, numbers, whole_number
+from ssdctl.data.image_files import dataset_folder, find_by_name
+from ssdctl.data.split_files import split_of
+from ssdctl.errors import DataError
+from ssdctl.files import read_errors, read_text
+
+LOOKED_FOR = ("*_labels.csv",)
+COLUMNS = ("filename", "width", "height", "class", "xmin", "ymin", "xmax", "ymax")
+MAX_BYTES = 1 << 30
+
+
+def recognise(path: Path) -> Path | None:
+    """Return the first CSV file with the columns, by its header."""
+    return next(iter(csv_files(path, COLUMNS)), None)
+
+
+def read(path: Path) -> dict[str, Annotations]:
+    """Return the splits of a folder, or of one of its CSV files; classes are sorted by name.
+
+    Raises:
+        DataError: No such file, several for a split, a broken line, an image that does not exist.
+    """
+    root, files = dataset_folder(path), csv_files(path, COLUMNS)
+    if not files:
+        raise DataError(f"{path}: no CSV file with the columns {', '.join(COLUMNS)}")
+    splits: dict[str, list[LabeledImage]] = {}
+    notes: list[str] = []
+    for file in files:
+        split = split_of(file.name) or split_of(file.parent.relative_to(root).as_posix()) or "train"
+        if split in splits:
+            problem = f"{root}: two CSV files for the split {split}, the second is {file}"
+            raise DataError(problem, hint="keep one, or give one: --data FILE.csv")
+        splits[split] = _read_split(root, file, split, notes)
+    used = {box.name for images in splits.values() for image in images for box in image.boxes}
+    return from_images(splits, sorted(used), root, files[0], notes)
+
+
+def _read_split(root: Path, file: Path, split: str, notes: list[str]) -> list[LabeledImage]:
+    with read_errors(file):
+        text = read_text(file, MAX_BYTES)
+    images: dict[str, LabeledImage] = {}
+    num_unlabeled = 0
+    for number, row in enumerate(csv.DictReader(io.StringIO(text), skipinitialspace=True), 2):
+        place = f"{file}:{number}"
+        try:
+            values = {key: row[key].strip() for key in COLUMNS}
+            width, height = (whole_number(values[key], place) for key in COLUMNS[1:3])
+            left, top, right, bottom = numbers([values[key] for key in COLUMNS[4:]])
+        except (ValueError, AttributeError):
+            raise DataError(f"{place}: expected {', '.join(COLUMNS)}") from None
+        name = values["filename"].replace("\\", "/")
+        image = images.setdefault(name, LabeledImage(name, width, height, []))
+        if (image.width, image.height) != (width, height):
+            raise DataError(f"{place}: {name} has another size than before")
+        if values["class"]:
+            box = LabeledBox(values["class"], left, top, right - left, bottom - top)
+            image.boxes.append(box)
+        else:
+            num_unlabeled += 1
+    if num_unlabeled:
+        notes.append(f"{file.name}: {num_unlabeled:,} boxes without a class are left out")
+    found = find_by_name(root, [(name, split) for name in images], file)
+    return [
+        image._replace(file_name=path) for path, image in zip(found, images.values(), strict=True)
+    ]

@@ -1,0 +1,296 @@
+"""YOLO: data.yaml, Darknet's files, labels in the usual places, and what is broken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from data.formats import exports
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.data.formats import find
+from ssdctl.data.formats.yolo import read, recognise
+from ssdctl.errors import DataError, SsdctlError
+
+
+def yolo(
+    root: Path, labels: dict[str, str | None], yaml: str | None = "names: [cat, dog]\n"
+) -> None:
+    """Images by path, each with the text of its label file."""
+    for name, text in labels.items():
+        exports.picture_file(root / name)
+        if text is not None:
+            parts = ["labels" if p == "images" else p for p in Path(name).parts]
+            path = root.joinpath(*parts).with_suffix(".txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    if yaml is not None:
+        (root / "data.yaml").write_text(yaml)
+
+
+def test_boxes_polygons_backgrounds(tmp_path: Path) -> None:
+    lines = "0 0.5 0.5 0.2 0.4\n1 0.1 0.1 0.3 0.1 0.3 0.5\n\n0 0.5 0.5 0.2 0.4\n"
+    labels = {"images/train/a.jpg": lines, "images/train/b.jpg": "", "images/train/c.jpg": None}
+    yolo(tmp_path, {**labels, "images/val/d.jpg": "1.0 .5 .5 1 1"})
+    splits = read(tmp_path)
+    assert exports.boxes_of(splits) == {
+        "images/train/a.jpg": [("cat", [40, 15, 20, 20], 0), ("dog", [10, 5, 20, 20], 0)],
+        "images/train/b.jpg": [],
+        "images/train/c.jpg": [],
+    }
+    assert exports.boxes_of(splits, "val") == {"images/val/d.jpg": [("dog", [0, 0, 100, 50], 0)]}
+
+
+@pytest.mark.parametrize(
+    ("yaml", "images"),
+    [
+        ("names: {0: cat, 1: dog}\nnc: 2\ntrain: pics/images\n", "pics/images"),
+        ("names: ['cat', 'dog']\ntrain: ../pics/images\nval:\n", "pics/images"),
+        ("path: ../datasets/x\ntrain: images/t\nnames: [cat, dog]\n", "images/t"),
+        ("path: /elsewhere/data\ntrain: train/images\nnames: [cat, dog]\n", "train/images"),
+        ("train: [images/one, images/one]\nnames: [cat, dog]\n", "images/one"),
+        ("names: [cat, dog]\n", "images"),
+        ("names: [cat, dog]\n", "train"),
+        ("names: [cat, dog]\nkpt_shape: [2, 3]\n", "images/train2017"),
+    ],
+)
+def test_places_of_images(tmp_path: Path, yaml: str, images: str) -> None:
+    line = "0 .5 .5 .2 .4" + (" .1 .1 2 .2 .2 1" if "kpt" in yaml else "")
+    yolo(tmp_path, {f"{images}/a.jpg": line}, yaml)
+    splits = read(tmp_path)
+    assert exports.boxes_of(splits) == {f"{images}/a.jpg": [("cat", [40, 15, 20, 20], 0)]}
+
+
+def test_lists_of_images(tmp_path: Path) -> None:
+    yolo(
+        tmp_path,
+        {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"},
+        "names: [no, yes]\ntrain: train.txt\nval: val.txt\n",
+    )
+    (tmp_path / "train.txt").write_text("./images/a.jpg\n/home/me/data/images/b.jpg\n")
+    (tmp_path / "val.txt").write_text("images/c.jpg\n")
+    splits = read(tmp_path)
+    assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
+    assert exports.boxes_of(splits, "val")["images/c.jpg"][0][0] == "no"  # not false
+    (tmp_path / "val.txt").write_text("images/z.jpg\n")
+    with pytest.raises(DataError, match=r"val\.txt: images that do not exist: images/z\.jpg"):
+        read(tmp_path)
+
+
+def test_names_without_yaml_and_labels_next_to_images(tmp_path: Path) -> None:
+    yolo(tmp_path, {"a.jpg": "1 .5 .5 .2 .4"}, None)
+    (tmp_path / "classes.txt").write_text("cat\ndog\n")
+    splits = read(tmp_path)
+    assert exports.boxes_of(splits) == {"a.jpg": [("dog", [40, 15, 20, 20], 0)]}
+
+
+def test_turned_images_count_as_shown(tmp_path: Path) -> None:
+    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4"})
+    exports.picture_file(tmp_path / "images/a.jpg", turn=6)  # shown as 50 x 100
+    splits = read(tmp_path)
+    assert exports.boxes_of(splits)["images/a.jpg"][0][1] == [20, 30, 10, 40]
+
+
+@pytest.mark.parametrize("name", ["b.jpg", "b.HEIC"])
+def test_unreadable_images_are_left_to_the_check(tmp_path: Path, name: str) -> None:
+    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4", "images/b.jpg": "0 .5 .5 .2 .4"})
+    (tmp_path / "images/b.jpg").unlink()
+    (tmp_path / "images" / name).write_bytes(b"?")
+    splits = read(tmp_path)
+    assert splits["train"].sizes.tolist()[1] == [0, 0]  # dropped by the check
+    assert exports.boxes_of(splits)[f"images/{name}"] == []
+
+
+def test_labels_without_an_image_are_counted(tmp_path: Path) -> None:
+    line = "0 .5 .5 .2 .4"
+    yolo(tmp_path, {"images/a.jpg": line, "images/b.jpg": line, "images/c.jpg": ""})
+    for name in ("b", "c"):
+        (tmp_path / f"images/{name}.jpg").unlink()  # c has no box to lose
+    (tmp_path / "labels/classes.txt").write_text("cat\ndog\n")
+    splits = read(tmp_path)
+    (note,) = splits["train"].notes
+    assert "1 label files" in note
+    assert "labels/b.txt" in note
+
+
+@pytest.mark.parametrize(
+    ("folders", "yaml"),
+    [
+        (("obj_train_data", "obj_valid_data"), None),
+        (("obj_Train_data", "obj_Validation_data"), None),
+        (("images/Train", "images/Validation"), "Train: Train.txt\nValidation: Val.txt\n"),
+        (("images/Train", "images/Val"), None),
+        (("train/images", "validation/images"), None),
+    ],
+)
+def test_subsets_of_cvat(tmp_path: Path, folders: tuple[str, str], yaml: str | None) -> None:
+    line = "0 .5 .5 .2 .4"
+    train, val = (f"{folder}/a.jpg" for folder in folders)
+    yolo(tmp_path, {train: line, val: line}, yaml and f"names: {{0: a}}\npath: .\n{yaml}")
+    (tmp_path / "obj.names").write_bytes(b"\xef\xbb\xbfcat\r\n")
+    (tmp_path / "Train.txt").write_text(f"data/{train}\n")
+    (tmp_path / "Val.txt").write_text(f"data/{val}\n")
+    splits = read(tmp_path)
+    assert list(exports.boxes_of(splits)) == [train]
+    assert list(exports.boxes_of(splits, "val")) == [val]
+    assert exports.boxes_of(splits)[train][0][0] == ("a" if yaml else "cat")
+
+
+def test_linked_folders_and_files_of_macos(tmp_path: Path) -> None:
+    yolo(tmp_path / "other", {"images/a.jpg": "0 .5 .5 .2 .4"}, None)
+    root = tmp_path / "root"
+    for name in ("images", "labels"):
+        (root / name).mkdir(parents=True)
+        (root / name / "part").symlink_to(tmp_path / "other" / name)
+    (root / "images/._a.jpg").write_bytes(b"\0\5\x16\7")
+    (root / "data.yaml").write_text("train: images\nnames: [cat]\n")
+    splits = read(root)
+    assert list(exports.boxes_of(splits)) == ["images/part/a.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("2 .5 .5 .2 .4", "a.txt:2: class 2, but there are 2 names"),
+        ("-1 .5 .5 .2 .4", "class -1"),
+        ("0.5 .5 .5 .2 .4", "class 0.5"),
+        ("0 50 25 20 20", "not fractions"),
+        ("0 nan .5 .2 .4", "not fractions"),
+        ("0 .5 .5 .2", "3 numbers after the class"),
+        ("0 .5 .5 .2 .4 .9", "5 numbers after the class"),
+        ("cat .5 .5 .2 .4", "a.txt:2: 'cat .5 .5 .2 .4'"),
+        ("nan .5 .5 .2 .4", "a.txt:2"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
+    yolo(tmp_path, {"images/a.jpg": f"0 .5 .5 .2 .4\n{line}\n"})
+    with pytest.raises(DataError, match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("yaml", "words"),
+    [
+        (None, "not YOLO"),
+        ("names: [cat, dog]\nnc: 3\n", "nc is 3, but there are 2 names"),
+        ("names: {0: cat, 2: dog}\n", "without a gap"),
+        ("names: [cat, cat]\n", "twice: cat"),
+        ("names: []\n", "must be a list"),
+        ("names: [[cat], dog]\n", "must be a list"),
+        ("names: [cat, dog", "data.yaml: cannot be read"),
+        ("names: [cat, dog]\nnames: [cat]\n", "line 2"),
+        ("names:\n  0: cat\n  1: dog\n  1: cow\n", "line 4"),
+        ("names: {0: cat, 1: dog, 0: cat}\n", "line 1"),
+        ("names: [cat, dog]\ntrain: pics\n", "pics is not below"),
+        ("names: [cat, dog]\ntrain: ../../../../etc\n", "is not below"),
+    ],
+)
+def test_a_broken_description(tmp_path: Path, yaml: str | None, words: str) -> None:
+    yolo(tmp_path, {"images/a.jpg": "0 .5 .5 .2 .4"}, yaml)
+    with pytest.raises(DataError, match=words):
+        read(tmp_path)
+
+
+@given(st.data())
+@pytest.mark.process
+def test_any_label_file(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Boxes inside the image within the slack, or one message that names the file."""
+    root = tmp_path_factory.getbasetemp() / "yolo"
+    numbers = st.one_of(st.floats(-0.1, 1.1), st.floats(), st.integers(-2, 3)).map(str)
+    lines = st.lists(st.lists(numbers, max_size=8).map(" ".join), max_size=3).map("\n".join)
+    yolo(root, {"images/a.jpg": data.draw(st.one_of(lines, st.text(max_size=20)))})
+    try:
+        splits = read(root)
+    except SsdctlError as error:
+        assert "a.txt" in str(error)  # noqa: PT017
+    else:
+        for _, (x, y, w, h), _ in exports.boxes_of(splits)["images/a.jpg"]:
+            assert min(x, y) >= -51
+            assert x + w <= 152
+            assert y + h <= 77
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("obj.names", None),
+        ("my.names", None),
+        ("cfg/my.names", None),
+        ("x/my.names", "names = y/my.names"),
+    ],
+)
+def test_names_of_darknet(tmp_path: Path, name: str, data: str | None) -> None:
+    yolo(tmp_path, {"images/a.jpg": "1 .5 .5 .2 .4"}, None)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("cat\ndog\n")
+    if data is not None:
+        (tmp_path / "other.names").write_text("x\n")  # not the only one: only *.data decides
+        with pytest.raises(DataError, match="no dataset found"):
+            find(tmp_path)
+        (tmp_path / "my.data").write_text(f"classes = 2\n{data}\n")
+    assert find(tmp_path)[0] == "yolo"
+    assert exports.boxes_of(read(tmp_path))["images/a.jpg"][0][0] == "dog"
+
+
+def test_lists_of_darknet(tmp_path: Path) -> None:
+    exports.darknet(tmp_path)
+    for path in (tmp_path, tmp_path / "data/parts.data"):
+        splits = read(path)
+        folder = "data/img" if path == tmp_path else "img"
+        assert list(exports.boxes_of(splits)) == [f"{folder}/{n}.jpg" for n in range(6)]
+        assert len(exports.boxes_of(splits, "val")) == 6
+    (tmp_path / "data/parts.names").rename(tmp_path / "data/parts.txt")
+    with pytest.raises(DataError, match=r"parts\.data: names"):
+        read(tmp_path)
+
+
+def test_images_in_data_yaml(tmp_path: Path) -> None:
+    images = {f"images/{n}.jpg": "0 .5 .5 .2 .4" for n in "abc"}
+    yaml = "train: [images/a.jpg, ../images/b.jpg]\nval: [./images/c.jpg]\nnames: [cat]\n"
+    yolo(tmp_path, images, yaml)
+    splits = read(tmp_path)
+    assert list(exports.boxes_of(splits)) == ["images/a.jpg", "images/b.jpg"]
+    assert list(exports.boxes_of(splits, "val")) == ["images/c.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("line", "is_yolo"),
+    [
+        ("0 .5 .5 .2 .4", True),
+        ("a cat in a garden", False),
+        ("cat 10 20 30 40", False),
+        ("10 20 30 40 cat", False),
+        ("0 10 20 30 40", False),
+        ("", False),
+    ],
+)
+def test_text_beside_an_image_is_yolo_if_its_content_is(
+    tmp_path: Path, line: str, is_yolo: bool
+) -> None:
+    root = tmp_path / "data"
+    yolo(root, {"a.jpg": line}, None)
+    with pytest.raises(DataError, match="no dataset found") as error:
+        find(root)
+    assert ("YOLO" in str(error.value)) == is_yolo
+    assert ("text labels of another format, such as a.txt" in str(error.value)) == bool(
+        line and not is_yolo
+    )
+    (root / "classes.txt").write_text("cat\n")  # the hint for YOLO leads to a dataset
+    assert (recognise(root) is not None) == is_yolo
+    if is_yolo:
+        assert "classes.txt" in str(error.value.hint)
+        assert exports.boxes_of(read(root))["a.jpg"]
+
+
+def test_the_hint_for_labels_in_an_unusual_place(tmp_path: Path) -> None:
+    root = tmp_path / "data"
+    yolo(root, {"photos/a.jpg": None}, None)
+    (root / "marks").mkdir()
+    (root / "marks/a.txt").write_text("0 .5 .5 .2 .4")
+    with pytest.raises(DataError, match=r"YOLO's labels, such as marks/a\.txt") as error:
+        find(root)
+    assert "beside its image" in str(error.value.hint)
+    (root / "marks/a.txt").rename(root / "photos/a.txt")
+    (root / "classes.txt").write_text("cat\n")
+    assert exports.boxes_of(find(root)[1].read(root))["photos/a.jpg"]

@@ -1,0 +1,222 @@
+"""Datasets are divided and reduced to some classes; stores of earlier versions are taken over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ssdctl.data import image_check_jobs
+from ssdctl.data.annotations import (
+    Annotations,
+    LabeledBox,
+    LabeledImage,
+    divided,
+    from_images,
+    with_classes,
+)
+from ssdctl.data.dataset import AUTOMATIC, Conversion, read_dataset
+from ssdctl.data.formats import coco
+from ssdctl.data.image_check import check_image
+from ssdctl.data.index import METADATA_KEY, read_made
+from ssdctl.data.open_dataset import count_images, open_dataset
+from ssdctl.data.prepare import prepare
+from ssdctl.data.store import Split
+from ssdctl.errors import DataError, UsageError
+
+
+@pytest.fixture
+def undivided(shapes: Path, tmp_path: Path) -> Path:
+    """A dataset without a validation split."""
+    root = tmp_path / "undivided"
+    shutil.copytree(shapes / "train2017", root / "train2017")
+    (root / "annotations").mkdir()
+    shutil.copy(shapes / "annotations/instances_train2017.json", root / "annotations")
+    return root
+
+
+def names_of(root: Path, conversion: Conversion) -> dict[str, list[str]]:
+    return {s: a.file_names for s, a in read_dataset(root, conversion).splits.items()}
+
+
+def files_below(root: Path) -> dict[Path, tuple[int, bytes]]:
+    return {
+        p: (p.stat().st_mtime_ns, p.read_bytes())
+        for p in root.rglob("*")
+        if p.is_file() and "prepared" not in p.parts
+    }
+
+
+def test_split_is_the_same_everywhere(undivided: Path) -> None:
+    path = undivided / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    dataset = read_dataset(undivided, Conversion(split=0.75)).splits
+    train, val = dataset["train"], dataset["val"]
+    assert (len(train.file_names), len(val.file_names)) == (18, 6)
+    assert not set(train.file_names) & set(val.file_names)
+    names = [i["file_name"] for i in document["images"]]
+    assert train.file_names == [name for name in names if name in train.file_names]
+    assert len(train.ids) + len(val.ids) == len(document["annotations"])
+    document["images"].reverse()
+    path.write_text(json.dumps(document))
+    assert set(names_of(undivided, Conversion(split=0.75))["val"]) == set(val.file_names)
+
+
+def test_the_index_remembers_how_the_dataset_was_read(undivided: Path, tmp_path: Path) -> None:
+    before, store = files_below(undivided), tmp_path / "store"
+    conversion = Conversion("coco", 0.75, ("ball", "star"))
+    prepare(undivided, store, conversion, pack=False)
+    made = read_made(store)
+    assert made is not None
+    assert (made.format, made.conversion, made.splits) == ("coco", conversion, ["train", "val"])
+    assert prepare(undivided, store, conversion, pack=False).unchanged
+    assert not prepare(undivided, store, Conversion(split=0.5), pack=False).unchanged
+    prepare(undivided, store, conversion, pack=False)
+    path = undivided / "annotations/instances_train2017.json"
+    path.write_text(path.read_text().replace('"ball"', '"bull"').replace('"star"', '"ball"'))
+    with pytest.raises(UsageError, match="'star'"):  # it is read again, with the same options
+        open_dataset(undivided, store)
+    path.write_text(path.read_text().replace('"ball"', '"star"').replace('"bull"', '"ball"'))
+    splits = open_dataset(undivided, store)
+    assert [c.name for c in splits["val"].classes] == ["ball", "star"]
+    assert count_images(undivided, store).validation == 6
+    assert {p: c for p, (_, c) in files_below(undivided).items()} == {
+        p: c for p, (_, c) in before.items()
+    }
+
+
+def test_a_dataset_toml_of_the_users_own(undivided: Path) -> None:
+    own = '[train]\nimages = "train2017"\nannotations = "annotations/instances_train2017.json"\n'
+    (undivided / "dataset.toml").write_text(own)
+    with pytest.raises(UsageError, match=r"dataset\.toml exists"):
+        read_dataset(undivided, Conversion("voc"))
+    names = names_of(undivided, Conversion(split=0.75, classes=("ball",)))
+    assert (len(names["train"]), len(names["val"])) == (18, 6)
+    assert (undivided / "dataset.toml").read_text() == own
+
+
+def test_classes_keep_ids_and_boxes(shapes: Path) -> None:
+    whole = coco.read(shapes)["train"]
+    kept = with_classes(whole, ["star", "ball"])
+    assert kept.classes == [c for c in whole.classes if c.id in (1, 7)]
+    assert kept.file_names == whole.file_names
+
+    def objects(annotations: Annotations) -> list[tuple[Any, ...]]:
+        ids = [annotations.classes[label - 1].id for label in annotations.labels]
+        columns = annotations.ids, annotations.rows, annotations.boxes.tolist()
+        return [values for values in zip(ids, *columns, strict=True) if values[0] in (1, 7)]
+
+    assert objects(kept) == objects(whole)
+
+
+def test_what_makes_no_sense(shapes: Path, tmp_path: Path) -> None:
+    root = tmp_path / "shapes"
+    shutil.copytree(shapes, root, ignore=shutil.ignore_patterns("prepared"))
+    with pytest.raises(UsageError, match="has validation images already"):
+        read_dataset(root, Conversion(split=0.9))
+    with pytest.raises(UsageError, match="has no class 'bal'") as error:
+        read_dataset(root, Conversion(classes=("bal",)))
+    assert "'ball'" in (error.value.hint or "")
+    with pytest.raises(DataError, match="no dataset found"):
+        read_dataset(tmp_path, Conversion(split=0.9))
+
+
+@given(
+    st.lists(st.text("abc/é", min_size=1), min_size=2, max_size=30, unique=True),
+    st.floats(0.01, 0.99),
+)
+def test_any_division(names: list[str], share: float) -> None:
+    """Every image and box occurs once; both sides have some."""
+    images = [LabeledImage(n, 9, 9, [LabeledBox("x", 0, 0, 1, 1)]) for n in names]
+    whole = from_images({"train": images}, ["x"], Path(), Path("labels"))["train"]
+    train, val = divided(whole, share)
+    assert sorted(train.file_names + val.file_names) == sorted(names)
+    for part in (train, val):
+        assert part.file_names
+        assert [part.file_names[row] for row in part.rows] == part.file_names
+        assert set(part.image_ids) == {whole.image_ids[names.index(n)] for n in part.file_names}
+
+
+def as_version_3(store: Path) -> None:
+    """Rewrite the indexes of a store as the version before wrote them."""
+    for path in store.glob("index-*.arrow"):
+        with pa.OSFile(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+        metadata = json.loads(table.schema.metadata[METADATA_KEY])
+        kept = {k: metadata[k] for k in ("classes", "key", "packed", "shards", "shrink")}
+        kept |= {"encoding": metadata["encoding"], "format": 3}
+        kept["fingerprint"] = {"bytes": 1, "modified_ns": 1, "sha256": "0"}
+        table = table.drop_columns(["areas", "is_trained"])
+        table = table.replace_schema_metadata({METADATA_KEY: msgspec.json.encode(kept)})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+def content(split: Split) -> list[Any]:
+    return [split.boxes.tolist(), split.labels.tolist(), split.read(1), split.usable.tolist()]
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+def test_a_packed_store_of_the_version_before_is_taken_over(
+    undivided: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_images: bool,
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = tmp_path / "store"
+    (undivided / "train2017/000000000001.jpg").write_bytes(b"no image")
+    first = prepare(undivided, store, pack=True)
+    before = content(open_dataset(undivided, store)["train"])
+    shards = {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")}
+    as_version_3(store)
+    if not has_images:
+        shutil.rmtree(undivided / "train2017")
+    checked: list[Path] = []
+    monkeypatch.setattr(
+        image_check_jobs,
+        "check_image",
+        lambda path, *given: checked.append(path) or check_image(path, *given),
+    )
+    caplog.clear()
+    assert content(open_dataset(undivided, store)["train"]) == before
+    assert sum("earlier version" in message for message in caplog.messages) == 1
+    assert not checked  # no image is read or packed again
+    assert {p.name: p.stat().st_mtime_ns for p in store.glob("images-*")} == shards
+    again = prepare(undivided, store, pack=True)
+    assert again.unchanged or not has_images
+    assert [f.detail for f in again.splits[0].findings] == [
+        f.detail for f in first.splits[0].findings
+    ]
+
+
+def test_a_folder_in_which_the_version_before_wrote_annotations(undivided: Path) -> None:
+    """Its dataset.toml with [made] is read as it is; other options start from the originals."""
+    path = undivided / "annotations/instances_train2017.json"
+    document = json.loads(path.read_text())
+    for split, images in (("train", document["images"][:20]), ("val", document["images"][20:])):
+        ids = {i["id"] for i in images}
+        objects = [a for a in document["annotations"] if a["image_id"] in ids]
+        part = {**document, "images": images, "annotations": objects}
+        (undivided / f"annotations/ssdctl_{split}-01234567.json").write_text(json.dumps(part))
+    lines = ['[made]\nsource = "coco"\nsplit = 0.83\n']
+    for split in ("train", "val"):
+        annotations = f"annotations/ssdctl_{split}-01234567.json"
+        lines.append(f'[{split}]\nimages = "train2017"\nannotations = "{annotations}"\n')
+    (undivided / "dataset.toml").write_text("\n".join(lines))
+    before = files_below(undivided)
+    names = names_of(undivided, AUTOMATIC)
+    assert (len(names["train"]), len(names["val"])) == (20, 4)
+    names = names_of(undivided, Conversion(split=0.5))
+    assert (len(names["train"]), len(names["val"])) == (12, 12)
+    prepare(undivided, undivided / "prepared", Conversion(split=0.5), pack=False)
+    assert files_below(undivided) == before
