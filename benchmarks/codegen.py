@@ -5,8 +5,8 @@
 Inductor writes the Triton code of the step for a mocked H100 on fake tensors; nothing is executed.
 The number of kernels is counted in the generated code, and inductor estimates the bytes that each
 kernel moves (`kernel_num_gb`). Convolutions are vendor kernels: they are counted, their bytes are
-not. Predicted times are a roofline: bytes over the memory's rate, or arithmetic over the tensor
-cores' rate at the share that cuDNN reaches.
+not. Predicted times are a roofline: bytes over the memory's rate, and the convolutions' arithmetic
+over 400 TFLOP/s. That rate is assumed, not measured, and most of the total rests on it.
 
 `--check` fails if a kernel adds with atomics, or if a convolution other than the stem has a number
 of channels that tensor cores cannot use.
@@ -320,7 +320,7 @@ def summarize(code: str) -> Generated:
         gigabytes = re.search(r"kernel_num_gb': ([0-9.e-]+)", match[2])
         launches = len(re.findall(rf"{match[1]}\.run\(", call))
         kernels.append(Kernel(match[1], float(gigabytes[1]) if gigabytes else 0.0, launches))
-    library = re.findall(r"(?:extern_kernels\.\w+|torch\.ops\.aten\.[\w.]+)\(", call)
+    library = re.findall(r"(?:extern_kernels\.\w+|(?:torch\.ops\.)?\baten\.[\w.]+)\(", call)
     others = [name for name in library if "convolution" not in name]
     return Generated(kernels, len(library) - len(others), others, code.count("tl.atomic_add("))
 

@@ -15,43 +15,18 @@ from collections.abc import Callable
 from typing import Any
 
 import codegen
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ssdctl.boxes import matcher
+from ssdctl.boxes.matcher import Matcher
 from ssdctl.device import inductor
-from ssdctl.model import loss, normalize, resnet, ssd300
+from ssdctl.model import fused
+from ssdctl.model.loss import MultiboxLoss
+from ssdctl.model.normalize import Normalize
+from ssdctl.model.ssd300 import SSD300
 
 
-def _with_separate_heads() -> None:
-    def separate(feature: Tensor, box_head: nn.Module, class_head: nn.Module) -> Any:
-        return box_head(feature), class_head(feature)
-
-    ssd300.joined_heads = separate
-
-
-def _with_iou_tables() -> None:
-    def match(*arguments: Any, fused: bool, **options: Any) -> Any:
-        return matcher.match(*arguments, fused=False, **options)
-
-    loss.match = match  # type: ignore[attr-defined]  # imported there, not exported
-
-
-def _with_custom_cross_entropy() -> None:
-    loss._cross_entropy = loss._CrossEntropy.apply
-
-
-def _with_color_products() -> None:
-    def as_product(
-        module: normalize.Normalize, images_BHW3: Tensor, jitter_B4: Tensor, **_: Any
-    ) -> Tensor:
-        pixels = images_BHW3.to(jitter_B4.dtype) / 255
-        matrix_B33, offset_B3 = module._map(jitter_B4, pixels.mean(dim=(1, 2)))
-        flat = torch.baddbmm(offset_B3[:, None], pixels.flatten(1, 2), matrix_B33.transpose(1, 2))
-        return flat.reshape(pixels.shape).permute(0, 3, 1, 2)
-
-    # mypy refuses assignments to methods: this one undoes the change.
-    normalize.Normalize.as_fused_sums = as_product  # type: ignore[method-assign]
+def _without_form(plain: type[nn.Module]) -> None:
+    del fused.FORMS["gpu"][plain]
 
 
 def _without_option(name: str) -> None:
@@ -65,16 +40,16 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 ROWS: dict[str, Callable[[], None]] = {
     "all": lambda: None,
-    "heads as one aligned convolution": _with_separate_heads,
+    "heads as one aligned convolution": lambda: _without_form(SSD300),
     "max-pool backward as a gather": lambda: _replace(inductor, "keep_pool_backward", lambda: None),
-    "IoU fused into its reductions": _with_iou_tables,
-    "cross-entropy by comparison": _with_custom_cross_entropy,
+    "IoU fused into its reductions": lambda: _without_form(Matcher),
+    "cross-entropy by comparison": lambda: _without_form(MultiboxLoss),
     "force_layout_optimization": lambda: _without_option("force_layout_optimization"),
-    "stem of four planes": lambda: _replace(resnet.StemConv, "forward", nn.Conv2d.forward),
-    "colors as sums": _with_color_products,
+    "stem of four planes": lambda: _replace(fused.AlignedStem, "forward", nn.Conv2d.forward),
+    "colors as sums": lambda: _without_form(Normalize),
     "combo_kernels": lambda: _without_option("combo_kernels"),
     "ReLU after a norm as a comparison": lambda: _replace(
-        resnet.NormReLU, "forward", nn.ReLU.forward
+        fused.NormReLU, "forward", nn.ReLU.forward
     ),
 }
 

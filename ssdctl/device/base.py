@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ class Decoder(NamedTuple):
     receive: Callable[[tuple[int, ...], Callable[[Tensor, Any], object]], Tensor]
 
 
-class Device(Protocol):
+class Device(ABC):
     """An open device of this process.
 
     A value or a body here is that of a device which does not have the feature.

@@ -87,9 +87,6 @@ class Cpu(Device):
             isinstance(error, RuntimeError) and any(w in str(error) for w in ALLOCATION_FAILED)
         )
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
 
 def open_cpu(local_rank: int, execution: str | None) -> Cpu:
     return Cpu(execution)

@@ -66,7 +66,7 @@ class Cuda(Device):
     def compile(self, module: nn.Module) -> None:
         if self.execution == "compile":
             inductor.keep_pool_backward()
-            inductor.compile_in_place(module, options=inductor.gpu_options())
+            inductor.compile_in_place(module, options=inductor.gpu_options(module))
 
     def host_buffer(self, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
@@ -119,9 +119,6 @@ class Cuda(Device):
         return isinstance(error, torch.OutOfMemoryError) or (
             isinstance(error, RuntimeError) and any(w in str(error) for w in OUT_OF_MEMORY)
         )
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
 
 def _auto_precision(capability: tuple[int, int]) -> str:

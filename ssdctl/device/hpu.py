@@ -101,9 +101,6 @@ class Hpu(Device):
             "out of memory" in message or "allocation failed" in message
         )
 
-    def counters(self) -> dict[str, int]:
-        return {}
-
 
 def _set_recipe_cache() -> tuple[str, ...]:
     """Keep compiled graphs on a local disk, for the ranks of this machine and for resumed runs.

@@ -49,15 +49,21 @@ def _missing_requirement(gpu: tuple[int, int] | None) -> str | None:
     return None
 
 
-def gpu_options() -> dict[str, Any]:
+def gpu_options(module: nn.Module | None = None) -> dict[str, Any]:
     """Return those of inductor's options for a training step on a GPU that this PyTorch has.
 
     benchmarks/RESULTS.md lists the effect of each.
+
+    Args:
+        module: The step's. Batch norm over several ranks cannot be part of a CUDA graph; before
+            PyTorch could leave an operator out (`cudagraph_unsafe`), there is none at all.
     """
     import torch._inductor
 
     options: dict[str, Any] = {
-        "triton.cudagraphs": True,
+        "triton.cudagraphs": hasattr(torch.Tag, "cudagraph_unsafe")
+        or module is None
+        or all(getattr(part, "world_size", 1) == 1 for part in module.modules()),
         # Otherwise heads with few channels keep the entire network from channels-last.
         "force_layout_optimization": True,
         # ReLU's mask is recomputed from six values where it is used, instead of being written.

@@ -22,7 +22,7 @@ from ssdctl.download.hub import (
     parse_reference,
 )
 from ssdctl.errors import UsageError
-from ssdctl.runs.layout import RunDir, find_checkpoint
+from ssdctl.runs.layout import RunDir, find_checkpoint, tensorflow_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def resolve_source(source: str | os.PathLike[str]) -> Path | HubReference | Dete
     if path.exists():
         return find_checkpoint(path)
     detector = find_detector(name)
+    if detector is None and (error := tensorflow_checkpoint(path)) is not None:
+        raise error
     if detector is None:
         near = nearest_detector(name)
         names = ", ".join(d.name for d in DETECTORS)

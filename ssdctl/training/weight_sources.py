@@ -1,14 +1,18 @@
-"""Check that the first weights of a run exist, without fetching or reading them. Torch-free."""
+"""Check that the first weights of a run exist, without fetching or loading them. Torch-free."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ssdctl.config import Config
-from ssdctl.errors import UsageError
+from ssdctl.download.fetch import sha256_of
+from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.inference.model_source import resolve_source
 from ssdctl.model.pretrained import weights_named, weights_of
 from ssdctl.runs.default_folder import run_dir
+
+HASHED_NAME = re.compile(r"-([0-9a-f]{8})\.pth$")  # as PyTorch names its files
 
 
 def check_weight_sources(config: Config) -> None:
@@ -18,6 +22,7 @@ def check_weight_sources(config: Config) -> None:
 
     Raises:
         UsageError: A file does not exist, or there are no weights of that name.
+        IntegrityError: A backbone's file does not have the hash of which its name has digits.
     """
     resume = config.train.resume
     if resume not in ("auto", "never"):
@@ -33,5 +38,15 @@ def check_weight_sources(config: Config) -> None:
         resolve_source(config.train.init)
         return
     name = weights_of(config.model)
-    if name is not None and not Path(name).is_file():
+    if name is None:
+        return
+    if not Path(name).is_file():
         weights_named(name)
+    elif named := HASHED_NAME.search(name):
+        digest = sha256_of(Path(name), "")
+        if not digest.startswith(named[1]):
+            raise IntegrityError(
+                f"{name}: its SHA-256 begins with {digest[: len(named[1])]}, not with {named[1]} "
+                "as its name says",
+                hint="copy or download it again; rename it if you changed it on purpose",
+            )

@@ -22,7 +22,7 @@ from ssdctl.model.distributed_norm import DistributedBatchNorm2d
 from ssdctl.training.loss_scale import INITIAL_SCALE, LossScale
 from ssdctl.training.nonfinite import NonFiniteGuard
 from ssdctl.training.setup import with_sync_bn
-from ssdctl.training.step import copy_ahead
+from ssdctl.training.step_input import copy_ahead
 
 CPU = open_device("cpu")
 # What makes the host wait for the device: reading a value, or shapes that depend on one.

@@ -329,7 +329,7 @@ def archive(folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def manifest(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.sources import read_manifest
+    from ssdctl.download.pinned_files import read_manifest
 
     text = (
         b'[[file]]\nname = "a.zip"\nurl = "https://host/a.zip"\nbytes = 100\n'
@@ -358,7 +358,7 @@ def http(folder: Path) -> Iterator[Target]:
 
     from ssdctl.download.fetch import fetch
     from ssdctl.download.http import RetryPolicy
-    from ssdctl.download.sources import PinnedFile
+    from ssdctl.download.pinned_files import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()
@@ -492,6 +492,9 @@ TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
     "annotations: cvat": _exported(
         exports.cvat_xml, "annotations.xml", (*XML, b"<box ", b"<track ")
     ),
+    "annotations: darknet": _exported(exports.darknet, "data/parts.data", (b"names = ", b"=")),
+    "annotations: tf-csv": _exported(exports.tf_csv, "data/train_labels.csv", (b",", b'"', b"nan")),
+    "annotations: kitti": _exported(exports.kitti, "training/label_2/*.txt", (b" nan", b" -1")),
     "annotations: yolo": _exported(exports.roboflow_yolo, "train/labels/*.txt", (b"0 ", b" 0.5")),
     "annotations: data.yaml": _exported(
         exports.roboflow_yolo,

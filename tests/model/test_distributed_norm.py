@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import run_ranks
 from torch import Tensor, nn
+
+from ssdctl.device import inductor
+from ssdctl.model.distributed_norm import convert_batch_norms
 
 SCRIPT = """
 import json, os, sys
@@ -69,3 +73,16 @@ def test_two_ranks_equal_one_with_the_joined_batch(execution: str) -> None:
     for name, values in expected.items():
         assert results[name] == pytest.approx(values, abs=1e-10), name
     assert separate["1.running_mean"] != pytest.approx(expected["1.running_mean"], abs=1e-4)
+
+
+@pytest.mark.parametrize("can_leave_out", [False, True])
+def test_exchanged_statistics_are_in_no_cuda_graph(
+    monkeypatch: pytest.MonkeyPatch, can_leave_out: bool
+) -> None:
+    tag = SimpleNamespace(cudagraph_unsafe=1) if can_leave_out else SimpleNamespace()
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    assert inductor.gpu_options(model)["triton.cudagraphs"]  # it has imported the compiler
+    monkeypatch.setattr(torch, "Tag", tag)
+    assert inductor.gpu_options(model)["triton.cudagraphs"]
+    convert_batch_norms(model, world_size=2)
+    assert inductor.gpu_options(model)["triton.cudagraphs"] == can_leave_out

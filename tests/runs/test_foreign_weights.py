@@ -1,0 +1,35 @@
+"""Weights of other programs, or of a broken copy, are named as what they are."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssdctl.errors import UsageError
+from ssdctl.inference.model_source import resolve_source
+
+
+@pytest.mark.parametrize("name", [".", "model.ckpt-100"])
+def test_a_checkpoint_of_tensorflow(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.ckpt-100.index").touch()
+    (tmp_path / "model.ckpt-100.data-00000-of-00001").touch()
+    with pytest.raises(UsageError, match="TensorFlow"):
+        resolve_source(tmp_path / name)
+    with pytest.raises(UsageError) as other:
+        resolve_source(tmp_path / "model")
+    assert "TensorFlow" not in str(other.value)
+
+
+def test_a_backbone_without_the_hash_of_its_name(cli: Callable[..., Any], tmp_path: Path) -> None:
+    content = b"weights"
+    digits = hashlib.sha256(content).hexdigest()[:8]
+    for name, code in ((digits, 0), ("01234567", 5), ("mine", 0)):
+        path = tmp_path / f"resnet34-{name}.pth"
+        path.write_bytes(content)
+        result = cli("train", "--dry-run", "--fake-data", "--backbone-weights", path)
+        assert result.code == code, result.err
+        assert (digits in result.err) == (code == 5)
