@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ssdctl.run import Run
     from ssdctl.runs.evaluation import Evaluation
     from ssdctl.torch_dataset import Dataset
+    from ssdctl.trainer import Trainer
 
 __all__ = [
     "SSD300",
@@ -42,6 +43,7 @@ __all__ = [
     "Predictor",
     "Result",
     "Run",
+    "Trainer",
     "__version__",
     "configure",
     "default_boxes",
@@ -65,6 +67,7 @@ _MODULES = {
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.run",
     "SSD300": "ssdctl.model.ssd300",
+    "Trainer": "ssdctl.trainer",
 }
 
 # `import torch` would load Gaudi's bridge before ssdctl/device/hpu.py has set the bridge's mode.

@@ -10,9 +10,8 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ssdctl.config.render import values
 from ssdctl.config.resolve import Override, Resolved, resolve, setting_path, sources_of
@@ -22,7 +21,6 @@ from ssdctl.config.sources import Kind, of_call
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir, find_checkpoint
-from ssdctl.runs.progress import TrainingBar
 from ssdctl.runtime.progress import Progress, progress_bar, without_progress
 from ssdctl.runtime.public import public
 
@@ -207,13 +205,33 @@ def prepare(
     return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
 
 
-_TRAIN = (
-    *("data", "out", "init", "preset", "backbone", "backbone_weights", "epochs", "steps"),
-    *("batch_size", "lr", "warmup", "optimizer", "precision", "device", "workers", "seed"),
-)
+class TrainSettings(TypedDict, total=False):
+    """The keywords of `train`, for `Trainer`."""
+
+    out: PathLike | None
+    init: PathLike | None
+    preset: str | None
+    backbone: str | None
+    backbone_weights: PathLike | None
+    epochs: float | None
+    steps: int | None
+    batch_size: int | Literal["auto"] | None
+    lr: float | None
+    warmup: str | float | None
+    optimizer: Literal["sgd", "adamw"] | None
+    precision: Precision | None
+    device: DeviceName | None
+    workers: int | None
+    seed: int | None
 
 
-@public(_instead_of("train", *_TRAIN))
+TRAIN_PATHS = {
+    name: KEYWORDS.get(name, "model.backbone" if name == "backbone" else f"train.{name}")
+    for name in TrainSettings.__annotations__
+}
+
+
+@public(_instead_of("train", "data", *TRAIN_PATHS))
 def train(
     data: PathLike | None = None,
     *,
@@ -270,36 +288,44 @@ def train(
         ssdctl.errors.Stopped: Interrupted, as by a notebook's stop button; everything is saved, and
             the same call continues.
     """
-    from ssdctl.data.store_folder import with_absolute_data
-    from ssdctl.runtime import signals
+    from ssdctl.trainer import Trainer  # late: torch takes seconds
 
-    given = {
-        "data.root": data,
-        "train.out": out,
-        "train.init": init,
-        "train.preset": preset,
-        "model.backbone": backbone,
-        "model.weights": backbone_weights,
-        "train.epochs": epochs,
-        "train.steps": steps,
-        "train.batch_size": batch_size,
-        "train.lr": lr,
-        "train.warmup": warmup,
-        "train.optimizer": optimizer,
-        "train.precision": precision,
-        "train.device": device,
-        "train.workers": workers,
-        "train.seed": seed,
-    }
-    resolved = _resolved(config, given)
-    with signals.handled():
-        from ssdctl.training.setup import run_training
+    trainer = Trainer(
+        data,
+        config=config,
+        progress=progress,
+        out=out,
+        init=init,
+        preset=preset,
+        backbone=backbone,
+        backbone_weights=backbone_weights,
+        epochs=epochs,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        warmup=warmup,
+        optimizer=optimizer,
+        precision=precision,
+        device=device,
+        workers=workers,
+        seed=seed,
+    )
+    return trainer.run()
 
-        with closing(TrainingBar(is_shown=progress)) as bar:
-            summary = run_training(
-                with_absolute_data(resolved), emit=bar.show, progress=_progress(progress)
-            )
-    return Run(summary.out)
+
+def resolved_for_training(
+    data: PathLike | None, config: ConfigLike | None, settings: Mapping[str, Any], caller: str
+) -> Resolved:
+    """Resolve the config of `train` or `Trainer`.
+
+    Raises:
+        UsageError: A keyword does not exist; the hint says what to write instead.
+    """
+    for name in settings.keys() - TRAIN_PATHS.keys():
+        hint = _instead_of("train", *TRAIN_PATHS)(name)
+        raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
+    given = {TRAIN_PATHS[name]: value for name, value in settings.items()}
+    return _resolved(config, {"data.root": data, **given})
 
 
 _EVALUATE = (

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from conftest import Result
 
 import ssdctl
@@ -316,3 +318,92 @@ for is_on in (False, True):  # deterministic algorithms import torch._dynamo
     assert state() == before, (before, state())
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.process
+def test_a_stepped_run_is_the_run_of_the_command(shapes: Path, cli: Cli) -> None:
+    """Bit by bit: a config file, keywords, a loop that is left and entered again, the command."""
+    Path("settings.toml").write_text("[train]\naugment = 'ssd'\nema = 0.9\nlog_every = 1\n")
+    options = [w for name, v in TINY.items() if name not in ("progress", "precision") for w in
+               (f"--{ {'batch_size': 'bs'}.get(name, name.replace('_', '-')) }", v)]  # fmt: skip
+    command = (
+        "train",
+        "--config",
+        "settings.toml",
+        "--data",
+        shapes,
+        "--steps",
+        4,
+        "--fp32",
+        *options,
+    )
+    assert cli(*command, "--out", "command").code == 0
+    common = {**TINY, "steps": 4, "config": "settings.toml"}
+    ssdctl.train(shapes, out="function", **common)
+    trainer = ssdctl.Trainer(shapes, out="stepped", **common)
+    assert repr(trainer) == "Trainer(stepped: step 0 of 4)"
+    for step in trainer:
+        if step == 2:
+            break
+    assert trainer.step == 2
+    trainer.save()
+    assert list(trainer) == [3, 4]
+    runs = ("command", "function", "stepped")
+    first, *others = (torch.load(f"{run}/checkpoints/last.pt", weights_only=True) for run in runs)
+    for other in others:
+        for part in ("model", "trained"):
+            for name, value in first[part].items():
+                assert torch.equal(value, other[part][name]), (part, name)
+    losses = [[r["loss"] for r in ssdctl.Run(run).metrics if r["kind"] == "train"] for run in runs]
+    assert losses[0] == losses[1] == losses[2]
+    assert len(losses[0]) == 4
+    with pytest.raises(UsageError, match="closed"):
+        trainer.run()
+    with pytest.raises(UsageError, match="batch_size"):
+        ssdctl.Trainer(shapes, bs=4)  # type: ignore[call-arg]
+    with ssdctl.Trainer(shapes, out="left", **common) as left:
+        next(iter(left))
+        assert left.model.training
+    assert ssdctl.Trainer(shapes, out="left", **common).run().best.is_file()  # the lock is free
+
+
+@pytest.mark.slow(in_ci=True)
+def test_a_typed_program_that_uses_every_public_name(shapes: Path) -> None:
+    pytest.importorskip("mypy")
+    client = Path(__file__).with_name("typed_client.py")
+    used = set(re.findall(r"ssdctl\.(\w+)", client.read_text(encoding="utf-8")))
+    assert set(ssdctl.__all__) <= used
+    subprocess.run([sys.executable, client, shapes], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", str(client)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+TWO_RANKS = """
+import json, sys
+import ssdctl
+data, folder = sys.argv[1:]
+config = ssdctl.configure(train={"log_every": 1})
+run = ssdctl.train(data, out=f"{folder}/run", steps=2, config=config, batch_size=1, warmup="1st",
+                   backbone="resnet18", backbone_weights="none", device="cpu", workers=1, progress=False)
+evaluation = ssdctl.evaluate(run, device="cpu", workers=1, progress=False)
+found = ssdctl.load(run, device="cpu", score=0.02)(f"{data}/val2017/000000000001.jpg")
+from ssdctl.distributed.ranks import find_ranks
+with open(f"{folder}/{find_ranks().rank}.json", "w") as file:
+    json.dump([evaluation.figures, found.to_coco(), repr(run)], file)
+"""
+
+
+@pytest.mark.process
+def test_two_ranks(shapes: Path, tmp_path: Path) -> None:
+    """torchrun of a program: the ranks train together and get the same results."""
+    Path("program.py").write_text(TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*command, "program.py", str(shapes), str(tmp_path)], check=True)
+    first, second = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (0, 1))
+    assert first == second
+    assert first[0]["AP"] >= 0
+    assert first[1]
+    assert "2 steps" in first[2]
+    evaluation = ssdctl.evaluate(tmp_path / "run", device="cpu", workers=1, progress=False)
+    assert evaluation.figures == pytest.approx(first[0], abs=1e-9)

@@ -267,6 +267,7 @@ def test_files_and_tests_that_are_named_exist(page: Path) -> None:
     code = [*spans(prose(page)), *(w for b in blocks(page) for w in b.text.split())]
     folders = [ROOT / name for name in ("ssdctl", "tests", "benchmarks", "completions", "docs")]
     sources = {path.name for folder in folders for path in folder.rglob("*.py")}
+    sources |= {path.name for path in ROOT.glob("*.py")}
     for span in code:
         path, _, test = span.partition("::")
         if re.search(r"[^\w./*-]|NAME", path):

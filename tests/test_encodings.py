@@ -9,7 +9,7 @@ import pytest
 
 from ssdctl.config.resolve import read_toml
 from ssdctl.data.formats.coco import read
-from ssdctl.download.sources import read_manifest
+from ssdctl.download.pinned_files import read_manifest
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.files import read_text
 

@@ -17,7 +17,7 @@ from ssdctl.files import refuse_url
 from ssdctl.runtime.printable import listed
 
 if TYPE_CHECKING:
-    from ssdctl.download.sources import PinnedFile
+    from ssdctl.download.pinned_files import PinnedFile
 
 COCO_DIR = "data/coco"
 SHAPES_DIR = "data/shapes"
@@ -86,7 +86,7 @@ def download(
 
 
 def _selected_files(manifest: str | None, part: str | None) -> list[PinnedFile]:
-    from ssdctl.download.sources import COCO2017, read_manifest
+    from ssdctl.download.pinned_files import COCO2017, read_manifest
 
     if manifest is not None:
         return read_manifest(Path(manifest))

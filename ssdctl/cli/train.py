@@ -83,7 +83,7 @@ def train(
         start_rank_log(run.rank_log(ranks.rank), ranks.rank)
     call.console.quiet = call.console.quiet or not is_main  # only rank 0 writes to the terminal
     try:
-        from ssdctl.cli.progress import TrainingDisplay
+        from ssdctl.cli.progress_bar import TrainingDisplay
         from ssdctl.data.store_folder import with_absolute_data
         from ssdctl.training.setup import run_training
 

@@ -178,9 +178,10 @@ def _write_voc(out: Path, split: str, images: Iterator[_Exported], classes: list
     pictures, annotations = make_dir(out / "JPEGImages"), make_dir(out / "Annotations")
     stems = []
     for image_id, image, content in images:
-        stem = f"{split}_{PurePosixPath(image.file_name).stem}"  # one folder for all splits
-        if " " in stem:  # a list has one word for each image
-            stem = f"{'_'.join(stem.split())}-{image_id}"
+        # A list has one word for each image, and all splits have one folder.
+        stem = "_".join(PurePosixPath(image.file_name).stem.split())
+        if (annotations / f"{stem}.xml").exists():
+            stem = f"{split}_{stem}-{image_id}"
         name = stem + PurePosixPath(image.file_name).suffix
         write_bytes(pictures / name, content)
         write_bytes(annotations / f"{stem}.xml", _voc_xml(name, image))

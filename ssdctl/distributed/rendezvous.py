@@ -7,9 +7,11 @@ joined never arrives: the others would wait for it until they time out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from typing import Any
 
+from torch import distributed as dist
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ssdctl.distributed.ranks import Ranks
@@ -21,6 +23,8 @@ ARRIVED = "arrived"  # the store's key that counts the ranks
 POLL_S = 0.05
 RANKS_PER_POLL = 64  # with more ranks each polls less often: a single process answers them all
 GRACE_S = 1.0
+# Torchrun's store outlives a group: the next one of the same processes needs other keys.
+_groups = itertools.count()
 MIN_TIMEOUT_S = 300.0  # for ranks that still import, or wait for a node
 
 
@@ -33,6 +37,7 @@ def rendezvous(ranks: Ranks, timeout_s: float) -> Any:
     """
     with signals.ending_at_once():
         store = _connect(ranks)
+    store = dist.PrefixStore(f"group-{next(_groups)}", store)  # type: ignore[attr-defined]
     store.add(ARRIVED, 1)
     try:
         with signals.ending_at_once():

@@ -19,7 +19,7 @@ from ssdctl.data.store_folder import dataset_folders
 from ssdctl.doctor.check import ABSENT, OK, Check, bad, ok
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import NotFound, RetryPolicy
-from ssdctl.download.sources import COCO2017, PinnedFile
+from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.download.transfer import length_of
 from ssdctl.errors import SsdctlError, UsageError
 from ssdctl.files import free_bytes

@@ -28,7 +28,7 @@ from ssdctl.download.fetch import (
 )
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.partial_file import remove_part
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.files import DECODE_ERRORS, make_dir, read_limited, safe_join, write_bytes
 from ssdctl.runtime.redact import redact_url

@@ -21,7 +21,7 @@ from ssdctl.download.fetch import (
     torch_cache_dir,
 )
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import WEIGHTS_URL, PinnedFile
+from ssdctl.download.pinned_files import WEIGHTS_URL, PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.files import write_text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ssdctl.download.http import NotFound, RetryPolicy
 from ssdctl.download.partial_file import Part, part_paths, remove_part
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress, length_of, transfer
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 from ssdctl.files import disk_errors, free_bytes, lock, safe_join

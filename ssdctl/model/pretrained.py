@@ -17,7 +17,7 @@ from ssdctl.download.fetch import (
     torch_cache_dir,
 )
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.download.transfer import Progress
 from ssdctl.errors import UsageError
 from ssdctl.model.backbones import find_backbone

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ssdctl.device.base import Device
 from ssdctl.distributed import collectives
 from ssdctl.distributed.ranks import SINGLE_PROCESS, Ranks
-from ssdctl.model import fused
 from ssdctl.model.constants import constants_of_model
 from ssdctl.model.loss import Losses, MultiboxLoss
 from ssdctl.model.normalize import Normalize
@@ -67,7 +66,10 @@ class LossModule(nn.Module):
         self.loss = MultiboxLoss(self._dtype, constants=constants).to(device.torch_device)
         self.device = device
         self._precision = precision
-        fused.swap_in(self, device.forms)
+        if device.forms:
+            from ssdctl.model import fused  # late: the step of the paper does not need it
+
+            fused.swap_in(self, device.forms)
 
     def forward(
         self, images_BHW3: Tensor, jitter_B4: Tensor | None, boxes_BG4: Tensor, labels_BG: Tensor

@@ -11,7 +11,7 @@ from download.http_server import Server, file
 
 import ssdctl.cli.fetch_weights  # noqa: F401 - registers the command
 from ssdctl.cli.main import main
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.model.backbones import resnet34, tiny
 
 CONTENT = bytes(range(256)) * 100

@@ -24,7 +24,7 @@ from ssdctl.config.resolve import (
 )
 from ssdctl.config.settings import all_settings, with_current_keys
 from ssdctl.config.sources import of_call
-from ssdctl.download import sources
+from ssdctl.download import pinned_files
 from ssdctl.errors import DiskError, UsageError
 from ssdctl.launch import mpirun
 
@@ -71,10 +71,10 @@ def test_a_file_that_the_system_refuses_to_read(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    for reader in (sys.modules["ssdctl.config.resolve"], sources):
+    for reader in (sys.modules["ssdctl.config.resolve"], pinned_files):
         monkeypatch.setattr(reader, "read_text", refuse)
     monkeypatch.setattr(mpirun, "read_limited", refuse)
-    for read in (read_toml, sources.read_manifest, mpirun.read_hosts):
+    for read in (read_toml, pinned_files.read_manifest, mpirun.read_hosts):
         with pytest.raises(DiskError) as caught:
             read(tmp_path / "file")
         assert str(tmp_path / "file") in str(caught.value)

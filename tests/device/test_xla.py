@@ -152,7 +152,7 @@ sys.path.insert(0, sys.argv[1])
 import tiny_network as tiny
 import torch_xla
 from ssdctl.device import open_device
-from ssdctl.training.step import copy_ahead
+from ssdctl.training.step_input import copy_ahead
 
 xla = open_device("xla")
 _, _, step = tiny.build_training(xla)

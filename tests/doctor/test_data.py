@@ -18,7 +18,7 @@ from doctor.machines import Cli, Machine, RunDoctor, state
 from download.http_server import Reply, Server
 
 from ssdctl.doctor import data as network
-from ssdctl.download.sources import COCO2017, PinnedFile
+from ssdctl.download.pinned_files import COCO2017, PinnedFile
 from ssdctl.model.backbones import resnet34
 
 

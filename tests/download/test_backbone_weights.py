@@ -14,7 +14,7 @@ from download.http_server import Server, file
 
 from ssdctl.download.fetch import torch_cache_dir
 from ssdctl.download.http import RetryPolicy
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import IntegrityError, NetworkError, UsageError
 from ssdctl.model.backbones import tiny as tiny_backbone
 from ssdctl.model.pretrained import fetch_weights, find_weights

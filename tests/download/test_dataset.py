@@ -17,7 +17,7 @@ from download.zips import tree, zipped
 
 from ssdctl.download.dataset import download, needed_bytes, plan, verify
 from ssdctl.download.fetch import SPARE_BYTES
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError
 
 IMAGES = {f"train2017/{i:012d}.jpg": random.Random(i).randbytes(2000) for i in range(100)}
@@ -207,7 +207,7 @@ class TestKills:
 from pathlib import Path
 from ssdctl.download.fetch import SPARE_BYTES
 from ssdctl.download.dataset import download
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 print("go", flush=True)
 download([PinnedFile(*{tuple(archive)!r})], Path({str(dest)!r}), connections=2)
 """
@@ -235,7 +235,7 @@ def test_two_downloads_at_once(server: Server, tmp_path: Path) -> None:
 from pathlib import Path
 from ssdctl.download.fetch import SPARE_BYTES
 from ssdctl.download.dataset import download
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 print(download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}))[0]["state"])
 """
     both = [
@@ -277,7 +277,7 @@ def test_a_resume_fetches_at_most_a_twentieth_twice(
 from pathlib import Path
 from ssdctl.download.fetch import SPARE_BYTES
 from ssdctl.download.dataset import download
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 download([PinnedFile(*{tuple(pin)!r})], Path({str(tmp_path)!r}), connections=4)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)

@@ -22,7 +22,7 @@ from download.http_server import Reply, Request, Server, changed, file
 from ssdctl.download.fetch import claim, fetch
 from ssdctl.download.http import RetryPolicy
 from ssdctl.download.partial_file import Part
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError, IntegrityError, NetworkError, SsdctlError
 
 CONTENT = random.Random(1).randbytes(2_500_000)
@@ -563,7 +563,7 @@ class TestFaults:
 import resource
 from pathlib import Path
 from ssdctl.download.fetch import claim, fetch
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.errors import DiskError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
@@ -604,7 +604,7 @@ class TestKills:
         program = f"""
 from pathlib import Path
 from ssdctl.download.fetch import claim, fetch
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 fetch(PinnedFile(*{tuple(pin)!r}), Path({str(folder)!r}), connections=2)
 """
         killed = 0

@@ -329,7 +329,7 @@ def archive(folder: Path) -> Iterator[Target]:
 
 @contextmanager
 def manifest(folder: Path) -> Iterator[Target]:
-    from ssdctl.download.sources import read_manifest
+    from ssdctl.download.pinned_files import read_manifest
 
     text = (
         b'[[file]]\nname = "a.zip"\nurl = "https://host/a.zip"\nbytes = 100\n'
@@ -358,7 +358,7 @@ def http(folder: Path) -> Iterator[Target]:
 
     from ssdctl.download.fetch import fetch
     from ssdctl.download.http import RetryPolicy
-    from ssdctl.download.sources import PinnedFile
+    from ssdctl.download.pinned_files import PinnedFile
 
     body = bytes(range(256)) * 2
     digest = hashlib.sha256(body).hexdigest()

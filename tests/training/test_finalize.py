@@ -115,4 +115,5 @@ def test_the_dry_run_plans_the_network_of_init(cli: Cli, shapes: Path, checkpoin
         (line,) = [line for line in result.out.splitlines() if line.startswith("checkpoints")]
         return line.split()[1]
 
-    assert size("--init", checkpoint) == size("--backbone", "tiny", "--backbone-weights", "none") != size()
+    tiny = ["--backbone", "tiny", "--backbone-weights", "none"]
+    assert size("--init", checkpoint) == size(*tiny) != size()

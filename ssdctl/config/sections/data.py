@@ -5,6 +5,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from ssdctl.config.fields import Count, NonNegativeInt, Section, setting
+from ssdctl.runtime.packages import plugin_names
+
+FORMATS = ("ssdctl.data.formats", "ssdctl.datasets")  # package, group of entry points
 
 
 class DataConfig(Section, frozen=True):
@@ -79,7 +82,7 @@ class PrepareConfig(Section, frozen=True):
             "Dataset format, auto-detected by default; plugins can add formats",
             flag="--from",
             panel="Conversion",
-            choices=("auto", "coco", "voc", "yolo", "openimages", "cvat-xml"),
+            choices=("auto", *(name.replace("_", "-") for name in plugin_names(*FORMATS))),
         ),
     ] = "auto"
     split: Annotated[

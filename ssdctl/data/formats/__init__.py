@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ssdctl.data.annotations import Annotations, from_images
 from ssdctl.data.image_files import ANNOTATION_FOLDERS, dataset_folder
-from ssdctl.data.split_files import split_of
+from ssdctl.data.split_files import SPLIT_WORDS
 from ssdctl.errors import DataError, SsdctlError, UsageError
 from ssdctl.runtime.packages import entry_point_names, load_entry_point
 
@@ -188,10 +188,8 @@ def _has_labels(folder: Path) -> bool:
         for _, _, by in _recognised(folder):
             place = by if isinstance(by, Path) else folder
             around = place.parent if place.is_file() else place
-            if around == folder or (
-                around.parent == folder
-                and (place.is_dir() or around.name in ANNOTATION_FOLDERS or split_of(around.name))
-            ):
+            usual = around.name in ANNOTATION_FOLDERS or around.name.lower() in SPLIT_WORDS
+            if around == folder or (around.parent == folder and usual):
                 return True
     return (folder / "dataset.toml").is_file()
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ssdctl.config.fields import BACKBONES
-from ssdctl.download.sources import PinnedFile
+from ssdctl.download.pinned_files import PinnedFile
 from ssdctl.runtime.packages import load_plugin
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ssdctl.download.sources import torchvision_weights
+from ssdctl.download.pinned_files import torchvision_weights
 from ssdctl.model.constants import RESNET
 
 if TYPE_CHECKING:

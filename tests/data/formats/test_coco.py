@@ -41,6 +41,13 @@ def written(folder: Path, content: Any) -> Path:
     return path
 
 
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A folder for all examples of a property, not the one around those of other tests."""
+    folder = factory.getbasetemp() / "coco"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 def read(path: Path) -> Annotations:
     return coco.read(path)["train"]
 
@@ -207,7 +214,7 @@ def test_whatever_the_boxes_what_is_kept_can_be_trained_on(
         {"id": i, "image_id": (3, 7)[i % 2], "category_id": 12, "bbox": bbox}
         for i, bbox in enumerate(bboxes)
     ]
-    path = written(tmp_path_factory.getbasetemp(), document(annotations=entries))
+    path = written(shared_folder(tmp_path_factory), document(annotations=entries))
     objects, findings, _ = check(path)
     fractions = objects.fractions[objects.is_trained]
     assert (fractions[:, 2:] > fractions[:, :2]).all()
@@ -232,7 +239,7 @@ def test_any_damage_is_a_data_error(
     places = st.integers(0, len(content) - 1)
     for place, value in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
         content[place] = value
-    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path = shared_folder(tmp_path_factory) / "damaged.json"
     path.write_bytes(content[: data.draw(places) + 1] if data.draw(st.booleans()) else content)
     try:
         check(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdctl.download.sources import COCO2017, PinnedFile, read_manifest
+from ssdctl.download.pinned_files import COCO2017, PinnedFile, read_manifest
 from ssdctl.errors import IntegrityError, UsageError
 from ssdctl.model.pretrained import all_weights, weights_named
 

@@ -1,0 +1,142 @@
+"""A training run of the Python API that can be stepped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ssdctl.data.store_folder import with_absolute_data
+from ssdctl.errors import UsageError, hints_in_messages
+from ssdctl.model.ssd300 import SSD300
+from ssdctl.run import Run
+from ssdctl.runs.progress import TrainingBar
+from ssdctl.runtime import signals
+from ssdctl.runtime.progress import progress_bar, without_progress
+from ssdctl.training import setup
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ssdctl.api import ConfigLike, TrainSettings
+
+
+class Trainer:
+    """A run that can be stepped: `for step in trainer: ...` trains and yields each step's number.
+
+        trainer = ssdctl.Trainer("photos", epochs=20)
+        for step in trainer:
+            if step == 100:
+                print(trainer.model)
+        trainer.path
+
+    The same steps as of `ssdctl.train`: it logs, evaluates, saves and resumes. A loop may be left
+    and entered again. The end of the run closes it; so does `close`, or a `with` block.
+
+    Args:
+        data: The dataset folder or file.
+        config: A config, or a config file, with other settings.
+        progress: Show a progress bar, on a terminal and in a notebook.
+        settings: The other keywords of `ssdctl.train`.
+
+    Attributes:
+        path: The run folder.
+        model: The network that is trained, on its device.
+        optimizer: Its optimizer.
+        total_steps: Optimizer steps of the whole run.
+
+    Raises:
+        ssdctl.errors.SsdctlError: See `ssdctl.train`.
+    """
+
+    @hints_in_messages()
+    def __init__(
+        self,
+        data: str | os.PathLike[str] | None = None,
+        *,
+        config: ConfigLike | None = None,
+        progress: bool = True,
+        **settings: Unpack[TrainSettings],
+    ) -> None:
+        from ssdctl.api import resolved_for_training
+
+        resolved = resolved_for_training(data, config, dict(settings), "Trainer")
+        with contextlib.ExitStack() as stack, signals.handled():
+            bar = stack.enter_context(closing(TrainingBar(is_shown=progress)))
+            self._trainer = stack.enter_context(
+                setup.open_trainer(
+                    with_absolute_data(resolved),
+                    emit=bar.show,
+                    progress=progress_bar if progress else without_progress,
+                )
+            )
+            self._resources = stack.pop_all()
+        self._is_open = True
+        self.path = Path(self._trainer.setup.run.out)
+        self.model: SSD300 = self._trainer.model
+        self.optimizer: torch.optim.Optimizer = self._trainer.optimizer
+        self.total_steps: int = self._trainer.plan.total_steps
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._trainer.step
+
+    def __iter__(self) -> Iterator[int]:
+        """Train and yield the number of each step after it.
+
+        Raises:
+            ssdctl.errors.Stopped: Interrupted; everything is saved, and the trainer is closed.
+            ssdctl.errors.NonFiniteError: Too many steps had a NaN or infinite loss or gradient.
+            ssdctl.errors.UsageError: The trainer is closed.
+        """
+        with hints_in_messages():
+            if not self._is_open:
+                raise UsageError(
+                    f"{self.path}: this trainer is closed",
+                    hint="a new Trainer with the same settings continues the run",
+                )
+            try:
+                with signals.handled():
+                    yield from self._trainer
+            except GeneratorExit:  # the loop was left
+                raise
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+
+    def run(self) -> Run:
+        """Train to the end of the run."""
+        for _ in self:
+            pass
+        return Run(self.path)
+
+    @hints_in_messages()
+    def save(self) -> None:
+        """Save a checkpoint of this step. Under torchrun every rank calls it.
+
+        Raises:
+            ssdctl.errors.DiskError: It cannot be written.
+        """
+        self._trainer.save(is_scheduled=False)
+        self._trainer.saver.wait()
+
+    def close(self) -> None:
+        """Release the run folder and the process group; what was not saved is lost."""
+        self._is_open = False
+        self._resources.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.path}: step {self.step} of {self.total_steps})"
