@@ -8,15 +8,21 @@ fields that scoring does not use, and pycocotools mishandles an annotation id of
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ssdctl.data.annotations import Annotations
+from ssdctl.data.annotations import MAX_NAMED, UNLISTED, Annotations
 from ssdctl.data.classes import ClassName
 from ssdctl.data.split_files import SplitFiles
+from ssdctl.errors import DataError
+from ssdctl.runtime.printable import listed
+
+MAX_DROPPED = 0.05  # of the objects; as `prepare` accepts
+logger = logging.getLogger(__name__)
 
 
 class BoxColumns(NamedTuple):
@@ -71,7 +77,12 @@ def read_ground_truth(path: Path) -> GroundTruth:
 
 
 def ground_truth(annotations: Annotations) -> GroundTruth:
-    """Return what detections are scored against: every object that has a box."""
+    """Return what detections are scored against: every object that has a box.
+
+    Raises:
+        DataError: Over 5% of the objects are of categories that the files do not list.
+    """
+    _report_unlisted(annotations)
     has_box = ~np.isnan(annotations.boxes).any(axis=1)
     bbox, areas = annotations.boxes[has_box], annotations.areas[has_box]
     category_ids = np.array([c.id for c in annotations.classes], np.int64)
@@ -89,6 +100,18 @@ def ground_truth(annotations: Annotations) -> GroundTruth:
             annotations.is_crowd[has_box],
         ),
     )
+
+
+def _report_unlisted(annotations: Annotations) -> None:
+    """Refuse or warn of objects that the reader dropped; of an index, `prepare` did so."""
+    unlisted = [f for f in annotations.findings if f.kind == UNLISTED]
+    if not unlisted:
+        return
+    ids = listed([f"{f.annotation_id} ({f.detail})" for f in unlisted], MAX_NAMED)
+    problem = f"{annotations.origin}: annotations of categories that it does not list: {ids}"
+    if len(unlisted) > MAX_DROPPED * (len(annotations.ids) + len(unlisted)):
+        raise DataError(problem, hint="list their categories, or remove them")
+    logger.warning("%s; they are left out", problem)
 
 
 class DenseIds(NamedTuple):

@@ -47,7 +47,7 @@ def to_task(request: LaunchRequest, node: Node) -> str:
         "name": "ssdctl",
         "num_nodes": nodes,
         "workdir": ".",
-        "setup": f"python3 -m pip install 'ssdctl=={__version__}'",
+        "setup": f"python3 -m pip install ./ssdctl-{__version__}-py3-none-any.whl",
         "envs": environment,
         "run": command,
     }

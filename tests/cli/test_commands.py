@@ -322,7 +322,10 @@ def test_scored_images_can_be_selected(
             {"annotations": [{"id": 5, "image_id": 9, "category_id": 2}]},
             "does not list: 5 (image 9)",
         ),
-        ({"annotations": [{"id": 5, "image_id": 1, "category_id": 3}]}, "not list: 5 (category 3)"),
+        (
+            {"annotations": [{"id": 5, "image_id": 1, "category_id": 3}]},
+            "does not list: 5 (category 3)",
+        ),
     ],
 )
 def test_annotations_without_objects_are_an_error(

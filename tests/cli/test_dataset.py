@@ -147,3 +147,21 @@ def test_the_parquet_file_has_pictures(dataset: Path, cli: Callable[..., Result]
     with Image.open(io.BytesIO(rows[0]["image"]["bytes"])) as picture:
         assert picture.size == exports.SIZE
     assert rows[0]["objects"]["is_crowd"] == [True, False]
+
+
+@pytest.mark.process
+def test_voc_keeps_names_that_do_not_clash(tmp_path: Path, cli: Callable[..., Result]) -> None:
+    """All splits have one folder, and a list has one word for each image."""
+    exports.voc_mirrored(tmp_path / "data")
+    (tmp_path / "data/images/train/0.jpg").rename(tmp_path / "data/images/train/my shot.jpg")
+    (tmp_path / "data/annotations/train/0.xml").rename(
+        tmp_path / "data/annotations/train/my shot.xml"
+    )
+    result = cli("dataset", "export", "data", "--to", "voc", "--out", "out")
+    assert result.code == 0, result.err
+    names = sorted(path.name for path in Path("out/JPEGImages").iterdir())
+    kept = ["0.jpg", *(f"{n}.jpg" for n in range(1, 6)), "my_shot.jpg"]
+    assert sorted(n for n in names if not n.startswith("val_")) == kept
+    assert len(names) == 12
+    lists = [Path(f"out/ImageSets/Main/{s}.txt").read_text().split() for s in ("train", "val")]
+    assert sorted(lists[0] + lists[1]) == sorted(Path(name).stem for name in names)

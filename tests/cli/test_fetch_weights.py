@@ -61,17 +61,21 @@ def test_the_path_is_the_result(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 @pytest.mark.process
 def test_the_default_follows_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--set", "model.weights=tiny-v1")[0] == 0
+    tiny = ("--set", "model.backbone=tiny", "--set", "model.weights=tiny-v1")
+    assert run(capsys, *tiny)[0] == 0
     code, _, err = run(capsys, "--set", "model.weights=none")
     assert (code, "--list" in err) == (2, True)
 
 
 @pytest.mark.process
 def test_the_list_shows_which_files_are_present(capsys: pytest.CaptureFixture[str]) -> None:
-    assert json.loads(run(capsys, "--list", "--json")[1])["weights"][0]["path"] is None
+    def paths() -> dict[str, str | None]:
+        listed = json.loads(run(capsys, "--list", "--json")[1])["weights"]
+        return {row["name"]: row["path"] for row in listed}
+
+    assert set(paths().values()) == {None}
     run(capsys, STEM)
-    (row,) = json.loads(run(capsys, "--list", "--json")[1])["weights"]
-    assert row["path"].endswith(f"{STEM}.pth")
+    assert [path for path in paths().values() if path] == [paths()[STEM]]
     code, out, _ = run(capsys, "--list")
     assert (code, "tiny-v1" in out) == (0, True)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -9,7 +11,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
 
+from ssdctl.data.check import check
+from ssdctl.data.dataset import Conversion, Labels
+from ssdctl.data.formats import coco
+from ssdctl.data.image_check import FileFingerprint
+from ssdctl.data.image_check_jobs import Report
+from ssdctl.data.index import FORMAT, Made, Metadata, index_path, write_index
+from ssdctl.data.split_files import SplitFiles
 from ssdctl.errors import DataError
 from ssdctl.evaluation.coco_ap import Detections, read_detections, run_scoring
 from ssdctl.evaluation.ground_truth import read_ground_truth
@@ -47,13 +59,15 @@ def cases(
 ) -> tuple[list[dict[str, object]], list[tuple[int, list[float], float, int]]]:
     """Use few places and few scores, so that overlaps and ties are common."""
     place = st.integers(0, 6).map(lambda n: n * 12.0)
+    edge = st.sampled_from([0.0, 12.0, 24.0, 72.0, 180.0, 300.0])  # boxes leave their image, too
     side = st.sampled_from([5.0, 20.0, 40.0, 100.0])
     box = st.tuples(place, place, side, side).map(list)
     image, category = st.integers(0, 3), st.sampled_from([2, 5, 11])
     truth = st.fixed_dictionaries(
         {
             "image_id": image,
-            "bbox": box,
+            "bbox": st.one_of(box, st.tuples(edge, edge, side, side).map(list)),
+            "area": st.sampled_from([100.0, 1500.0, 20000.0]),
             "category_id": category,
             "iscrowd": st.sampled_from([0, 0, 0, 1]),
         }
@@ -82,12 +96,57 @@ def test_equal_to_pycocotools_in_many_cases(
 
 
 def check_against_pycocotools(folder: Path, case: Case) -> None:
+    """Score by the file and by its index; the judge reads the file itself."""
     truth, result = case
     path = annotations(folder, truth)
-    run_scoring(read_ground_truth(path), detections(result), verify=True)  # raises if they differ
-    run_scoring(
-        read_ground_truth(path), detections(result), image_ids=np.array([0, 2]), verify=True
+    for image_ids in (None, np.array([0, 2])):
+        expected = pycocotools_figures(path, detections(result), image_ids)
+        for source in (path, index_of(path)):
+            scoring = run_scoring(
+                read_ground_truth(source), detections(result), image_ids=image_ids, verify=True
+            )
+            actual = list(scoring.scores.figures.values())
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+def pycocotools_figures(
+    path: Path, found: Detections, image_ids: NDArray[np.int64] | None
+) -> list[float]:
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        truth = COCO(str(path))
+        results = COCO()
+        results.dataset = {**truth.dataset, "annotations": []}
+        results.createIndex()
+        if rows := found.to_coco():
+            results = truth.loadRes(rows)
+        scoring = COCOeval(truth, results, "bbox")
+        if image_ids is not None:
+            scoring.params.imgIds = image_ids.tolist()
+        scoring.evaluate()
+        scoring.accumulate()
+        scoring.summarize()
+    return scoring.stats.tolist()
+
+
+def index_of(path: Path) -> Path:
+    """Write the index of an annotation file, without its images."""
+    part = coco.read_files({"val": SplitFiles(path.parent, path)})["val"]
+    count = len(part.file_names)
+    images = Report([FileFingerprint(0, 0, 0)] * count, [None] * count, [None] * count, [])
+    made = Made("coco", Conversion(), Labels(""), ["val"], "")
+    metadata = Metadata(
+        format=FORMAT,
+        packed=False,
+        shards=[],
+        key="",
+        classes=part.classes,
+        images=".",
+        origin=str(path),
+        made=made,
     )
+    index, objects = index_path(path.parent, "val"), check(part).objects
+    write_index(index, part.file_names, part.image_ids, part.sizes, objects, images, metadata)
+    return index
 
 
 def test_perfect_detections_score_one(tmp_path: Path) -> None:

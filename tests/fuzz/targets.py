@@ -492,6 +492,9 @@ TARGETS: dict[str, Callable[[Path], AbstractContextManager[Target]]] = {
     "annotations: cvat": _exported(
         exports.cvat_xml, "annotations.xml", (*XML, b"<box ", b"<track ")
     ),
+    "annotations: darknet": _exported(exports.darknet, "data/parts.data", (b"names = ", b"=")),
+    "annotations: tf-csv": _exported(exports.tf_csv, "data/train_labels.csv", (b",", b'"', b"nan")),
+    "annotations: kitti": _exported(exports.kitti, "training/label_2/*.txt", (b" nan", b" -1")),
     "annotations: yolo": _exported(exports.roboflow_yolo, "train/labels/*.txt", (b"0 ", b" 0.5")),
     "annotations: data.yaml": _exported(
         exports.roboflow_yolo,

@@ -44,13 +44,13 @@ def test_a_link_keeps_its_own_name(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_run_of_an_earlier_version_continues_in_its_folder(tiny_run: Path, shapes: Path) -> None:
     shutil.copytree(tiny_run, "runs/stable-r34")
-    fits = {"data__root": str(shapes), "model__backbone": "resnet18", "model__weights": "none"}
+    fits = {"data__root": str(shapes), "model__backbone": "tiny", "model__weights": "none"}
     assert folder(**fits) == "runs/stable-r34"
-    assert folder(**fits, train__preset="mlperf-r34") == "runs/shapes-resnet18-mlperf-r34"
+    assert folder(**fits, train__preset="mlperf-r34") == "runs/shapes-tiny-mlperf-r34"
     assert folder(data__root=str(shapes)) == "runs/shapes-resnet34"
-    assert folder(**{**fits, "data__root": "shapes"}) == "runs/shapes-resnet18"
-    shutil.copytree(tiny_run, "runs/shapes-resnet18")
-    assert folder(**fits) == "runs/shapes-resnet18"
-    shutil.rmtree("runs/shapes-resnet18")
+    assert folder(**{**fits, "data__root": "shapes"}) == "runs/shapes-tiny"
+    shutil.copytree(tiny_run, "runs/shapes-tiny")
+    assert folder(**fits) == "runs/shapes-tiny"
+    shutil.rmtree("runs/shapes-tiny")
     Path("runs/stable-r34/config.toml").write_text("data = 3")
-    assert folder(**fits) == "runs/shapes-resnet18"
+    assert folder(**fits) == "runs/shapes-tiny"

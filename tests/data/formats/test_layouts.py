@@ -522,6 +522,13 @@ def test_open_images_flags_and_absent_labels(
     assert crowds.tolist() == [1, 1, 0, 0, 0, 1, 0]
 
 
+def test_masks_of_open_images_are_not_images(tmp_path: Path) -> None:
+    exports.open_images(tmp_path)
+    exports.picture_file(tmp_path / "train/labels/masks/0/any.png")
+    splits = find(tmp_path)[1].read(tmp_path)
+    assert splits["train"].file_names == [f"train/{n:016x}.jpg" for n in range(6)]
+
+
 def test_open_images_drops_what_cannot_be_read(tmp_path: Path, cli: Callable[..., Result]) -> None:
     exports.open_images(tmp_path)
     (tmp_path / f"train/{1:016x}.jpg").write_bytes(b"?")

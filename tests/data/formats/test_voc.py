@@ -182,6 +182,7 @@ def test_another_format(tmp_path: Path) -> None:
 
 def test_folders_of_other_names(tmp_path: Path) -> None:
     """`annots` with `images` said that images of annotations are missing although all exist."""
+    exports.picture_file(tmp_path / "cover/0.jpg")  # another image of the same name
     splits = read(exports.voc_other_names(tmp_path))
     assert list(exports.boxes_of(splits)) == [f"images/{n}.jpg" for n in range(6)]
     assert not splits["train"].notes
