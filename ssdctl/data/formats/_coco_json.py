@@ -29,6 +29,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRUCTURE = re.compile(rb'[{}]|"(?:[^"\\]|\\.)*"(\s*:)?', re.DOTALL)
 
 Content = bytes | mmap.mmap
+WINDOW_BYTES = 64 << 20  # of a mapped file that is searched
 T = TypeVar("T")
 FileName = Annotated[str, msgspec.Meta(max_length=4096)]  # the longest path on Linux
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -161,7 +162,7 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
     Decoding takes the last of equal keys and drops the others without a word.
     """
     keys = [b'"%s"' % name.encode() for name in Tables._fields]
-    if all(content.find(key, content.find(key) + 1) < 0 for key in keys):
+    if all(_occurs_once(content, key) for key in keys):
         return None  # the usual file: the parts have no such keys
     places: dict[bytes, list[int]] = {key: [] for key in keys}
     depth = 0
@@ -176,6 +177,28 @@ def repeated_table(content: Content) -> tuple[str, list[int]] | None:
         if len(starts) > 1:
             return key.decode().strip('"'), [content[:n].count(b"\n") + 1 for n in starts]
     return None
+
+
+def _occurs_once(content: Content, key: bytes) -> bool:
+    """Return whether a file has a key at most once, with few pages in memory at a time."""
+    count = 0
+    for start in range(0, len(content), WINDOW_BYTES):
+        end = min(start + WINDOW_BYTES, len(content))
+        place = content.find(key, start, end + len(key) - 1)
+        while place >= 0:
+            count += 1
+            place = content.find(key, place + 1, end + len(key) - 1)
+        release(content, start, end)
+        if count > 1:
+            return False
+    return True
+
+
+def release(content: Content, start: int, end: int) -> None:
+    """Unmap the pages of a mapped file: if they are read again, they come from the page cache."""
+    if isinstance(content, mmap.mmap):
+        first = start - start % mmap.PAGESIZE
+        content.madvise(mmap.MADV_DONTNEED, first, end - first)
 
 
 def decode_whole(content: Content) -> Tables:

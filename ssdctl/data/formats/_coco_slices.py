@@ -37,6 +37,7 @@ from ssdctl.data.formats._coco_json import (
     Tables,
     decode,
     decode_whole,
+    release,
     to_columns,
     whole_annotations,
     whole_categories,
@@ -173,7 +174,7 @@ def _decode_array(
             if end is None:
                 raise _NotSlicedError
             return _Span(match.start(1), end)
-        _release(content, position, end)
+        release(content, position, end)
         position = end
 
 
@@ -229,10 +230,3 @@ def _decode_rest(content: Content, spans: dict[str, _Span]) -> _Rest:
 
 def _placeholder(name: str) -> bytes:
     return b'"decoded %s"' % name.encode()
-
-
-def _release(content: Content, start: int, end: int) -> None:
-    """Unmap the pages of a mapped file: if they are read again, they come from the page cache."""
-    if isinstance(content, mmap.mmap):
-        first = start - start % mmap.PAGESIZE
-        content.madvise(mmap.MADV_DONTNEED, first, end - first)
