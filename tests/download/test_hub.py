@@ -88,13 +88,13 @@ def test_a_model_is_fetched_once_and_then_found_without_network(
     hub.repositories["acme/shapes-ssd"] = Repository(files)
     with caplog.at_level(logging.INFO):
         predictor = ssdctl.load(NAME, device="cpu")
-    assert predictor.class_names == ["disc", "box"]
+    assert predictor.model.class_names == ["disc", "box"]
     commit = hub.repositories["acme/shapes-ssd"].commit("main")
     assert commit is not None
     assert commit[0] in caplog.text
     hub.status = 503
     again = ssdctl.load(NAME, device="cpu")
-    assert again.class_names == ["disc", "box"]
+    assert again.model.class_names == ["disc", "box"]
 
 
 @pytest.mark.process
