@@ -66,7 +66,7 @@ _MODULES = {
     "Predictor": "ssdctl.inference.predict",
     "Result": "ssdctl.inference.results",
     "Run": "ssdctl.run",
-    "SSD300": "ssdctl.model.ssd300",
+    "SSD300": "ssdctl.inference.predict",  # sets SSD300.open_checkpoint
     "Trainer": "ssdctl.trainer",
 }
 

@@ -7,17 +7,13 @@ Keywords are the settings that most calls need; `config` has the others. Nothing
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal
 
-from ssdctl.config.render import values
-from ssdctl.config.resolve import Override, Resolved, resolve, setting_path, sources_of
+from ssdctl.call_config import TRAIN_PATHS, ConfigLike, PathLike, replacement, resolve_call
 from ssdctl.config.schema import Config
-from ssdctl.config.settings import all_settings
-from ssdctl.config.sources import Kind, of_call
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.run import Run
 from ssdctl.runs.layout import RunDir, find_checkpoint
@@ -32,40 +28,6 @@ if TYPE_CHECKING:
     from ssdctl.data.prepare import Outcome
     from ssdctl.inference.predict import Predictor
     from ssdctl.runs.evaluation import Evaluation
-
-PathLike = str | os.PathLike[str]
-ConfigLike = Config | PathLike  # a config, or a config file
-# Keywords that are not the names of their settings.
-KEYWORDS = {"data": "data.root", "store": "data.store", "backbone_weights": "model.weights"}
-
-
-def _instead_of(section: str, *keywords: str, **renamed: str) -> Callable[[str], str | None]:
-    """Return a function that says what replaces a wrong keyword.
-
-    Args:
-        section: The table whose settings were keywords.
-        keywords: Those of the function that set something.
-        renamed: Old keywords of the function, and the new ones.
-    """
-
-    def instead_of(name: str) -> str | None:
-        if name in renamed:
-            return f"write {renamed[name]}="
-        tables = (section, "data", "model") if section == "train" else (section, "data", "evaluate")
-        for table in dict.fromkeys(tables):
-            if (path := setting_path(f"{table}.{name}")) is None:
-                continue
-            table, _, key = path.partition(".")
-            names = {p: k for k, p in KEYWORDS.items()}
-            if (keyword := names.get(path, key)) in keywords:
-                return f"write {keyword}="
-            return f'write config=ssdctl.configure({table}={{"{key}": ...}})'
-        if any(setting.section == name for setting in all_settings().values()):
-            return f"write config=ssdctl.configure({name}=...)"
-        near = difflib.get_close_matches(name, keywords, n=1)
-        return f"did you mean {near[0]}?" if near else "help(ssdctl) lists the functions"
-
-    return instead_of
 
 
 @hints_in_messages()
@@ -87,10 +49,10 @@ def configure(config: ConfigLike | None = None, **tables: Mapping[str, Any]) -> 
                 hint=f'write train={{"{table}": ...}}, or the name of its table for train',
             )
     given = {f"{table}.{k}": value for table, t in tables.items() for k, value in t.items()}
-    return _resolved(config, given, keep_none=True).config
+    return resolve_call(config, given, keep_none=True).config
 
 
-@public(_instead_of("predict", "score", "nms_iou", "classes", "max_detections", "device"))
+@public(replacement("predict", "score", "nms_iou", "classes", "max_detections", "device"))
 def load(
     checkpoint: PathLike,
     *,
@@ -139,7 +101,7 @@ def load(
     }
     # Only to check the values: the defaults are those of this function.
     checked = {f"predict.{name}": value for name, value in given.items()}
-    settings = _resolved(None, checked, keep_none=True).config.predict
+    settings = resolve_call(None, checked, keep_none=True).config.predict
     from ssdctl.inference.detector import DetectorConfig  # late: torch takes seconds
     from ssdctl.inference.predict import Options, Predictor, load_detector
 
@@ -154,7 +116,7 @@ def load(
     return Predictor(detector, name)
 
 
-@public(_instead_of("prepare", "store", "split", "classes", "pack", "shrink", "jobs", "force"))
+@public(replacement("prepare", "store", "split", "classes", "pack", "shrink", "jobs", "force"))
 def prepare(
     data: PathLike | None = None,
     *,
@@ -201,37 +163,11 @@ def prepare(
         "prepare.shrink": shrink,
         "prepare.jobs": jobs,
     }
-    resolved = _resolved(config, given)
+    resolved = resolve_call(config, given)
     return prepare_dataset(resolved.config, force=force, progress=_progress(progress))
 
 
-class TrainSettings(TypedDict, total=False):
-    """The keywords of `train`, for `Trainer`."""
-
-    out: PathLike | None
-    init: PathLike | None
-    preset: str | None
-    backbone: str | None
-    backbone_weights: PathLike | None
-    epochs: float | None
-    steps: int | None
-    batch_size: int | Literal["auto"] | None
-    lr: float | None
-    warmup: str | float | None
-    optimizer: Literal["sgd", "adamw"] | None
-    precision: Precision | None
-    device: DeviceName | None
-    workers: int | None
-    seed: int | None
-
-
-TRAIN_PATHS = {
-    name: KEYWORDS.get(name, "model.backbone" if name == "backbone" else f"train.{name}")
-    for name in TrainSettings.__annotations__
-}
-
-
-@public(_instead_of("train", "data", *TRAIN_PATHS))
+@public(replacement("train", "data", *TRAIN_PATHS))
 def train(
     data: PathLike | None = None,
     *,
@@ -313,28 +249,13 @@ def train(
     return trainer.run()
 
 
-def resolved_for_training(
-    data: PathLike | None, config: ConfigLike | None, settings: Mapping[str, Any], caller: str
-) -> Resolved:
-    """Resolve the config of `train` or `Trainer`.
-
-    Raises:
-        UsageError: A keyword does not exist; the hint says what to write instead.
-    """
-    for name in settings.keys() - TRAIN_PATHS.keys():
-        hint = _instead_of("train", *TRAIN_PATHS)(name)
-        raise UsageError(f"{caller}: it has no keyword {name!r}", hint=hint)
-    given = {TRAIN_PATHS[name]: value for name, value in settings.items()}
-    return _resolved(config, {"data.root": data, **given})
-
-
 _EVALUATE = (
     *("data", "split", "batch_size", "device", "precision", "workers", "limit"),
     *("score_threshold", "nms_iou"),
 )
 
 
-@public(_instead_of("evaluate", *_EVALUATE, what="checkpoint"))
+@public(replacement("evaluate", *_EVALUATE, what="checkpoint"))
 def evaluate(
     checkpoint: PathLike,
     data: PathLike | None = None,
@@ -393,7 +314,7 @@ def evaluate(
         "evaluate.score_threshold": score_threshold,
         "evaluate.nms_iou": nms_iou,
     }
-    resolved = _resolved(config, given)
+    resolved = resolve_call(config, given)
     path = locate_source(checkpoint, mirror=resolved.config.download.mirror)
     (evaluation,) = evaluate_files(
         [find_checkpoint(path)],
@@ -408,7 +329,7 @@ def evaluate(
     return evaluation
 
 
-@public(_instead_of("evaluate", "data", "score_threshold", "nms_iou", "limit"))
+@public(replacement("evaluate", "data", "score_threshold", "nms_iou", "limit"))
 def export(
     checkpoint: PathLike,
     out: PathLike,
@@ -469,12 +390,12 @@ def export(
     return export_checkpoint(
         os.fspath(checkpoint),
         ExportRequest(format, Path(out), nms, raw, batch, fp16, int8, calibrate, max_ap_loss),
-        _resolved(config, given),
+        resolve_call(config, given),
         progress=_progress(progress),
     )
 
 
-@public(_instead_of("train"))
+@public(replacement("train"))
 def report(*runs: PathLike, out: PathLike | None = None) -> Path:
     """Write one self-contained HTML page about runs, side by side; return its path.
 
@@ -515,42 +436,3 @@ def default_boxes(dtype: torch.dtype | None = None) -> torch.Tensor:
 
 def _progress(is_shown: bool) -> Progress:
     return progress_bar if is_shown else without_progress
-
-
-def _resolved(
-    config: ConfigLike | None, given: Mapping[str, Any], *, keep_none: bool = False
-) -> Resolved:
-    """Resolve the config of a call from its `config` and its keywords; nothing else is read.
-
-    Args:
-        config: A config, whose values keep their sources, or a config file.
-        given: Values by the path of a setting.
-        keep_none: Whether None is a value; else it leaves a setting unset.
-    """
-    overrides = []
-    if isinstance(config, Config):
-        sources = sources_of(config)
-        overrides = [
-            Override(path, value, sources[path])
-            for path, value in values(config).items()
-            if sources[path].kind >= Kind.FILE  # the call may name another preset
-        ]
-        config = None
-    overrides += [
-        _override(path, value) for path, value in given.items() if keep_none or value is not None
-    ]
-    file = None if config is None else os.fspath(config)
-    return resolve(file=file, overrides=overrides, environment={}, default_file=False)
-
-
-def _override(path: str, value: Any) -> Override:
-    """Return a value with the option that it stands for as its source, as on the command line."""
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if hasattr(value, "tolist"):  # a number or an array of numpy, or a tensor
-        value = value.tolist()
-    if isinstance(value, tuple):
-        value = list(value)
-    setting = all_settings().get(path)
-    flag = f"--{path}" if setting is None else setting.flags[0]
-    return Override(path, value, of_call(flag))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ssdctl.call_config import resolved_for_training
 from ssdctl.data.store_folder import with_absolute_data
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.ssd300 import SSD300
@@ -23,7 +24,7 @@ from ssdctl.training import setup
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ssdctl.api import ConfigLike, TrainSettings
+    from ssdctl.call_config import ConfigLike, TrainSettings
 
 
 class Trainer:
@@ -63,8 +64,6 @@ class Trainer:
         progress: bool = True,
         **settings: Unpack[TrainSettings],
     ) -> None:
-        from ssdctl.api import resolved_for_training
-
         resolved = resolved_for_training(data, config, dict(settings), "Trainer")
         with contextlib.ExitStack() as stack, signals.handled():
             bar = stack.enter_context(closing(TrainingBar(is_shown=progress)))

@@ -73,7 +73,7 @@ class Labels(msgspec.Struct, frozen=True):
     content: str = ""  # hash of their content, if they are few; empty: not known
 
 
-class Dataset(NamedTuple):
+class AnnotatedDataset(NamedTuple):
     """A dataset that was read."""
 
     format: str
@@ -146,7 +146,9 @@ def find_source(root: Path, conversion: Conversion) -> Source:
     return Source(name, lambda: module.read(root))
 
 
-def read_dataset(root: Path, conversion: Conversion, source: Source | None = None) -> Dataset:
+def read_dataset(
+    root: Path, conversion: Conversion, source: Source | None = None
+) -> AnnotatedDataset:
     """Read the annotations of a dataset.
 
     Args:
@@ -167,7 +169,7 @@ def read_dataset(root: Path, conversion: Conversion, source: Source | None = Non
             raise UsageError(f"--split: {root} has validation images already", hint="omit --split")
         train, val = divided(require_split(splits, "train", root), conversion.split)
         splits = {**splits, "train": train, "val": val}
-    return Dataset(source.format, {s: splits[s] for s in SPLITS if s in splits})
+    return AnnotatedDataset(source.format, {s: splits[s] for s in SPLITS if s in splits})
 
 
 def label_version(

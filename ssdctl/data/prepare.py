@@ -29,8 +29,8 @@ from ssdctl.data.check import check
 from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import (
     AUTOMATIC,
+    AnnotatedDataset,
     Conversion,
-    Dataset,
     find_source,
     label_version,
     labels_changed,
@@ -191,7 +191,7 @@ def prepare(
     return outcome
 
 
-def _read(root: Path, conversion: Conversion) -> tuple[Dataset, Made]:
+def _read(root: Path, conversion: Conversion) -> tuple[AnnotatedDataset, Made]:
     """Read a dataset, and the version of its label files meanwhile.
 
     Raises:

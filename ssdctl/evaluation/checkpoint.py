@@ -28,7 +28,7 @@ from ssdctl.evaluation.coco_ap import NO_OBJECTS, run_scoring
 from ssdctl.evaluation.detect import DetectOptions, detect_with, merge
 from ssdctl.evaluation.ground_truth import read_ground_truth
 from ssdctl.files import write_bytes
-from ssdctl.inference.detector import open_detector
+from ssdctl.inference.predict import open_detector
 from ssdctl.runs.evaluation import Evaluation, EvaluationInfo
 from ssdctl.runtime.cores import usable_cores
 from ssdctl.runtime.progress import Progress

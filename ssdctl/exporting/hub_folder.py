@@ -32,9 +32,15 @@ from ssdctl.exporting.formats import pictures_of, safetensors_bytes
 from ssdctl.exporting.model_card import CardFacts, model_card
 from ssdctl.exporting.onnx import onnx_model, require_onnx
 from ssdctl.files import atomic_write, write_bytes, write_text
-from ssdctl.inference.detector import DetectorConfig, open_detector
+from ssdctl.inference.detector import DetectorConfig
 from ssdctl.inference.drawing import draw
-from ssdctl.inference.predict import ImageDetector, Predictor, class_names, open_image
+from ssdctl.inference.predict import (
+    ImageDetector,
+    Predictor,
+    class_names,
+    open_detector,
+    open_image,
+)
 from ssdctl.model.backbones import find_backbone
 from ssdctl.model.postprocess import DETECTIONS_PER_IMAGE
 from ssdctl.runs.layout import RunDir

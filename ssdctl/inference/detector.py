@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ssdctl.boxes.default_boxes import default_boxes_cxcywh
-from ssdctl.checkpoint.reader import Checkpoint, load_network
 from ssdctl.device.base import Device
 from ssdctl.errors import NonFiniteError, UsageError
 from ssdctl.model.constants import constants_of_model
@@ -163,22 +162,6 @@ class Detector:
                 hint=f"take {num_images // 2}: --bs of evaluate and predict; in training --set "
                 f"evaluate.batch_size={num_images // 2}",
             ) from error
-
-
-def open_detector(
-    checkpoint: Checkpoint, device: Device, config: DetectorConfig = DEFAULTS
-) -> DetectorBackend:
-    """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
-
-    Raises:
-        UsageError: The device, precision or a threshold does not suit the file.
-        IntegrityError: The weights do not fit the network, or the graph is damaged.
-    """
-    if checkpoint.graph is not None:
-        from ssdctl.inference.onnx_detector import OnnxDetector
-
-        return OnnxDetector(checkpoint, device, config)
-    return Detector(device.place(load_network(checkpoint)).eval(), device, config)
 
 
 def refuse_non_finite(output: tuple[Tensor, ...]) -> None:

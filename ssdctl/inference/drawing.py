@@ -50,7 +50,7 @@ SAVE_OPTIONS: dict[str, dict[str, Any]] = {
 Rectangle = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
-class LabeledBox(Protocol):
+class DrawableBox(Protocol):
     """What is drawn: a `BoxLabel` or a `Detection`."""
 
     @property
@@ -136,7 +136,7 @@ def label_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def draw(
-    image: Image.Image, boxes: Sequence[LabeledBox], style: DrawingStyle = DEFAULT_STYLE
+    image: Image.Image, boxes: Sequence[DrawableBox], style: DrawingStyle = DEFAULT_STYLE
 ) -> Image.Image:
     """Return a copy of the image in RGB with its boxes.
 
@@ -203,7 +203,7 @@ def _halo(line: int) -> int:
     return max(line // 3, 1)
 
 
-def _text(entry: LabeledBox, style: DrawingStyle) -> str:
+def _text(entry: DrawableBox, style: DrawingStyle) -> str:
     """Return the text beside a box; empty: none."""
     name = one_line(entry.name) if style.labels else ""
     score = "" if entry.score is None or not style.scores else f"{entry.score:.2f}"

@@ -31,11 +31,13 @@ from ssdctl.checkpoint.reader import Checkpoint, read_checkpoint, read_model
 from ssdctl.data.classes import UNUSED, ClassName
 from ssdctl.data.image_decode import read_rgb
 from ssdctl.device import open_device
+from ssdctl.device.base import Device
 from ssdctl.distributed.ranks import find_ranks
 from ssdctl.errors import SsdctlError, UsageError, hints_in_messages
-from ssdctl.inference.detector import Detector, DetectorBackend, DetectorConfig, open_detector
+from ssdctl.inference.detector import DEFAULTS, Detector, DetectorBackend, DetectorConfig
 from ssdctl.inference.image_sources import UrlSource, source_of
 from ssdctl.inference.model_source import locate_checkpoint
+from ssdctl.inference.onnx_detector import OnnxDetector
 from ssdctl.inference.results import Result
 from ssdctl.inference.tiles import MIN_TILE, Window, cut_flags, merge, tile_windows
 from ssdctl.model import postprocess
@@ -68,7 +70,7 @@ class Options(NamedTuple):
     tile_overlap: float = 0.2  # of neighbors, as a fraction of the tile
 
 
-class View(NamedTuple):
+class ImageView(NamedTuple):
     """An image as the network gets it."""
 
     size: tuple[int, int]  # width and height of the image
@@ -88,7 +90,7 @@ class Prepared(NamedTuple):
 
     item: Any
     source: Any
-    content: View | Image.Image
+    content: ImageView | Image.Image
 
 
 class Prediction(NamedTuple):
@@ -140,14 +142,14 @@ class ImageDetector:
         """The classes that results may have, by label."""
         return {label: self.classes[label - 1] for label in self._selected}
 
-    def prepare(self, image: Image.Image) -> View | Image.Image:
+    def prepare(self, image: Image.Image) -> ImageView | Image.Image:
         """Return what `detect` needs of an image: a view, or with tiles all of it."""
-        return image if self.options.tile else View(image.size, resized(image))
+        return image if self.options.tile else ImageView(image.size, resized(image))
 
     def detect(self, images: Sequence[Prepared], tiles_per_pass: int) -> list[Result]:
         """Return the objects on each image, from one pass; with tiles, from passes of its own."""
         found = []
-        if views := [image.content for image in images if isinstance(image.content, View)]:
+        if views := [image.content for image in images if isinstance(image.content, ImageView)]:
             pixels = torch.from_numpy(np.stack([view.pixels for view in views]))
             for view, detections in zip(views, self.backend(pixels), strict=True):
                 found.append(_in_window(detections, Window(0, 0, *view.size)))
@@ -392,6 +394,20 @@ def _selected_labels(names: Sequence[str], chosen: Sequence[str]) -> list[int]:
     return [label for label, name in enumerate(names, start=1) if name in chosen]
 
 
+def open_detector(
+    checkpoint: Checkpoint, device: Device, config: DetectorConfig = DEFAULTS
+) -> DetectorBackend:
+    """Return the detector of a checkpoint or an ONNX file (`read_model`), ready to run.
+
+    Raises:
+        UsageError: The device, precision or a threshold does not suit the file.
+        IntegrityError: The weights do not fit the network, or the graph is damaged.
+    """
+    if checkpoint.graph is not None:
+        return OnnxDetector(checkpoint, device, config)
+    return Detector(device.place(reader.load_network(checkpoint)).eval(), device, config)
+
+
 def load_detector(
     checkpoint: str | os.PathLike[str],
     *,
@@ -424,6 +440,9 @@ def load_network(checkpoint: str | os.PathLike[str]) -> SSD300:
     model = reader.load_network(read).eval()
     model.class_names = [c.name for c in class_names(read)]
     return model
+
+
+SSD300.open_checkpoint = staticmethod(load_network)
 
 
 def class_names(checkpoint: Checkpoint) -> list[ClassName]:

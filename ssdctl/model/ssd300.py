@@ -6,8 +6,8 @@ Shapes: B batch, C classes with background, N = 8732 default boxes.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,9 @@ class SSD300(nn.Module):
         """Return the maps of offsets and of logits of one feature map."""
         return self.box_heads[level](feature), self.class_heads[level](feature)
 
+    # Of `from_checkpoint`; ssdctl.inference.predict, which is above this module, sets it.
+    open_checkpoint: ClassVar[Callable[[str | os.PathLike[str]], SSD300]]
+
     @classmethod
     def from_checkpoint(cls, checkpoint: str | os.PathLike[str]) -> SSD300:
         """Return the network of a checkpoint with its weights, on the CPU, in evaluation mode.
@@ -88,10 +91,8 @@ class SSD300(nn.Module):
             ssdctl.errors.NetworkError: The detector cannot be fetched.
             ssdctl.errors.IntegrityError: The file is damaged, or not a checkpoint.
         """
-        from ssdctl.inference.predict import load_network  # late: it needs this module
-
         with hints_in_messages():
-            return load_network(checkpoint)
+            return cls.open_checkpoint(checkpoint)
 
     def loss(self, images: Images, targets: Sequence[Target]) -> Tensor:
         """Return the multibox loss of a batch, a scalar to be minimized.

@@ -17,7 +17,7 @@ import ssdctl
 from ssdctl.checkpoint.onnx_file import InputConvention, OnnxDescription
 from ssdctl.checkpoint.reader import read_model
 from ssdctl.device import open_device
-from ssdctl.inference.detector import open_detector
+from ssdctl.inference.predict import open_detector
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
