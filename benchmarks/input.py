@@ -42,7 +42,7 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device import open_device
-from ssdctl.input.loader import open_input
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig
 from ssdctl.model.constants import RESNET
 from ssdctl.runtime.process_settings import tune_process

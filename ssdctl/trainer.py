@@ -13,6 +13,7 @@ import torch
 
 from ssdctl.call_config import resolved_for_training
 from ssdctl.data.store_folder import with_absolute_data
+from ssdctl.distributed import collectives
 from ssdctl.errors import UsageError, hints_in_messages
 from ssdctl.model.ssd300 import SSD300
 from ssdctl.run import Run
@@ -103,6 +104,8 @@ class Trainer:
             try:
                 with signals.handled():
                     yield from self._trainer
+                # The others may evaluate the checkpoint that the first rank writes.
+                collectives.barrier(self._trainer.setup.ranks)
             except GeneratorExit:  # the loop was left
                 raise
             except BaseException:
@@ -125,6 +128,7 @@ class Trainer:
         """
         self._trainer.save(is_scheduled=False)
         self._trainer.saver.wait()
+        collectives.barrier(self._trainer.setup.ranks)
 
     def close(self) -> None:
         """Release the run folder and the process group; what was not saved is lost."""

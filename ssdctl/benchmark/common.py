@@ -12,7 +12,7 @@ from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
 from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch
-from ssdctl.input.loader import open_input
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig
 
 Figures = dict[str, float | int | str]

@@ -120,14 +120,14 @@ def warning_without_validation(root: Path) -> str:
     )
 
 
-class Source(NamedTuple):
+class AnnotationSource(NamedTuple):
     """Where the annotations of a dataset are."""
 
     format: str
     read: Callable[[], dict[str, Annotations]]
 
 
-def find_source(root: Path, conversion: Conversion) -> Source:
+def find_source(root: Path, conversion: Conversion) -> AnnotationSource:
     """Return the format of a dataset and how it is read.
 
     Raises:
@@ -141,13 +141,13 @@ def find_source(root: Path, conversion: Conversion) -> Source:
         for split, files in splits.items():
             if not files.annotations.is_file():
                 raise DataError(f"{files.annotations}: no such annotation file (split {split})")
-        return Source("coco", lambda: coco.read_files(splits))
+        return AnnotationSource("coco", lambda: coco.read_files(splits))
     name, module = find(root, _original_source(root, conversion))
-    return Source(name, lambda: module.read(root))
+    return AnnotationSource(name, lambda: module.read(root))
 
 
 def read_dataset(
-    root: Path, conversion: Conversion, source: Source | None = None
+    root: Path, conversion: Conversion, source: AnnotationSource | None = None
 ) -> AnnotatedDataset:
     """Read the annotations of a dataset.
 

@@ -30,7 +30,7 @@ from ssdctl.data.image_check import (
     changed_images,
     check_image,
 )
-from ssdctl.data.index import METADATA_KEY, Shard
+from ssdctl.data.store_check import METADATA_KEY, Shard
 from ssdctl.files import DECODE_ERRORS, atomic_write
 from ssdctl.runtime.map_ahead import map_ahead
 from ssdctl.runtime.progress import Progress

@@ -26,7 +26,9 @@ from ssdctl.data.split_files import SPLITS
 from ssdctl.data.store_check import (
     FINGERPRINT_COLUMNS,
     IMAGE_COLUMNS,
+    METADATA_KEY,
     TRUTH_COLUMNS,
+    Shard,
     check_objects,
     numbers,
     one_array,
@@ -39,17 +41,9 @@ if TYPE_CHECKING:
     from ssdctl.data.image_check_jobs import Report
 
 FORMAT = 4  # version 3 had no boxes to score against
-METADATA_KEY = b"ssdctl"
 T = TypeVar("T")
 _OBJECT_COLUMNS = ("labels", "boxes", "areas", "is_crowd")
 Verified = Literal["no", "damaged dropped", "damaged kept"]  # whether each image was decoded
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """A file of packed images."""
-
-    file: str
-    rows: int
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from ssdctl.data.classes import ClassName
 from ssdctl.data.dataset import root_folder
 from ssdctl.data.image_decode import Pixels, decode, encode_png, raw_pixels
-from ssdctl.data.index import Metadata, Shard, index_path, read_made, read_metadata
+from ssdctl.data.index import Metadata, index_path, read_made, read_metadata
 from ssdctl.data.store_check import (
     INDEX_COLUMNS,
+    Shard,
     check_names,
     check_objects,
     image_spans,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from ssdctl.errors import DataError
 from ssdctl.files import is_plain_name
 
+METADATA_KEY = b"ssdctl"
 Types = Mapping[str, pa.DataType]
 
 SHARD_COLUMNS: Types = {"image": pa.large_binary()}
@@ -45,6 +47,13 @@ TRUTH_COLUMNS: Types = {
     "areas": pa.list_(pa.float64()),
     "is_crowd": pa.list_(pa.bool_()),
 }
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A file of packed images."""
+
+    file: str
+    rows: int
 
 
 def read_table(path: Path, types: Types) -> Any:

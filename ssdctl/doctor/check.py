@@ -67,7 +67,7 @@ def without_secrets(text: str) -> str:
     return re.sub(rf"(?<=/){re.escape(user)}(?=/|$|[\s:,;)'\"])", "$USER", text)
 
 
-class Output(NamedTuple):
+class ProgramOutput(NamedTuple):
     """Output and error text of a program."""
 
     out: str
@@ -97,7 +97,7 @@ class Programs:
         timeout_s: float,
         text: str = "",
         environment: Mapping[str, str] | None = None,
-    ) -> Output:
+    ) -> ProgramOutput:
         """Run a program to its end, in a session of its own.
 
         Args:
@@ -117,21 +117,23 @@ class Programs:
                 )  # fmt: skip
                 self._running.add(process)
         except OSError as error:
-            return Output("", f"cannot be run: {error.strerror}")
+            return ProgramOutput("", f"cannot be run: {error.strerror}")
         try:
             out, stderr = process.communicate(text, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return Output(_kill(process), f"no answer within {timeout_s:g} s")
+            return ProgramOutput(_kill(process), f"no answer within {timeout_s:g} s")
         finally:
             with self._lock:
                 self._running.discard(process)
-        return Output(out, _reason(process.returncode, stderr, out) if process.returncode else "")
+        return ProgramOutput(
+            out, _reason(process.returncode, stderr, out) if process.returncode else ""
+        )
 
-    def run_python(self, code: str) -> Output:
+    def run_python(self, code: str) -> ProgramOutput:
         """Run a Python program given as text."""
         return self.run([sys.executable, "-W", "ignore", "-c", code], IMPORT_S)
 
-    def run_probe(self, name: str, timeout_s: float, *arguments: str, **more: Any) -> Output:
+    def run_probe(self, name: str, timeout_s: float, *arguments: str, **more: Any) -> ProgramOutput:
         """Run one of the probes of probes.py; `more` is passed to `run`."""
         argv = [sys.executable, "-W", "ignore", "-m", f"{__package__}.probes", name, *arguments]
         return self.run(argv, timeout_s, **more)

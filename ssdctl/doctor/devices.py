@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree as Xml
 
 from ssdctl.config import Config
-from ssdctl.doctor.check import ABSENT, DRIVER_S, Check, Output, Programs, absent, bad, ok
+from ssdctl.doctor.check import ABSENT, DRIVER_S, Check, ProgramOutput, Programs, absent, bad, ok
 from ssdctl.runtime import hardware
 from ssdctl.runtime.background import run_in_daemon_thread
 from ssdctl.runtime.hardware import TPU_V2_OR_V3, TPUS, Hardware
@@ -35,7 +35,7 @@ HUGE_PAGES_PER_CARD = 5_937
 SUCCESSOR = "TorchTPU, Google's announced successor of torch_xla, is not supported yet"
 
 
-def check_cpu(torch: Future[Output]) -> list[Check]:
+def check_cpu(torch: Future[ProgramOutput]) -> list[Check]:
     """Return the results of the torch probe for the CPU."""
     cpu = torch.result().facts().get("cpu")
     if cpu is None:
@@ -49,7 +49,7 @@ def check_cpu(torch: Future[Output]) -> list[Check]:
 
 
 def check_gpus(
-    config: Config, programs: Programs, pci: Hardware, torch: Future[Output]
+    config: Config, programs: Programs, pci: Hardware, torch: Future[ProgramOutput]
 ) -> list[Check]:
     """Query NVIDIA's driver while torch is being imported, then check what torch detects."""
     problem, state = "nvidia-smi is not on PATH", Xml.Element("none")

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 
 from ssdctl._version import __version__
 from ssdctl.config import Config
-from ssdctl.doctor.check import ABSENT, OK, Check, Output, Programs, absent, bad, ok
+from ssdctl.doctor.check import ABSENT, OK, Check, ProgramOutput, Programs, absent, bad, ok
 from ssdctl.launch.node import read_node
 from ssdctl.runtime import hardware
 from ssdctl.runtime.background import run_in_daemon_thread
@@ -50,7 +50,7 @@ FILES_NEEDED = 1024
 VERSION_S = 15.0
 
 
-def check_software(config: Config, torch: Future[Output]) -> list[Check]:
+def check_software(config: Config, torch: Future[ProgramOutput]) -> list[Check]:
     """Return the results for Python, the packages and the import of torch."""
     python = f"{platform.python_version()} ({sys.executable})"
     results = [ok("ssdctl", f"{__version__} on {platform.platform()}"), ok("python", python)]
@@ -277,7 +277,7 @@ TOOLS = (
 def check_launchers(config: Config, programs: Programs, pci: Hardware) -> list[Check]:
     """Run every installed program in parallel."""
 
-    def version_of(tool: Tool) -> Callable[[], Output]:
+    def version_of(tool: Tool) -> Callable[[], ProgramOutput]:
         return lambda: programs.run([tool.name, *tool.version_arguments], VERSION_S)
 
     present = [tool for tool in TOOLS if shutil.which(tool.name)]
@@ -289,7 +289,7 @@ def check_launchers(config: Config, programs: Programs, pci: Hardware) -> list[C
     return results
 
 
-def _check_tool(tool: Tool, output: Output | None, is_wanted: bool, pci: Hardware) -> Check:
+def _check_tool(tool: Tool, output: ProgramOutput | None, is_wanted: bool, pci: Hardware) -> Check:
     name, remedy = tool.name, tool.remedy
     if output is None:
         if name == "mpirun" and pci.num_gaudi and not is_wanted:

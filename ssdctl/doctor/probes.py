@@ -25,7 +25,7 @@ LR = 1e-4
 
 
 def report(**facts: object) -> None:
-    """Print facts for `Output.facts`."""
+    """Print facts for `ProgramOutput.facts`."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 

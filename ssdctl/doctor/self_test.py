@@ -12,7 +12,7 @@ import msgspec
 from ssdctl.config import Config, Resolved
 from ssdctl.config.resolve import sources_of
 from ssdctl.data.store_folder import dataset_folders
-from ssdctl.doctor.check import Check, Output, Programs, bad, ok
+from ssdctl.doctor.check import Check, ProgramOutput, Programs, bad, ok
 from ssdctl.doctor.data import nearest_folder
 from ssdctl.files import free_bytes
 from ssdctl.launch.run import free_port
@@ -64,7 +64,7 @@ def _ranks(programs: Programs) -> Check:
     common = {**_without_job(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     common["MASTER_PORT"] = str(free_port())
 
-    def run(rank: str) -> Future[Output]:
+    def run(rank: str) -> Future[ProgramOutput]:
         environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
         return run_in_daemon_thread(
             lambda: programs.run_probe("ranks", RANKS_S, environment=environment)

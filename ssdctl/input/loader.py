@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,14 +25,12 @@ from torch import Tensor
 from ssdctl.boxes.default_boxes import IMAGE_SIZE
 from ssdctl.data.image_decode import ImageError, Pixels
 from ssdctl.data.store import ImageFiles, Split
-from ssdctl.device.base import Decoder, pageable_buffer
-from ssdctl.errors import DataError, DiskError, UsageError
+from ssdctl.device.base import pageable_buffer
+from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import BadImage, Batch
-from ssdctl.input.fake import FakeLoader
 from ssdctl.input.resize import resize, resize_crop
 from ssdctl.input.sampler import LoaderConfig, Samples, SampleStream, draw_samples, whole_samples
 from ssdctl.runtime.map_ahead import take_ahead
-from ssdctl.runtime.torch_compat import dali_package
 
 BATCHES_AHEAD = 2
 MAX_IMAGES_PER_TASK = 4  # a task has an overhead of some 20 us
@@ -43,64 +41,6 @@ Problem = tuple[int, str]  # which slot of a batch, and why
 Buffer = Callable[[tuple[int, ...]], Tensor]
 # Called for a slot whose image is bad, with the pixels of the whole batch.
 Replace = Callable[[Samples, int, str, Pixels], BadImage]
-
-
-class TrainInput(Protocol):
-    """A source of training batches."""
-
-    def batches(self, start_step: int, end_step: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of steps start to end, `accumulate` for each step."""
-        ...
-
-
-def check_pipeline(pipeline: str) -> None:
-    """Check that a pipeline is installed.
-
-    Raises:
-        UsageError: DALI is not installed.
-    """
-    if pipeline != "dali":
-        return
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"--pipeline dali: nvidia-dali cannot be imported ({error})",
-            hint=f"pip install {dali_package()}, or leave --pipeline at native",
-        ) from None
-
-
-def open_input(
-    pipeline: str,
-    split: Split,
-    config: LoaderConfig,
-    *,
-    fake: bool = False,
-    decoder: Decoder | None = None,
-    buffer: Buffer = pageable_buffer,
-) -> TrainInput:
-    """Return the input of one rank.
-
-    Args:
-        pipeline: `native` or `dali`.
-        split: The images.
-        config: Which part of the stream to load, and how.
-        fake: Random batches instead; no image is read.
-        decoder: The device on which DALI decodes; None: the host.
-        buffer: Allocates the pixels of a batch: `Device.host_buffer`.
-
-    Raises:
-        UsageError: DALI is not installed.
-    """
-    if fake:
-        return FakeLoader(split, config)
-    check_pipeline(pipeline)
-    stream = SampleStream(split.trainable, config.seed)
-    if pipeline == "dali":
-        from ssdctl.input.dali import DaliLoader
-
-        return DaliLoader(split, stream, config, decoder)
-    return TrainLoader(split, stream, config, buffer)
 
 
 class TrainLoader:

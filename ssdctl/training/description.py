@@ -15,7 +15,7 @@ from ssdctl.runtime.printable import listed
 from ssdctl.training.schedule import TrainSchedule, next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 MAX_CLASSES = 8  # that are named
 NEARLY_DECAYED = 0.1  # of the peak, at the end of a cosine

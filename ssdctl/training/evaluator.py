@@ -24,7 +24,7 @@ from ssdctl.runtime import signals
 from ssdctl.training.schedule import at_steps, every
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 
 class EarlyStopping:

@@ -17,7 +17,7 @@ from ssdctl.runs.metrics import Record
 from ssdctl.training.schedule import next_evaluation
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 BENCHMARK = "ssd"
 CROP_ATTEMPTS = 1  # per mode: ssdctl/input/crop.py

@@ -19,7 +19,7 @@ from ssdctl.runs.layout import RunDir
 from ssdctl.training.restore import step_of_plan
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from ssdctl.training.trackers.base import TrackedRun
 from ssdctl.training.trackers.registry import find_trackers
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 log = logging.getLogger(__name__)
 Observer = Callable[[Record], None]

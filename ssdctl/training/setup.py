@@ -12,12 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from ssdctl.checkpoint.folder import CheckpointFolder
@@ -45,7 +42,7 @@ from ssdctl.download.detectors import DetectorSource, cached_path
 from ssdctl.errors import DataError, IntegrityError, NetworkError
 from ssdctl.inference.model_source import locate_checkpoint, resolve_source
 from ssdctl.input.fake import fake_split
-from ssdctl.input.loader import check_pipeline
+from ssdctl.input.pipelines import check_pipeline
 from ssdctl.model.pretrained import fetch_weights, weights_of
 from ssdctl.model.ssd300 import SSD300, Architecture
 from ssdctl.runs.default_folder import run_dir
@@ -57,27 +54,13 @@ from ssdctl.runtime.progress import Progress, without_progress
 from ssdctl.training.description import describe_run, warning_of_cut
 from ssdctl.training.light_optimizer import without_dynamo
 from ssdctl.training.memory import check_shares, largest_batch, out_of_memory_hints
+from ssdctl.training.parts import Setup
 from ssdctl.training.resume import find_checkpoint
-from ssdctl.training.run import Network, SettledRun, check_without_data, finalize
+from ssdctl.training.run import Network, check_without_data, finalize
 from ssdctl.training.trackers.registry import find_trackers
 from ssdctl.training.trainer import Summary, Trainer
 
 log = logging.getLogger(__name__)
-
-
-class Setup(NamedTuple):
-    """The parts of a run before its first step."""
-
-    run: SettledRun
-    device: Device
-    ranks: Ranks
-    train: Split
-    val: Split | None
-    val_rows: NDArray[np.int64] | None  # the images of `val` to score; None: all
-    architecture: Architecture
-    model: SSD300
-    threads: int
-    memory_hints: Callable[[], contextlib.AbstractContextManager[None]]  # explains a full memory
 
 
 def run_training(

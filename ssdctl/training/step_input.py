@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 from ssdctl.device.base import Device
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import Batch, trim_padding
-from ssdctl.input.loader import open_input
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig
 
 if TYPE_CHECKING:
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 
 class StepInput:

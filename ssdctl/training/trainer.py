@@ -36,7 +36,7 @@ from ssdctl.training.step_input import StepInput
 
 if TYPE_CHECKING:
     from ssdctl.checkpoint.reader import Checkpoint
-    from ssdctl.training.setup import Setup
+    from ssdctl.training.parts import Setup
 
 log = logging.getLogger(__name__)
 

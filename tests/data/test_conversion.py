@@ -26,10 +26,11 @@ from ssdctl.data.annotations import (
 from ssdctl.data.dataset import AUTOMATIC, Conversion, read_dataset
 from ssdctl.data.formats import coco
 from ssdctl.data.image_check import check_image
-from ssdctl.data.index import METADATA_KEY, read_made
+from ssdctl.data.index import read_made
 from ssdctl.data.open_dataset import count_images, open_dataset
 from ssdctl.data.prepare import prepare
 from ssdctl.data.store import Split
+from ssdctl.data.store_check import METADATA_KEY
 from ssdctl.errors import DataError, UsageError
 
 

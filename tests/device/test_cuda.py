@@ -18,7 +18,7 @@ from ssdctl.data.open_dataset import open_dataset
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
 from ssdctl.input.batch import Batch
-from ssdctl.input.loader import open_input
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig
 from ssdctl.training.restore import load_optimizer
 from ssdctl.training.step_input import copy_ahead

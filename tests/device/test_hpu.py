@@ -321,7 +321,7 @@ def test_the_bridge_is_not_loaded_before_its_mode_is_set(
     tmp_path: Path, imports: str, loaded: str, opened: str
 ) -> None:
     variables = {k: v for k, v in os.environ.items() if k not in (hpu.MODE, "PT_HPU_AUTOLOAD")}
-    path = os.pathsep.join([str(STANDIN), os.environ["PYTHONPATH"], *sys.path])
+    path = os.pathsep.join([str(STANDIN), os.environ.get("PYTHONPATH", ""), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", AUTOLOAD.format(imports=imports)],
         env={**variables, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},

@@ -74,7 +74,7 @@ def test_a_name_is_fetched_and_exported(cli: Cli, published: Server, tmp_path: P
 def test_a_name_works_wherever_a_checkpoint_does(cli: Cli, published: Server, shapes: Path) -> None:
     picture = sorted((shapes / "val2017").iterdir())[0]
     predictor = ssdctl.load("nvidia-ssd300-coco", device="cpu", score=0.01)
-    assert predictor.class_names[0] == "person"
+    assert predictor.model.class_names[0] == "person"
     common = ("--score", 0.01, "--device", "cpu", "--json")
     result = cli("predict", "nvidia-ssd300-coco", picture, *common)
     assert result.code == 0, result.err

@@ -27,7 +27,8 @@ from ssdctl.data.store import Split
 from ssdctl.errors import DataError, DiskError
 from ssdctl.input.batch import Batch
 from ssdctl.input.fake import fake_split
-from ssdctl.input.loader import evaluation_batches, open_input
+from ssdctl.input.loader import evaluation_batches
+from ssdctl.input.pipelines import open_input
 from ssdctl.input.sampler import LoaderConfig, SampleStream, draw_samples
 
 PLAN = LoaderConfig(seed=4, batch_size=5, threads=2, max_boxes=12)

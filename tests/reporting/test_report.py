@@ -98,7 +98,7 @@ def test_the_header_names_the_run(page: str, tiny_run: Path) -> None:
     started = read_run(tiny_run).started
     header = section(page, "<h1>", 'id="samples"')
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", header))
-    assert facts["Network"] == "SSD300, ResNet-18"
+    assert facts["Network"] == "SSD300, tiny"
     assert facts["Classes"].startswith("5: ")
     assert facts["Data"] == f"shapes, {started['train_images']} train, 9 val"
     assert facts["Date"] == started["time"][:16].replace("T", " ")

@@ -200,7 +200,7 @@ def test_loss_and_six_steps_equal_the_reference(
 def test_third_party_checkpoint_evaluates_as_the_naive_decode(
     dataset: Path, tmp_path: Path, cli: Callable[..., Result], layout: str, prefix: str
 ) -> None:
-    torch.manual_seed(2)
+    torch.manual_seed(3)  # scores far enough apart for fp32
     model = SSD300("tiny", NUM_CLASSES, "none" if layout == "mlperf" else "batch")
     for head in model.class_heads:
         torch.nn.init.normal_(head.weight, std=0.02)

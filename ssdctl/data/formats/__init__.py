@@ -198,7 +198,7 @@ def _no_dataset(path: Path) -> DataError:
     from ssdctl.data.formats import _instead
 
     files = [file for name in built_in() for file in getattr(load(name), "LOOKED_FOR", ())]
-    found, hint = _instead.of_folder(path)
+    found, hint = _instead.of_folder(path, built_in())
     above = path.parent if path.name else path.resolve().parent
     if _has_labels(above):
         hint = f"did you mean the folder above, --data {above}?"

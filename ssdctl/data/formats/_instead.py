@@ -6,7 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
-from ssdctl.data.formats import built_in, yolo
+from ssdctl.data.formats import yolo
 from ssdctl.data.image_files import files_below, is_image
 from ssdctl.errors import DataError
 from ssdctl.files import open_regular
@@ -22,8 +22,13 @@ COORDINATES = re.compile(rb"(?:-?\d+(?:\.\d+)?[\s,]+){3}-?\d")
 CONVERT_LABELME = "convert labelme's files to Pascal VOC's layout with its labelme2voc.py"
 
 
-def of_folder(folder: Path) -> tuple[str, str]:
-    """Return what a folder without a dataset has, for the message, and the hint."""
+def of_folder(folder: Path, formats: list[str]) -> tuple[str, str]:
+    """Return what a folder without a dataset has, for the message, and the hint.
+
+    Args:
+        folder: The folder.
+        formats: The names of those that are read.
+    """
     files = sorted(Path(n) for n in itertools.islice(files_below(folder), MAX_FILES))
     images = {file.name: file.stem for file in files if is_image(file)}
     jsons = [file for file in files if file.suffix == ".json"][:MAX_READ]
@@ -38,14 +43,14 @@ def of_folder(folder: Path) -> tuple[str, str]:
     if other := [file for file in texts if _head(folder / file).strip()]:
         return (
             f", but text labels of another format, such as {other[0]}",
-            f"export one of the formats that are read: {', '.join(built_in())}",
+            f"export one of the formats that are read: {', '.join(formats)}",
         )
     if archives := [file for file in files if file.suffix.lower() in ARCHIVES]:
         return f", but an archive, {archives[0]}", f"unpack {folder / archives[0]}"
     if images and (labels := [f for f in files if _is_labels(folder, f, images)]):
         return (
             f", but labels in a format that is not read, such as {labels[0]}",
-            f"export one of the formats that are read: {', '.join(built_in())}",
+            f"export one of the formats that are read: {', '.join(formats)}",
         )
     hint = (
         "give the folder that an export was unpacked to, or describe the dataset in a "

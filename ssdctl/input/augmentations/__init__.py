@@ -13,7 +13,7 @@ import functools
 import importlib
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,19 +22,25 @@ from ssdctl.config.augmentations import ENTRY_POINTS, is_file, names_of
 from ssdctl.input.counter_rng import uniform
 from ssdctl.runtime.packages import load_entry_point
 
-if TYPE_CHECKING:
-    from ssdctl.input.sampler import LoaderConfig
-
 Floats = NDArray[np.float64]
 # Streams of random numbers that resumed runs continue; other names hash to theirs.
 STREAMS = {"crop": 2, "flip": 3, "color": 4, "zoom": 5}
+
+
+class Settings(Protocol):
+    """What augmentations read of a run: see `LoaderConfig`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def hue_degrees(self) -> float: ...
 
 
 class Keys(NamedTuple):
     """What the random numbers of samples depend on."""
 
     stream: int  # separates the augmentation from others
-    config: LoaderConfig  # of the run: the seed, and settings of augmentations
+    config: Settings
     epochs: NDArray[np.int64]  # B: the pass over the dataset
     rows: NDArray[np.int64]  # B: the image
 
