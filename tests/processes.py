@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -49,12 +51,30 @@ def run_script(script: str, *arguments: object, **variables: str) -> ForkedProce
     return ForkedProcess(run, **variables)
 
 
-def run_ranks(count: int, script: str, *arguments: object, **variables: str) -> list[Ended]:
-    """Run a script in forks that form a group."""
+def start_script(script: str, *arguments: object, **variables: str) -> subprocess.Popen[str]:
+    """Start a script in a new interpreter: it may score detections, which a fork must not."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_ranks(
+    count: int,
+    script: str,
+    *arguments: object,
+    start: Callable[..., ForkedProcess | subprocess.Popen[str]] = run_script,
+    **variables: str,
+) -> list[Ended]:
+    """Run a script in processes that form a group."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common["WORLD_SIZE"] = str(count)
     ranks = [
-        run_script(script, *arguments, **{**common, **variables, "RANK": r, "LOCAL_RANK": r})
+        start(script, *arguments, **{**common, **variables, "RANK": r, "LOCAL_RANK": r})
         for r in map(str, range(count))
     ]
     try:

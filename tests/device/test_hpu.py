@@ -233,7 +233,8 @@ def test_ranks_get_their_card_and_the_backend(
     )
     # The other rank has joined, in a store in memory; the group is None.
     store = torch.distributed.HashStore()
-    store.add(rendezvous.ARRIVED, 1)
+    monkeypatch.setattr(rendezvous, "_groups", iter(["first"]))
+    torch.distributed.PrefixStore("group-first", store).add(rendezvous.ARRIVED, 1)
     met = iter([(store, 0, 2)])
     monkeypatch.setattr(rendezvous, "torch_rendezvous", lambda *_: met)
     monkeypatch.setattr(torch.distributed, "new_group", lambda **_: None)

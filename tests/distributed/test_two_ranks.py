@@ -18,7 +18,7 @@ import pytest
 import torch
 from conftest import TINY_RUN, Result
 from download.http_server import Server, file
-from processes import Ended, run_ranks, run_script, wait_for
+from processes import Ended, run_ranks, run_script, start_script, wait_for
 from run_processes import last
 
 from ssdctl.distributed.collectives import average_buffers
@@ -267,7 +267,7 @@ def test_every_rank_gets_the_evaluation_of_the_library(
     """The first rank prepares the dataset and compares its images for all."""
     data = tmp_path / "shapes"
     shutil.copytree(shapes, data, ignore=shutil.ignore_patterns("prepared"))
-    ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data)
+    ranks = run_ranks(2, EVALUATE, free_port(), checkpoint, data, start=start_script)
     assert [rank.code for rank in ranks] == [0, 0], ranks
     (ap, images, _), (other_ap, other_images, compared) = [json.loads(r.out) for r in ranks]
     assert (ap, images) == (other_ap, other_images)
