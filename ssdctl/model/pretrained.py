@@ -62,7 +62,7 @@ def weights_named(name: str) -> Weights:
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UsageError(
         f"no backbone weights are called {name!r}",
-        hint=hint + "`ssdctl fetch-weights --list` shows all",
+        hint=hint + "`ssdctl fetch-weights --list` shows all; --backbone-weights none needs none",
     )
 
 

@@ -170,6 +170,12 @@ def test_runs_with_equal_names_are_shown_by_their_paths(
     assert f'<th class="number">{first}</th><th class="number">later/{other.name}</th>' in page
 
 
+def test_a_run_that_is_named_twice_is_shown_twice(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+    result = cli("report", tiny_run, tiny_run, "--out", tmp_path / "both.html")
+    assert result.code == 0, result.err
+    assert len(read_data((tmp_path / "both.html").read_text())["runs"]) == 2
+
+
 def test_a_folder_of_runs_names_them(tiny_run: Path, cli: Cli) -> None:
     result = cli("report", tiny_run.parent)
     assert result.code == 2
