@@ -18,8 +18,8 @@ EXIT_CODES = {
     6: "disk",
     7: "NaN or infinity",
     8: "a rank failed or was lost",
-    75: "stopped by a signal with everything saved; run the same command again to continue",
-    130: "interrupted twice",
+    75: "stopped by a signal, state saved; run the same command again to continue",
+    130: "killed by a second Ctrl-C",
 }
 ENVIRONMENT = {
     "SSDCTL_SECTION__KEY": "any setting, for example SSDCTL_TRAIN__BATCH_SIZE=64; "

@@ -130,7 +130,7 @@ def prepare(
     force: bool = False,
     progress: bool = True,
 ) -> Outcome:
-    """Check every annotation and every image's header, and write the store that training reads.
+    """Check every annotation and every image's header, and pack them for training.
 
     Args:
         data: The dataset folder or file; the format is detected.
@@ -189,7 +189,7 @@ def train(
     config: ConfigLike | None = None,
     progress: bool = True,
 ) -> Run:
-    """Train SSD300, or continue the run in the folder `out` that was stopped.
+    """Train a detector, or resume the stopped run in the folder `out`.
 
     The same settings as of `ssdctl train` give the same weights, bit by bit. Under torchrun every
     rank calls it. None leaves a setting to `config`, else to the preset.
@@ -203,7 +203,7 @@ def train(
         backbone_weights: A name of `ssdctl fetch-weights --list`, a file, or `none`.
         epochs: Length of the schedule.
         steps: Stop after this many optimizer steps.
-        batch_size: Images per device and step; `auto`: the largest that fits in memory.
+        batch_size: Batch size per device; `auto`: the largest that fits in memory.
         lr: Learning rate at a global batch of 32; it is scaled linearly with the global batch.
         warmup: Length of the warm-up: `"300st"` in steps, `3` or `"3ep"` in epochs.
         optimizer: `sgd` or `adamw`.
@@ -273,7 +273,7 @@ def evaluate(
     report: PathLike | None = None,
     progress: bool = True,
 ) -> Evaluation:
-    """Score a checkpoint or a file of detections by COCO AP. Under torchrun every rank calls it.
+    """Compute COCO AP for a checkpoint or a file of detections. Under torchrun every rank calls it.
 
     Args:
         checkpoint: As `load` takes it, or a file in COCO's results format, which is scored without
@@ -363,7 +363,7 @@ def export(
         fp16: Weights in half precision; the network computes in fp32.
         int8: ONNX: quantize, and score the result.
         calibrate: Images for the ranges of int8.
-        max_ap_loss: Write no int8 file that loses more AP.
+        max_ap_loss: Fail if int8 loses more AP than this.
         score_threshold: Of the NMS in the file, 0 to 1; None: the network's own.
         nms_iou: Of the NMS in the file, 0 to 1; None: the network's own.
         data: The dataset of int8; None: the one that the checkpoint was trained on.

@@ -41,7 +41,7 @@ def _missing_requirement(gpu: tuple[int, int] | None) -> str | None:
         return f"Triton needs compute capability {OLDEST_GPU[0]}, the GPU has {gpu[0]}.{gpu[1]}"
     compilers = (os.environ.get("CXX"), "g++", "clang++", "c++")
     if not any(shutil.which(name) for name in compilers if name):
-        return "there is no C++ compiler (g++) on the path"
+        return "there is no C++ compiler (g++) on the PATH"
     if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
         return "Python's headers are absent (package python3-dev)"
     if gpu is not None and importlib.util.find_spec("triton") is None:

@@ -127,7 +127,7 @@ def _results(facts: CardFacts) -> str:
         return "This checkpoint was not evaluated."
     figures = [name for name in FIGURES if facts.figures.get(name, -1) >= 0]
     lines = [
-        f"COCO figures on the validation split of {_cell(facts.dataset or 'the dataset')}, at step "
+        f"COCO metrics on the validation split of {_cell(facts.dataset or 'the dataset')}, at step "
         f"{facts.config['step']:,}:",
         "",
         f"| {' | '.join(figures)} |",

@@ -143,8 +143,8 @@ def find_sources(
     still done.
 
     Args:
-        names: Files, folders, patterns (`**` for all folders below), http(s) URLs, or `-`.
-        recursive: Search folders below the given ones, too.
+        names: Files, folders, glob patterns (`**` matches subfolders), http(s) URLs, or `-`.
+        recursive: Also search subfolders.
         stdin: The list of `-`: a file or URL per line, or separated by NUL; default: the process's
             standard input.
 

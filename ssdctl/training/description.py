@@ -108,7 +108,8 @@ def recipe_line(resolved: Resolved, plan: TrainSchedule) -> str:
         shape = f"cosine from step {plan.decay_steps[0]:,} to {plan.decay_steps[1]:,}"
     else:
         shape = f"x 0.1 at step {' and '.join(f'{s:,}' for s in decay)}" if decay else "no decay"
-    warmup = f"warm-up {plan.warmup_steps:,} steps, " if plan.warmup_steps else ""
+    steps = f"{plan.warmup_steps:,} step{'s' * (plan.warmup_steps != 1)}"
+    warmup = f"warm-up {steps}, " if plan.warmup_steps else ""
     return f"{name}: {config.optimizer}, learning rate {plan.peak_lr:g}, {warmup}{shape}"
 
 

@@ -340,7 +340,7 @@ def load_first_weights(setup: Setup, init: InitCheckpoint) -> None:
         if not same_classes(checkpoint, classes):
             state, kept = with_classes(checkpoint, model, classes)
             log.info(
-                "it has %d classes, the dataset has %d: the class heads are re-initialised%s",
+                "%d classes in the checkpoint, %d in the dataset: starting with new class heads%s",
                 checkpoint.architecture.num_classes - 1,
                 len(classes),
                 f", except for {', '.join(kept)}, which both have" if kept else "",
