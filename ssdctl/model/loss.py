@@ -69,11 +69,12 @@ class Targets(nn.Module):
 
 
 class MultiboxLoss(nn.Module):
-    """Targets and loss of one batch.
+    """The loss of the SSD paper: matched boxes by smooth L1, classes by cross entropy on them and
+    on the three hardest negatives for each.
 
     Args:
-        dtype: Of the arithmetic, independent of the network's precision.
-        constants: The rules of matching and of the divisor.
+        dtype: Precision of matching and loss, independent of the network's.
+        constants: Rules of matching, and what the loss is divided by.
     """
 
     def __init__(
