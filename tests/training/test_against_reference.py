@@ -264,7 +264,7 @@ def test_init_from_a_third_party_file_keeps_classes_of_the_same_name(
     options = f"--init {path} --backbone tiny --steps 1 --bs 1 --warmup 1st --fp32 --device cpu"
     result = cli("train", "--data", shapes, "--out", run, *options.split())
     assert result.code == 0, result.err
-    assert "it has 80 classes, the dataset has 5" in result.err
+    assert "80 classes in the checkpoint, 5 in the dataset" in result.err
     assert "ball, cone" in result.err
     payload = torch.load(run / "checkpoints/last.pt", weights_only=True)
     # The warm-up's first step has a learning rate of 0: these are the weights of the start.

@@ -22,9 +22,9 @@ PLUGIN = '''
 from PIL import Image
 from ssdctl.data.annotations import LabeledBox, LabeledImage, from_images
 
-def read(root):
+def read(root, labels="boxes.txt"):
     images = {}
-    for line in (root / "boxes.txt").read_text().splitlines():
+    for line in (root / labels).read_text().splitlines():
         file, name, *numbers = line.split()
         with Image.open(root / file) as image:
             images.setdefault(file, LabeledImage(file, *image.size, []))
@@ -41,11 +41,7 @@ class module:
 
     @staticmethod
     def read(path):
-        (path / "boxes2.txt").rename(path / "boxes.txt")
-        try:
-            return from_images(*read(path), folder=path, origin=path)
-        finally:
-            (path / "boxes.txt").rename(path / "boxes2.txt")
+        return from_images(*read(path, "boxes2.txt"), folder=path, origin=path)
 
 class failing:
     recognise = staticmethod(lambda path: 1 / 0)
