@@ -25,7 +25,7 @@ class ClassName(msgspec.Struct, frozen=True):
 def match_classes(expected: Sequence[ClassName], actual: Sequence[ClassName]) -> list[int] | None:
     """Return the position in `actual` of each class of `expected`, or None if their names differ.
 
-    Category ids and the order do not matter: a labelling tool may renumber them at each export.
+    Category ids and the order do not matter: a labeling tool may renumber them at each export.
     Classes with equal names are matched in the order in which they come.
     """
     places: dict[str, list[int]] = {}

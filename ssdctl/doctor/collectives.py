@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ssdctl.benchmark.train import matmul_flops
 from ssdctl.config import Config
 from ssdctl.device import open_device
 from ssdctl.device.base import Device
@@ -23,7 +24,6 @@ from ssdctl.model.ssd300 import Architecture
 
 NUM_CLASSES = 81  # COCO's
 REPEATS = 5
-MATRIX, CPU_MATRIX = 8192, 1024  # rows and columns
 SLOW = 0.8  # of the fastest card's rate
 TIMEOUT_S = 300.0
 
@@ -48,30 +48,13 @@ def check_collectives(config: Config) -> list[Check]:
     ranks = find_ranks()
     device = open_device(config.train.device, ranks.local_rank, config.train.execution)
     with process_group(ranks, device, TIMEOUT_S):
-        flops = _matrix_product(device)
+        flops = matmul_flops(device, "bf16" if device.has_native_bf16 else "fp32")
         card = Card(socket.gethostname(), ranks.local_rank, device.label, flops)
         num_bytes, seconds = 0, 0.0
         if not ranks.is_single_process:
             num_bytes, seconds = _all_reduce(config, device, ranks)
         cards = gather_to_first(card, ranks)
     return [_cards(cards), _network(num_bytes, seconds, cards)] if ranks.is_main else []
-
-
-def _matrix_product(device: Device) -> float:
-    """Return floating-point operations per second of a matrix product."""
-    size = CPU_MATRIX if device.name == "cpu" else MATRIX
-    dtype = torch.bfloat16 if device.has_native_bf16 else torch.float32
-    a = torch.ones(size, size, dtype=dtype).to(device.torch_device)
-    fastest = float("inf")
-    for _ in range(REPEATS):  # the first one may compile
-        device.synchronize()
-        start = time.perf_counter()
-        product = a @ a
-        device.mark_step()
-        device.synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    del product
-    return float(2 * size**3 / fastest)
 
 
 def _all_reduce(config: Config, device: Device, ranks: Ranks) -> tuple[int, float]:

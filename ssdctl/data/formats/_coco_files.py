@@ -50,7 +50,7 @@ def own_splits(root: Path) -> dict[str, SplitFiles]:
 
 
 def exported_splits(root: Path) -> dict[str, SplitFiles]:
-    """Return the splits of a labelling tool's COCO export; empty if there is none.
+    """Return the splits of a labeling tool's COCO export; empty if there is none.
 
     Raises:
         DataError: Several files for one split.
