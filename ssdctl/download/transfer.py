@@ -102,6 +102,7 @@ class _Attempt:
         self.workers: list[Future[None]] = []
         self.open_replies: set[requests.Response] = set()
         self.received_bytes = 0
+        self.waited_until_s = 0.0  # the end of the last wait that the server asked for
         self.waiting = 0
 
     def run(self, progress: Callable[[int], None]) -> None:
@@ -126,7 +127,7 @@ class _Attempt:
                     synced_s = now = time.monotonic()
                 if waiting or received - mark_bytes >= self.policy.min_rate * self.policy.stall_s:
                     mark_bytes, mark_s = received, now
-                elif now - mark_s > self.policy.stall_s:
+                elif now - max(mark_s, self.waited_until_s) > self.policy.stall_s:
                     raise NetworkError(
                         f"{redact_url(self.url)}: {received - mark_bytes} bytes in the last "
                         f"{self.policy.stall_s:g} s: stalled",
@@ -191,6 +192,8 @@ class _Attempt:
         is_over = self.over.wait(seconds)
         with self.lock:
             self.waiting -= is_asked
+            if is_asked:
+                self.waited_until_s = time.monotonic()
         if is_over:
             raise _Halted
 
